@@ -1,0 +1,35 @@
+# Everything starts here; see `make help`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## roll out a policy on CartPole and compare per-sample gradients with the naive loop
+	$(BIN)/persample compare --output demo
+
+lint: $(INSTALLED) ## style, docstrings against signatures, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## lint, then all tests with warnings as errors, docstring and README examples, strict docs
+	$(BIN)/python -m pytest
+	$(BIN)/mkdocs build --quiet --strict --site-dir .site
+
+bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+
+docs: $(INSTALLED) ## build the documentation and serve it
+	$(BIN)/mkdocs serve

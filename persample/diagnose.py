@@ -1,0 +1,124 @@
+"""What torch says when a loss does something that cannot be batched, said again in the user's terms."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from persample.errors import ArgumentError, LossError
+from persample.gradients import ParamSpec
+from persample.samples import Samples
+
+_LOOP = "or pass engine='loop', which takes any loss that autograd takes"
+# What torch's message looks like, what happened, what to do. The first that matches counts.
+_CAUSES = [
+    (
+        r"random operation while in randomness error mode",
+        "draws random numbers, which randomness='error' refuses",
+        "Pass randomness='different' (each sample its own) or 'same' (all samples the same), or put the module in "
+        "eval mode.",
+    ),
+    (
+        r"running_mean or running_var|num_batches_tracked|BATCH_NORM",
+        "updates the running statistics of {module} in train mode",
+        "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False.",
+    ),
+    (
+        r"\.item\(\) on a Tensor|data-dependent control flow|access data pointer|dynamic shape|\.tolist|numpy\(\)",
+        "reads values of a sample (.item(), .numpy(), a branch or a shape that depends on data), which vmap cannot batch",
+        f"Use torch.where or a mask instead, {_LOOP}.",
+    ),
+    (
+        r"inplace arithmetic|in-place operation|doesn't match the broadcast shape|mutate a captured",
+        "writes per-sample values in place into a tensor that is the same for all samples",
+        f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
+    ),
+    (
+        r"saved tensor hooks|setup_context staticmethod",
+        "uses checkpointing or a custom autograd.Function that torch.func does not know how to batch",
+        f"Give the function setup_context and a vmap rule, {_LOOP}.",
+    ),
+    (
+        r"same dtype|expected scalar type|Found dtype|expected m1 and m2",
+        "mixes dtypes in one operation ({dtypes})",
+        "Convert the batch or the params so that they agree, for example x.to(torch.float32).",
+    ),
+    (
+        r"on the same device|found at least two devices|device type",
+        "mixes devices in one operation ({devices})",
+        "Move params and batch to one device, for example x.to('cuda').",
+    ),
+]
+
+
+@contextmanager
+def diagnosed(samples: Samples, spec: ParamSpec) -> Iterator[None]:
+    """Say what torch's errors inside the loss mean: which line, what it did, what to do instead.
+
+    Args:
+        samples: what the loss was called with.
+        spec: the names of its parameters.
+
+    Raises:
+        LossError: in the place of an error whose cause is known. Any other error passes unchanged.
+    """
+    try:
+        yield
+    except (LossError, ArgumentError):
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        module = _norm_module(error.__traceback__)
+        if module and "in-place" in text:
+            text = "num_batches_tracked"
+        for pattern, happened, fix in _CAUSES:
+            if re.search(pattern, text):
+                facts = {
+                    "module": module,
+                    "dtypes": _formats(samples, spec, "dtype"),
+                    "devices": _formats(samples, spec, "device"),
+                }
+                where = _user_line(error.__traceback__)
+                raise LossError(f"loss_fn {happened.format(**facts)}{where}. {fix} torch said: {error}") from error
+        raise
+
+
+def _user_line(tb: TracebackType | None) -> str:
+    """Return the innermost line that belongs neither to torch nor to this library."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(ours)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{source}`"
+
+
+def _norm_module(tb: TracebackType | None) -> str:
+    """Return the name of the normalization layer whose forward raised, as its outermost module calls it."""
+    selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(tb)]
+    modules = [module for module in selves if isinstance(module, nn.Module)]
+    norms = [module for module in modules if isinstance(module, _NormBase)]
+    if not norms:
+        return ""
+    for outer in modules:
+        for name, part in outer.named_modules():
+            if part is norms[-1] and name:
+                return f"{name!r} ({type(part).__name__})"
+    return type(norms[-1]).__name__
+
+
+def _formats(samples: Samples, spec: ParamSpec, attribute: str) -> str:
+    """Return the dtypes or devices of parameters and batch, for a message."""
+    found = {f"params: {getattr(x, attribute)}" for x in samples.params}
+    found |= {f"batch: {getattr(x, attribute)}" for x in samples.leaves if isinstance(x, Tensor)}
+    return ", ".join(sorted(found))

@@ -1,0 +1,6 @@
+"""How the gradients of a chunk are computed: one function (lift, loss, samples, randomness) → partial each."""
+
+from persample.engines.eager import eager
+from persample.engines.loop import loop
+
+__all__ = ["eager", "loop"]

@@ -1,0 +1,30 @@
+"""The errors of the library: what was expected, what came, and what to do about it."""
+
+from __future__ import annotations
+
+
+class ArgumentError(ValueError):
+    """An argument of a call was refused before anything was computed."""
+
+    @classmethod
+    def about(cls, argument: str, *, expected: str, received: str, fix: str) -> ArgumentError:
+        """Return an error that says all a reader needs to mend the call.
+
+        Args:
+            argument: the argument that was refused, as the caller spells it.
+            expected: what it should have been.
+            received: what it was.
+            fix: what to do.
+
+        Returns:
+            The error, ready to be raised.
+
+        Example:
+            >>> print(ArgumentError.about("chunk_size", expected="a positive int", received="0", fix="Use 1 or more."))
+            chunk_size: expected a positive int, received 0. Use 1 or more.
+        """
+        return cls(f"{argument}: expected {expected}, received {received}. {fix}")
+
+
+class LossError(RuntimeError):
+    """The user's loss returned, or did, something that per-sample gradients cannot be taken of."""

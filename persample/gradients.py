@@ -1,0 +1,112 @@
+"""The one object between engines and reductions: the per-sample gradients of a chunk, and what was seen on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.factors import Dense, Factor
+from persample.numeric import as_real
+from persample.trees import TreeSpec, unflatten
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the results that look like the parameters look like.
+
+    Args:
+        structure: the tree of the parameters (of a module: a dict by name).
+        paths: one readable name per parameter, such as ``params['fc.weight']``.
+        shapes: the shape of one sample's gradient for each parameter.
+        dtypes: the dtype of each parameter.
+    """
+
+    structure: TreeSpec
+    paths: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """Return a tree like the parameters from one value per parameter."""
+        return unflatten(list(values), self.structure)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The per-sample gradients g₁ … g_B of one chunk. Row i is the gradient of ℓᵢ, never of ℓᵢ/B.
+
+    Args:
+        factors: one per parameter, in the order of ``spec.paths``.
+        spec: the parameters they belong to.
+        losses: ``[B]``.
+        aux: what the loss returned beside its value, stacked; None if nothing.
+        has_aux: whether the loss returned anything beside its value.
+        weights: ``[B]`` float64, or None for ones.
+        connected: whether any loss depended on any parameter at all.
+    """
+
+    factors: tuple[Factor, ...]
+    spec: ParamSpec
+    losses: Tensor
+    aux: Any = None
+    has_aux: bool = False
+    weights: Tensor | None = None
+    connected: bool = True
+
+    @classmethod
+    def dense(cls, values: Sequence[Tensor], **fields: Any) -> Gradients:
+        """Return gradients given in full, ``[B, *shape]`` for each parameter."""
+        return cls(tuple(Dense(as_real(value)) for value in values), **fields)
+
+    @cached_property
+    def squared_norms_per_param(self) -> list[Tensor]:
+        """‖gᵢ‖² of each parameter by itself, ``[B]`` float64 each."""
+        return [factor.squared_norms() for factor in self.factors]
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Euclidean norms over all parameters, ``[B]`` float64."""
+        return torch.stack(self.squared_norms_per_param).sum(0).sqrt()
+
+    @cached_property
+    def norms_per_param(self) -> list[Tensor]:
+        """Euclidean norms of each parameter by itself, ``[B]`` float64 each."""
+        return [squared.sqrt() for squared in self.squared_norms_per_param]
+
+    @property
+    def total_weight(self) -> Tensor:
+        """Σ wᵢ (B without weights), 0-d float64."""
+        if self.weights is None:
+            return self.losses.new_full((), len(self.losses), dtype=torch.float64)
+        return self.weights.sum()
+
+    @cached_property
+    def weighted_factors(self) -> tuple[Factor, ...]:
+        """The factors that sums over samples use: a sample of weight 0 is zeroed, so that even its NaN is gone."""
+        if self.weights is None:
+            return self.factors
+        removed = self.weights == 0
+        return tuple(factor.zero_rows(removed) for factor in self.factors)
+
+    def sums(self, scales: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Return Σ wᵢ sᵢ gᵢ of each parameter.
+
+        Args:
+            scales: one per parameter: the sᵢ, ``[B]`` float64, or None for ones.
+            dtypes: one per parameter: the dtype to accumulate in.
+
+        Returns:
+            One sum per parameter, ``[*shape]``, real.
+        """
+        triples = zip(self.weighted_factors, scales, dtypes, strict=True)
+        return [factor.weighted_sum(self._coefficients(scale), dtype) for factor, scale, dtype in triples]
+
+    def _coefficients(self, scale: Tensor | None) -> Tensor | None:
+        if scale is None or self.weights is None:
+            return self.weights if scale is None else scale
+        return torch.where(self.weights == 0, 0, self.weights * scale)

@@ -1,0 +1,144 @@
+"""Modules in and out: parameters taken from ``nn.Module``s, swapped in for the loss, and gradients put back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from persample import trees
+from persample.errors import ArgumentError
+
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # type: ignore[valid-type]
+_locks_guard = threading.Lock()
+
+
+@contextmanager
+def locked(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep other threads from swapping parameters into these modules, or any part of them, meanwhile.
+
+    Args:
+        modules: the modules whose parameters are about to be swapped.
+    """
+    parts = {id(part): part for module in modules for part in module.modules()}
+    with _locks_guard:
+        locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        yield
+
+
+class _Holder(nn.Module):
+    """All modules of one call under one roof, so that ``functional_call`` swaps and restores them together."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.given = nn.ModuleList(modules)
+
+    def forward(self, loss_fn: Callable[..., Any], *args: Any) -> Any:
+        """Call the loss while the swapped tensors are in place."""
+        return loss_fn(*args)
+
+
+@dataclass(frozen=True)
+class ParamTree:
+    """The user's ``params`` taken apart.
+
+    Args:
+        tensors: what is differentiated, one tensor per parameter.
+        result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
+        paths: one readable name per tensor.
+        modules: the modules found in ``params``.
+        call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
+    """
+
+    tensors: tuple[Any, ...]
+    result: trees.TreeSpec
+    paths: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
+
+
+def take_apart(params: Any) -> ParamTree:
+    """Return what is differentiated in ``params``, and how to call a loss with other tensors in its place.
+
+    Args:
+        params: a pytree of tensors and ``nn.Module``s, or a single one of them.
+
+    Returns:
+        The parts. Of a module only parameters with ``requires_grad`` count, tied ones once, under their first name.
+    """
+    leaves, spec = trees.flatten(params)
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    holder = _Holder(modules)
+    trainable = {name: param for name, param in holder.named_parameters() if param.requires_grad}
+    pieces, slots = list(leaves), []  # slot: where a tensor goes, an index into leaves or a name inside the holder
+    prefixes = iter(range(len(modules)))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, nn.Module):
+            prefix = f"given.{next(prefixes)}."
+            names = [name for name in trainable if name.startswith(prefix)]
+            pieces[index] = {name.removeprefix(prefix): trainable[name] for name in names}
+            slots += names
+        else:
+            slots.append(index)
+    result = trees.unflatten(pieces, spec)
+    tensors, result_spec = trees.flatten(result)
+
+    def call(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
+        placed = dict(zip(slots, values, strict=True))
+        args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
+        if not modules:
+            return loss_fn(args, *sample)
+        # Buffers are cloned, so that what a forward pass writes into them is gone afterwards on every engine.
+        swapped = {name: buffer.clone() for name, buffer in holder.named_buffers()}
+        swapped |= {name: value for name, value in placed.items() if isinstance(name, str)}
+        return functional_call(holder, swapped, (loss_fn, args, *sample))
+
+    return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, "params")), tuple(modules), call)
+
+
+def set_grads(module: nn.Module, grads: dict[str, Tensor]) -> None:
+    """Put a reduced update into ``.grad``, so that any ``torch.optim`` optimizer steps on it.
+
+    Args:
+        module: the module whose parameters receive the gradients.
+        grads: a tensor of the parameter's shape for every parameter with ``requires_grad``, by name: what
+            ``per_sample_grads(loss_fn, module, batch, Mean())`` returns. Converted to the parameter's dtype and
+            device where they differ, otherwise not copied.
+
+    Raises:
+        ArgumentError: if a trainable parameter is missing, a name is not one, or a shape differs.
+
+    Example:
+        >>> linear = nn.Linear(2, 1, bias=False)
+        >>> set_grads(linear, {"weight": torch.ones(1, 2)})
+        >>> torch.optim.SGD(linear.parameters(), lr=0.1).step()
+    """
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    missing, unknown = sorted(params.keys() - grads.keys()), sorted(grads.keys() - params.keys())
+    if missing or unknown:
+        raise ArgumentError.about(
+            "grads",
+            expected="one gradient per trainable parameter of the module, by name",
+            received=f"missing {missing}, unknown or frozen {unknown}",
+            fix="Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module.",
+        )
+    for name, param in params.items():
+        if grads[name].shape != param.shape:
+            raise ArgumentError.about(
+                f"grads[{name!r}]",
+                expected=f"shape {list(param.shape)}",
+                received=f"shape {list(grads[name].shape)}",
+                fix="Reduce over the samples first, for example with Mean().",
+            )
+    for name, param in params.items():
+        param.grad = grads[name].detach().to(param)

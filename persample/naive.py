@@ -1,0 +1,121 @@
+"""The loops a user would write: one backward pass per sample, and updates from a list of losses.
+
+This is the truth that everything else in the library is compared with. It is meant to be read, not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import trees
+
+
+def value_and_grad(
+    loss_fn: Callable[..., tuple[Tensor, Any]], params: Sequence[Tensor], *sample: Any
+) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
+    """Differentiate the loss of one sample with plain autograd.
+
+    Args:
+        loss_fn: from (params, *sample) to (0-d loss, aux).
+        params: the tensors to differentiate, any shapes.
+        *sample: the rest of the arguments.
+
+    Returns:
+        The detached loss, the detached aux, and one gradient per parameter: None where the loss does not depend on it.
+
+    Example:
+        >>> value_and_grad(lambda p, x: ((p[0] * x) ** 2, ()), [torch.tensor(2.0)], torch.tensor(3.0))
+        (tensor(36.), (), (tensor(36.),))
+    """
+    with torch.enable_grad():
+        leaves = [param.detach().requires_grad_() for param in params]
+        loss, aux = loss_fn(leaves, *sample)
+    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.detach(), trees.map_tensors(torch.Tensor.detach, aux), grads
+
+
+def loop(loss_fn: Callable[..., Tensor], params: Any, batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+    """Go through a batch sample by sample: ℓᵢ and its gradient, one graph alive at a time.
+
+    Args:
+        loss_fn: from (params, *sample) to a 0-d loss.
+        params: a pytree of tensors.
+        batch: tensors with a leading batch axis, of one common size.
+
+    Yields:
+        The loss of sample i and its gradient, a tree like the parameters (zeros where the loss ignores one).
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> [grads["w"].item() for _, grads in loop(lambda p, x: p["w"] * x, {"w": torch.tensor(1.0)}, (x,))]
+        [1.0, 2.0]
+    """
+    tensors, spec = trees.flatten(params)
+    for sample in zip(*batch, strict=True):
+        loss, _, grads = value_and_grad(
+            lambda values, *rest: (loss_fn(trees.unflatten(list(values), spec), *rest), ()), tensors, *sample
+        )
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(tensors, grads, strict=True)]
+        yield loss, trees.unflatten(filled, spec)
+
+
+def stack_mean_backward(losses: Sequence[Tensor], params: Any) -> Any:
+    """Average a list of losses and back-propagate once: mean → gradient.
+
+    (1/n) Σ ∇ℓᵢ = ∇ (1/n) Σ ℓᵢ. Every graph stays alive until the one backward pass.
+
+    Args:
+        losses: n 0-d losses with their graphs.
+        params: a pytree of the tensors they were computed from.
+
+    Returns:
+        A tree like the parameters; zeros where no loss depends on one. ``.grad`` is left alone.
+
+    Example:
+        >>> w = torch.tensor(2.0, requires_grad=True)
+        >>> stack_mean_backward([w * 1.0, w * 3.0], w)
+        tensor(2.)
+    """
+    tensors, spec = trees.flatten(params)
+    mean = torch.stack(list(losses)).mean()
+    return trees.unflatten(list(torch.autograd.grad(mean, tensors, allow_unused=True, materialize_grads=True)), spec)
+
+
+def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *, retain_graph: bool = False) -> Any:
+    """Back-propagate each loss by itself, divided by n, and add the gradients up: Σ ∇(ℓᵢ/n).
+
+    Given a generator and ``n``, each graph is freed before the next is built, so memory does not grow with n.
+
+    Args:
+        losses: n 0-d losses with their graphs; a list, or a generator that builds them one by one.
+        params: a pytree of the tensors they were computed from.
+        n: how many losses there are; needed where ``losses`` has no length.
+        retain_graph: keep the graphs, for losses that share a part of theirs.
+
+    Returns:
+        A tree like the parameters; zeros where no loss depends on one. ``.grad`` is left alone.
+
+    Example:
+        >>> w = torch.tensor(2.0, requires_grad=True)
+        >>> backward_each((w * k for k in (1.0, 3.0)), w, n=2)
+        tensor(2.)
+    """
+    if n is None:
+        losses = list(losses)
+        n = len(losses)
+    tensors, spec = trees.flatten(params)
+    totals = [torch.zeros_like(param) for param in tensors]
+    for loss in losses:
+        grads = torch.autograd.grad(
+            loss / n, tensors, allow_unused=True, materialize_grads=True, retain_graph=retain_graph
+        )
+        for total, grad in zip(totals, grads, strict=True):
+            total += grad
+        del loss, grads  # or the generator would build the next graph beside this one
+    return trees.unflatten(totals, spec)

@@ -1,0 +1,66 @@
+"""Reductions over all pairs of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.gradients import Gradients
+from persample.merge import Stacked
+from persample.reductions.base import Reduction
+
+
+@dataclass(frozen=True)
+class Gram(Reduction):
+    """⟨gᵢ, gⱼ⟩: the ``[B, B]`` matrix of inner products over all parameters, real, in float32 at least.
+
+    Pairs reach across chunks, so the factors of all samples are kept until the end.
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Gram())
+        tensor([[1., 2.],
+                [2., 4.]])
+    """
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the factors."""
+        return [Stacked(factor) for factor in gradients.factors]
+
+    def finish(self, merged: Any) -> Tensor:
+        """Return the inner products, summed over the parameters."""
+        total: Any = 0
+        for stacked in merged:
+            total = total + stacked.concatenated().gram()
+        return total
+
+
+@dataclass(frozen=True)
+class CosineSimilarity(Gram):
+    """⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖): the ``[B, B]`` matrix of cosines, 0 where a gradient is zero.
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0]])
+        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, CosineSimilarity())
+        tensor([[1., 1., 0.],
+                [1., 1., 0.],
+                [0., 0., 1.]])
+    """
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the factors and the norms."""
+        return {"factors": super().lift(gradients), "norms": Stacked(gradients.norms)}
+
+    def finish(self, merged: Any) -> Tensor:
+        """Return the cosines."""
+        gram = super().finish(merged["factors"])
+        norms = merged["norms"].finish()
+        inverse = torch.where(norms == 0, 0, 1 / norms)
+        # One factor at a time in float64: the product of two small float32 norms may underflow.
+        return (gram * inverse * inverse[:, None]).to(gram.dtype)

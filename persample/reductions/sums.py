@@ -1,0 +1,202 @@
+"""Reductions that add the samples up: sums, means, and their clipped and weighted forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.gradients import Gradients
+from persample.merge import Summed
+from persample.numeric import accumulate_dtype
+from persample.reductions.base import Reduction, checked_bound
+from persample.trees import tree_map
+
+
+def _summed(gradients: Gradients, scales: Sequence[Tensor | None]) -> Any:
+    dtypes = gradients.spec.dtypes
+    sums = gradients.sums(scales, [accumulate_dtype(dtype) for dtype in dtypes])
+    return gradients.spec.tree([Summed(total, dtype) for total, dtype in zip(sums, dtypes, strict=True)])
+
+
+class _Sum(Reduction):
+    """Σ wᵢ sᵢ gᵢ for some scale sᵢ of each sample."""
+
+    def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
+        """Return the sᵢ of each parameter, ``[B]`` float64, or None for ones."""
+        return [None] * len(gradients.factors)
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the sums of one chunk."""
+        return _summed(gradients, self.scales(gradients))
+
+    def finish(self, merged: Any) -> Any:
+        """Return the sums in the dtypes of the parameters."""
+        return tree_map(Summed.finish, merged)
+
+
+class _Mean(_Sum):
+    """Σ wᵢ sᵢ gᵢ / Σ wᵢ."""
+
+    divides_by_weight = True
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the sums of one chunk beside its weight."""
+        return {"sums": super().lift(gradients), "weight": Summed(gradients.total_weight)}
+
+    def finish(self, merged: Any) -> Any:
+        """Return the averages in the dtypes of the parameters."""
+        weight = merged["weight"].finish()
+        return tree_map(lambda total: total.finish(weight), merged["sums"])
+
+
+@dataclass(frozen=True)
+class _Clipped(_Sum):
+    max_norm: float | Tensor
+    per_param: bool = False
+
+    def __post_init__(self) -> None:
+        checked_bound(self.max_norm)
+
+    def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
+        """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is to be clipped (C = ∞, a zero gradient)."""
+        if self.per_param:
+            return [self._scale(norms) for norms in gradients.norms_per_param]
+        return [self._scale(gradients.norms)] * len(gradients.factors)
+
+    def _scale(self, norms: Tensor) -> Tensor:
+        bound = torch.as_tensor(self.max_norm, dtype=norms.dtype, device=norms.device)
+        return torch.where(norms <= bound, 1, bound / norms)
+
+
+class Sum(_Sum):
+    """Σ wᵢ gᵢ: the sum of the per-sample gradients.
+
+    Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32.
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Sum())
+        tensor(3.)
+    """
+
+    def __repr__(self) -> str:
+        return "Sum()"
+
+
+class Mean(_Mean):
+    """Σ wᵢ gᵢ / Σ wᵢ: the averaged update, equal to the gradient of the (weighted) mean loss.
+
+    Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32. Weights must not be
+    negative and must not sum to 0, and an empty batch has no mean (ArgumentError).
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Mean())
+        tensor(1.5000)
+    """
+
+    def __repr__(self) -> str:
+        return "Mean()"
+
+
+@dataclass(frozen=True)
+class ClippedSum(_Clipped):
+    """Σ wᵢ gᵢ min(1, C/‖gᵢ‖): the sum of per-sample gradients, each clipped to norm C first.
+
+    Returns a tree like the parameters. One sample of weight 1 contributes at most C (to 4 eps of the output dtype), so
+    adding or removing it moves the sum by at most C, and replacing it by at most 2C. C = 0 gives zeros, C = ∞ the
+    plain sum, and zero gradients stay zero. A NaN gradient of non-zero weight makes the result NaN.
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
+
+    Args:
+        max_norm: the bound C, a number or 0-d tensor in [0, ∞].
+        per_param: clip each parameter's gradient to C by itself instead of all of them together.
+
+    Raises:
+        ArgumentError: if ``max_norm`` is negative or NaN.
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedSum(1.0))
+        tensor(1.5000)
+    """
+
+
+@dataclass(frozen=True)
+class ClippedMean(_Clipped, _Mean):
+    """Σ wᵢ gᵢ min(1, C/‖gᵢ‖) / Σ wᵢ: the average of per-sample gradients, each clipped to norm C first.
+
+    Returns a tree like the parameters; otherwise as ClippedSum, and the weights as in Mean.
+
+    Args:
+        max_norm: the bound C, a number or 0-d tensor in [0, ∞].
+        per_param: clip each parameter's gradient to C by itself instead of all of them together.
+
+    Raises:
+        ArgumentError: if ``max_norm`` is negative or NaN.
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedMean(1.0))
+        tensor(0.7500)
+    """
+
+
+@dataclass(frozen=True)
+class WeightedSum(_Sum):
+    """Σ wᵢ f(‖gᵢ‖) gᵢ: a sum in which each sample's scale follows from its own gradient norm.
+
+    Returns a tree like the parameters. f sees one norm at a time (a 0-d float64 tensor, under ``torch.vmap``), so it
+    cannot mix samples and chunks agree.
+
+    Args:
+        weight_fn: f, from a 0-d norm to a 0-d scale, without data-dependent control flow (use ``torch.where``).
+
+    Raises:
+        ArgumentError: if ``weight_fn`` is not callable, fails, or returns anything but one number per norm.
+
+    Example:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> unit = WeightedSum(lambda norm: 1 / norm)  # every sample counts with length 1
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), unit)
+        tensor(2.)
+    """
+
+    weight_fn: Callable[[Tensor], Tensor | float]
+
+    def __post_init__(self) -> None:
+        if not callable(self.weight_fn):
+            raise self._refused(repr(self.weight_fn))
+
+    def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
+        """Return f(‖gᵢ‖)."""
+        norms = gradients.norms
+        if len(norms) == 0:  # vmap refuses an empty batch
+            return [norms] * len(gradients.factors)
+        try:
+            scale = torch.vmap(lambda norm: torch.as_tensor(self.weight_fn(norm)).to(norm))(norms)
+        except RuntimeError as error:
+            raise self._refused(f"a function that fails: {error}") from error
+        if scale.shape != norms.shape:
+            raise self._refused(f"a function that returns shape {list(scale.shape[1:])}")
+        return [scale] * len(gradients.factors)
+
+    @staticmethod
+    def _refused(received: str) -> ArgumentError:
+        return ArgumentError.about(
+            "weight_fn",
+            expected="a function from one 0-d norm to one 0-d scale",
+            received=received,
+            fix="Compute the scale from the norm with torch operations, torch.where instead of if.",
+        )
