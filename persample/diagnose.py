@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from persample import trees
 from persample.errors import ArgumentError, LossError
-from persample.gradients import ParamSpec
+from persample.loss import SampleLoss
 from persample.samples import Samples
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
@@ -34,7 +35,7 @@ _CAUSES = [
     ),
     (
         r"\.item\(\) on a Tensor|data-dependent control flow|access data pointer|dynamic shape|\.tolist|numpy\(\)",
-        "reads values of a sample (.item(), .numpy(), a branch or a shape that depends on data), which vmap cannot batch",
+        "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
         f"Use torch.where or a mask instead, {_LOOP}.",
     ),
     (
@@ -61,12 +62,12 @@ _CAUSES = [
 
 
 @contextmanager
-def diagnosed(samples: Samples, spec: ParamSpec) -> Iterator[None]:
+def diagnosed(samples: Samples, loss: SampleLoss) -> Iterator[None]:
     """Say what torch's errors inside the loss mean: which line, what it did, what to do instead.
 
     Args:
         samples: what the loss was called with.
-        spec: the names of its parameters.
+        loss: the loss of one sample.
 
     Raises:
         LossError: in the place of an error whose cause is known. Any other error passes unchanged.
@@ -84,8 +85,8 @@ def diagnosed(samples: Samples, spec: ParamSpec) -> Iterator[None]:
             if re.search(pattern, text):
                 facts = {
                     "module": module,
-                    "dtypes": _formats(samples, spec, "dtype"),
-                    "devices": _formats(samples, spec, "device"),
+                    "dtypes": _formats(samples, loss, "dtype"),
+                    "devices": _formats(samples, loss, "device"),
                 }
                 where = _user_line(error.__traceback__)
                 raise LossError(f"loss_fn {happened.format(**facts)}{where}. {fix} torch said: {error}") from error
@@ -117,8 +118,12 @@ def _norm_module(tb: TracebackType | None) -> str:
     return type(norms[-1]).__name__
 
 
-def _formats(samples: Samples, spec: ParamSpec, attribute: str) -> str:
-    """Return the dtypes or devices of parameters and batch, for a message."""
-    found = {f"params: {getattr(x, attribute)}" for x in samples.params}
-    found |= {f"batch: {getattr(x, attribute)}" for x in samples.leaves if isinstance(x, Tensor)}
-    return ", ".join(sorted(found))
+def _formats(samples: Samples, loss: SampleLoss, attribute: str) -> str:
+    """Return which parameters and leaves have which dtype, or are on which device, for a message."""
+    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), "batch")
+    named = [*zip(loss.spec.paths, samples.params, strict=True), *zip(batch, samples.leaves, strict=True)]
+    groups: dict[str, list[str]] = {}
+    for name, leaf in named:
+        if isinstance(leaf, Tensor):
+            groups.setdefault(str(getattr(leaf, attribute)), []).append(name)
+    return "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from persample import check, engines, rng, trees
-from persample.errors import ArgumentError, LossError
+from persample.errors import LossError
 from persample.gradients import Gradients
-from persample.loss import NOT_CONNECTED, SampleLoss, fake_call
+from persample.loss import NOT_CONNECTED
 from persample.merge import AnyOf, merge
 from persample.modules import locked
-from persample.samples import Samples
+from persample.output import write_into
 
 _ENGINES = {"eager": engines.eager, "loop": engines.loop}
 
@@ -78,94 +78,23 @@ def per_sample_grads(
         >>> per_sample_grads(td_loss, theta, (s_tm1, r_t, s_t))
         tensor([[-7.2000, -3.6000,  7.2000]])
     """
-    if engine == "compiled":
-        raise NotImplementedError("engine='compiled' is not built yet; use engine='eager' or engine='loop'.")
-    check.choice("engine", engine, ("eager", "compiled", "loop"))
-    check.options(chunk_size, randomness)
+    check.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
     wanted, container = check.reductions(reduce)
     # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
     with torch.inference_mode(False), torch.no_grad():
-        loss, samples = check.call(
-            loss_fn,
-            params,
-            batch,
-            in_dims=in_dims,
-            keep_batch_dim=keep_batch_dim,
-            wanted=wanted,
-            weights=weights,
+        loss, samples = check.check_call(
+            loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
 
         def lift(gradients: Gradients) -> Any:
             return [reduction.lift(gradients) for reduction in wanted], AnyOf(gradients.connected)
 
+        compute = engines.empty if samples.size == 0 else _ENGINES[engine]
         with locked(loss.params.modules):
-            partials, connected = _partial(lift, loss, samples, randomness, chunk_size, engine)
+            chunks = rng.replayed(samples.chunks(chunk_size), randomness)
+            lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
         if not connected.value:
             raise LossError(NOT_CONNECTED)
-        finished = [reduction.finish(partial) for reduction, partial in zip(wanted, partials, strict=True)]
+        finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]
         result = trees.unflatten(finished, container)
-        return result if out is None else _written(result, out)
-
-
-def _partial(
-    lift: Callable[[Gradients], Any],
-    loss: SampleLoss,
-    samples: Samples,
-    randomness: str,
-    chunk_size: int | None,
-    engine: str,
-) -> Any:
-    if samples.size == 0:
-        return lift(_empty(loss, samples))
-    start = rng.snapshot() if randomness == "same" else None
-    partial = None
-    for chunk in samples.chunks(chunk_size):
-        if start is not None:
-            rng.rewind(start)
-        piece = _ENGINES[engine](lift, loss, chunk, randomness)
-        partial = piece if partial is None else merge(partial, piece)
-    return partial
-
-
-def _empty(loss: SampleLoss, samples: Samples) -> Gradients:
-    """Return the gradients of no samples, their shapes taken from one fake sample (vmap refuses an empty batch)."""
-
-    def one(values: tuple[Any, ...], batched: tuple[bool, ...]) -> list[Any]:
-        return [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
-
-    params = one(samples.params, samples.params_batched)
-    value, (aux, has_aux) = fake_call(loss, params, one(samples.leaves, samples.leaves_batched))
-
-    def no_rows(x: Tensor) -> Tensor:
-        return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
-
-    return Gradients.dense(
-        [no_rows(param) for param in params],
-        spec=loss.spec,
-        losses=no_rows(value),
-        aux=trees.tree_map(no_rows, aux),
-        has_aux=has_aux,
-        weights=samples.weights,
-    )
-
-
-def _written(result: Any, out: Any) -> Any:
-    """Copy a result into the storage of a previous one and return that."""
-    leaves, spec = trees.flatten(result)
-    targets, out_spec = trees.flatten(out)
-    if spec != out_spec:
-        fix = "Pass what the same call returned before."
-        raise ArgumentError.about("out", expected=f"the structure {spec}", received=f"{out_spec}", fix=fix)
-    for path, leaf, target in zip(trees.paths(out, "out"), leaves, targets, strict=True):
-        if not isinstance(leaf, Tensor):
-            fix = "Leave out=None for Factored()."
-            raise ArgumentError.about(path, expected="a tensor result", received=type(leaf).__name__, fix=fix)
-        wanted = (leaf.shape, leaf.dtype, leaf.device)
-        found = (target.shape, target.dtype, target.device) if isinstance(target, Tensor) else None
-        if wanted != found:
-            received = f"{list(found[0])}, {found[1]}, {found[2]}" if found else type(target).__name__
-            expected = f"a tensor of {list(leaf.shape)}, {leaf.dtype}, {leaf.device}"
-            raise ArgumentError.about(path, expected=expected, received=received, fix="Pass a previous result.")
-    for leaf, target in zip(leaves, targets, strict=True):
-        target.copy_(leaf)
-    return out
+        return result if out is None else write_into(out, result)

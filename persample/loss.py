@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from persample import trees
@@ -80,25 +79,3 @@ NOT_CONNECTED = (
     "(stop_gradient, no_grad, .item()), or the parameters sit in a module hidden in a plain Python list (use "
     "nn.ModuleList). Compute the loss from the first argument."
 )
-
-
-def fake_call(loss: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
-    """Return loss and aux of one fake sample, for their shapes and dtypes only: an empty batch has no real one.
-
-    Args:
-        loss: the loss.
-        params: the parameters of one sample.
-        leaves: the leaves of one sample.
-
-    Returns:
-        What the loss returns, computed without values; with zeros where it reads values (``.item()``, branches).
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return loss(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
-    except LossError:
-        raise
-    except Exception:  # noqa: BLE001 (whatever fake tensors cannot do, a real sample can, or says why not)
-        return loss(params, leaves)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from persample import trees
 from persample.errors import ArgumentError
 
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # type: ignore[valid-type]
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
 
@@ -44,7 +43,15 @@ class _Holder(nn.Module):
         self.given = nn.ModuleList(modules)
 
     def forward(self, loss_fn: Callable[..., Any], *args: Any) -> Any:
-        """Call the loss while the swapped tensors are in place."""
+        """Call the loss while the swapped tensors are in place.
+
+        Args:
+            loss_fn: the loss.
+            *args: what it is called with.
+
+        Returns:
+            What it returns.
+        """
         return loss_fn(*args)
 
 
@@ -80,7 +87,8 @@ def take_apart(params: Any) -> ParamTree:
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     holder = _Holder(modules)
     trainable = {name: param for name, param in holder.named_parameters() if param.requires_grad}
-    pieces, slots = list(leaves), []  # slot: where a tensor goes, an index into leaves or a name inside the holder
+    pieces = list(leaves)
+    slots: list[int | str] = []  # where a tensor goes, an index into leaves or a name inside the holder
     prefixes = iter(range(len(modules)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
@@ -94,7 +102,7 @@ def take_apart(params: Any) -> ParamTree:
     tensors, result_spec = trees.flatten(result)
 
     def call(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
-        placed = dict(zip(slots, values, strict=True))
+        placed: dict[int | str, Any] = dict(zip(slots, values, strict=True))
         args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
         if not modules:
             return loss_fn(args, *sample)
@@ -119,6 +127,7 @@ def set_grads(module: nn.Module, grads: dict[str, Tensor]) -> None:
         ArgumentError: if a trainable parameter is missing, a name is not one, or a shape differs.
 
     Example:
+        >>> import torch
         >>> linear = nn.Linear(2, 1, bias=False)
         >>> set_grads(linear, {"weight": torch.ones(1, 2)})
         >>> torch.optim.SGD(linear.parameters(), lr=0.1).step()

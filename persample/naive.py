@@ -116,6 +116,6 @@ def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *
             loss / n, tensors, allow_unused=True, materialize_grads=True, retain_graph=retain_graph
         )
         for total, grad in zip(totals, grads, strict=True):
-            total += grad
+            total.add_(grad)
         del loss, grads  # or the generator would build the next graph beside this one
     return trees.unflatten(totals, spec)

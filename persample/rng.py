@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def snapshot() -> list[Tensor]:
@@ -31,3 +36,20 @@ def moved_since(states: list[Tensor]) -> bool:
     """
     now = snapshot()
     return len(now) == len(states) and any(not torch.equal(a, b) for a, b in zip(now, states, strict=True))
+
+
+def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
+    """Go through items, under "same" each from where the streams stand now: what is drawn for one is drawn for all.
+
+    Args:
+        items: chunks, or samples.
+        randomness: "error", "same" or "different".
+
+    Yields:
+        The items.
+    """
+    start = snapshot()
+    for item in items:
+        if randomness == "same":
+            rewind(start)
+        yield item

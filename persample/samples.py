@@ -30,12 +30,10 @@ class Samples:
     weights: Tensor | None = None
 
     def chunks(self, chunk_size: int | None) -> Iterator[Samples]:
-        """Return the samples in pieces of at most ``chunk_size``, in order."""
-        if chunk_size is None or chunk_size >= self.size:
-            yield self
-            return
-        for start in range(0, self.size, chunk_size):
-            yield self._piece(slice(start, min(start + chunk_size, self.size)))
+        """Return the samples in pieces of at most ``chunk_size``, in order; no samples are one empty piece."""
+        step = chunk_size or max(self.size, 1)
+        for start in range(0, max(self.size, 1), step):
+            yield self._piece(slice(start, min(start + step, self.size)))
 
     def _piece(self, rows: slice) -> Samples:
         params, leaves = self.at(rows)

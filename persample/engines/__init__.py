@@ -1,6 +1,7 @@
 """How the gradients of a chunk are computed: one function (lift, loss, samples, randomness) → partial each."""
 
 from persample.engines.eager import eager
+from persample.engines.empty import empty
 from persample.engines.loop import loop
 
-__all__ = ["eager", "loop"]
+__all__ = ["eager", "empty", "loop"]

@@ -43,7 +43,7 @@ def eager(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, 
 
     rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]
     dims = ([0 if split else None for split in samples.params_batched], *(0 for _ in rows))
-    with diagnosed(samples, loss.spec):
+    with diagnosed(samples, loss):
         gradient = vmap(grad_and_value(one, has_aux=True), in_dims=dims, randomness=randomness)
         grads, (losses, aux) = gradient(list(samples.params), *rows)
     return lift(

@@ -33,10 +33,8 @@ def loop(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, r
     """
     start = rng.snapshot()
     rows = []
-    for i in range(samples.size):
-        if randomness == "same":
-            rng.rewind(start)
-        with diagnosed(samples, loss.spec):
+    for i in rng.replayed(range(samples.size), randomness):
+        with diagnosed(samples, loss):
             rows.append(naive.value_and_grad(loss, *samples.at(i)))
         if randomness == "error" and rng.moved_since(start):
             raise LossError(

@@ -39,7 +39,7 @@ def reinforce_loss(
     if reduction not in ("sum", "mean", "none"):
         fix = "'sum' is the REINFORCE estimator."
         raise ArgumentError.about("reduction", expected="'sum', 'mean' or 'none'", received=repr(reduction), fix=fix)
-    mask = torch.ones_like(a_t, dtype=torch.bool) if mask_t is None else mask_t.bool()
+    mask: Tensor = torch.ones_like(a_t, dtype=torch.bool) if mask_t is None else mask_t.bool()
     # Padding is replaced before it is used: multiplying by a mask afterwards would keep its NaN alive in the gradient.
     log_pi = torch.log_softmax(torch.where(mask[..., None], logits_t, 0), dim=-1)
     taken = torch.where(mask, a_t, 0).long()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
+from persample.merge import Summed
+from persample.trees import tree_map
 
 
 class Reduction:
@@ -48,23 +49,36 @@ class Reduction:
         raise NotImplementedError
 
 
-def checked_bound(max_norm: Any) -> None:
-    """Refuse a clipping bound that is not a number in [0, ∞].
+class Total(Reduction):
+    """A reduction that adds the samples up; subclasses say what is added."""
 
-    Args:
-        max_norm: what the caller passed.
+    def sums(self, gradients: Gradients) -> Any:
+        """Return a tree of ``Summed`` like the parameters.
 
-    Raises:
-        ArgumentError: if it is negative, NaN or not a number.
-    """
-    try:
-        valid = float(max_norm) >= 0
-    except (TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise ArgumentError.about(
-            "max_norm",
-            expected="a number >= 0 (inf clips nothing)",
-            received=repr(max_norm),
-            fix="Pass the largest norm one sample may contribute.",
-        )
+        Args:
+            gradients: the gradients of one chunk.
+        """
+        raise NotImplementedError
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the sums of one chunk."""
+        return self.sums(gradients)
+
+    def finish(self, merged: Any) -> Any:
+        """Return the sums in the dtypes of the parameters."""
+        return tree_map(Summed.finish, merged)
+
+
+class Average(Total):
+    """A total divided by Σ wᵢ."""
+
+    divides_by_weight = True
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the sums of one chunk beside its weight."""
+        return {"sums": self.sums(gradients), "weight": Summed(gradients.total_weight)}
+
+    def finish(self, merged: Any) -> Any:
+        """Return the averages in the dtypes of the parameters."""
+        weight = merged["weight"].finish()
+        return tree_map(lambda total: total.finish(weight), merged["sums"])

@@ -12,7 +12,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
 from persample.numeric import accumulate_dtype, restore
-from persample.reductions.base import Reduction
+from persample.reductions.base import Average, Reduction
 from persample.reductions.per_sample import widest
 from persample.trees import flatten, tree_map
 
@@ -32,7 +32,7 @@ def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:
 
 
 @dataclass(frozen=True)
-class SecondMoment(Reduction):
+class SecondMoment(Average):
     """Σ wᵢ gᵢ² / Σ wᵢ: the mean of the squared gradients, elementwise; a tree like the parameters.
 
     Of a complex parameter the squares of the real and of the imaginary part are averaged, each in its place. Weights
@@ -45,20 +45,12 @@ class SecondMoment(Reduction):
         tensor(5.)
     """
 
-    divides_by_weight = True
-
-    def lift(self, gradients: Gradients) -> Any:
-        """Return the sums of squares of one chunk beside its weight."""
+    def sums(self, gradients: Gradients) -> Any:
+        """Return the sums of squares of one chunk."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
-        sums = [
-            Summed(factor.second_moment(gradients.weights, accumulate_dtype(dtype)), dtype) for factor, dtype in pairs
-        ]
-        return {"sums": gradients.spec.tree(sums), "weight": Summed(gradients.total_weight)}
-
-    def finish(self, merged: Any) -> Any:
-        """Return the averages in the dtypes of the parameters."""
-        weight = merged["weight"].finish()
-        return tree_map(lambda total: total.finish(weight), merged["sums"])
+        weights = gradients.weights
+        sums = [Summed(factor.second_moment(weights, accumulate_dtype(dtype)), dtype) for factor, dtype in pairs]
+        return gradients.spec.tree(sums)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Dot(_Rows):
         count = [len(leaves[0])] if self.stacked and isinstance(leaves[0], Tensor) and leaves[0].ndim else []
         for path, shape, leaf in zip(spec.paths, spec.shapes, leaves, strict=True):
             expected = [*count, *shape]
-            if not isinstance(leaf, Tensor) or list(leaf.shape) != expected or self.stacked and not count:
+            if not isinstance(leaf, Tensor) or list(leaf.shape) != expected or (self.stacked and not count):
                 received = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 lead = "K directions of one common K, shape [K, *]" if self.stacked and not count else "shape"
                 raise self._refused(f"a tensor of {lead} {expected} for {path}", received)

@@ -13,54 +13,37 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Summed
 from persample.numeric import accumulate_dtype
-from persample.reductions.base import Reduction, checked_bound
-from persample.trees import tree_map
+from persample.reductions.base import Average, Total
 
 
-def _summed(gradients: Gradients, scales: Sequence[Tensor | None]) -> Any:
-    dtypes = gradients.spec.dtypes
-    sums = gradients.sums(scales, [accumulate_dtype(dtype) for dtype in dtypes])
-    return gradients.spec.tree([Summed(total, dtype) for total, dtype in zip(sums, dtypes, strict=True)])
-
-
-class _Sum(Reduction):
+class _Scaled(Total):
     """Σ wᵢ sᵢ gᵢ for some scale sᵢ of each sample."""
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Return the sᵢ of each parameter, ``[B]`` float64, or None for ones."""
+        """Return the sᵢ for each parameter, ``[B]`` float64, or None for ones."""
         return [None] * len(gradients.factors)
 
-    def lift(self, gradients: Gradients) -> Any:
-        """Return the sums of one chunk."""
-        return _summed(gradients, self.scales(gradients))
-
-    def finish(self, merged: Any) -> Any:
-        """Return the sums in the dtypes of the parameters."""
-        return tree_map(Summed.finish, merged)
-
-
-class _Mean(_Sum):
-    """Σ wᵢ sᵢ gᵢ / Σ wᵢ."""
-
-    divides_by_weight = True
-
-    def lift(self, gradients: Gradients) -> Any:
-        """Return the sums of one chunk beside its weight."""
-        return {"sums": super().lift(gradients), "weight": Summed(gradients.total_weight)}
-
-    def finish(self, merged: Any) -> Any:
-        """Return the averages in the dtypes of the parameters."""
-        weight = merged["weight"].finish()
-        return tree_map(lambda total: total.finish(weight), merged["sums"])
+    def sums(self, gradients: Gradients) -> Any:
+        """Return the scaled sums of one chunk."""
+        dtypes = gradients.spec.dtypes
+        sums = gradients.sums(self.scales(gradients), [accumulate_dtype(dtype) for dtype in dtypes])
+        return gradients.spec.tree([Summed(total, dtype) for total, dtype in zip(sums, dtypes, strict=True)])
 
 
 @dataclass(frozen=True)
-class _Clipped(_Sum):
+class _Clipped(_Scaled):
     max_norm: float | Tensor
     per_param: bool = False
 
     def __post_init__(self) -> None:
-        checked_bound(self.max_norm)
+        try:
+            valid = float(self.max_norm) >= 0
+        except (TypeError, ValueError, RuntimeError):
+            valid = False
+        if not valid:
+            fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
+            expected = "a number >= 0"
+            raise ArgumentError.about("max_norm", expected=expected, received=repr(self.max_norm), fix=fix)
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is to be clipped (C = ∞, a zero gradient)."""
@@ -73,7 +56,8 @@ class _Clipped(_Sum):
         return torch.where(norms <= bound, 1, bound / norms)
 
 
-class Sum(_Sum):
+@dataclass(frozen=True)
+class Sum(_Scaled):
     """Σ wᵢ gᵢ: the sum of the per-sample gradients.
 
     Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32.
@@ -85,11 +69,9 @@ class Sum(_Sum):
         tensor(3.)
     """
 
-    def __repr__(self) -> str:
-        return "Sum()"
 
-
-class Mean(_Mean):
+@dataclass(frozen=True)
+class Mean(_Scaled, Average):
     """Σ wᵢ gᵢ / Σ wᵢ: the averaged update, equal to the gradient of the (weighted) mean loss.
 
     Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32. Weights must not be
@@ -101,9 +83,6 @@ class Mean(_Mean):
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Mean())
         tensor(1.5000)
     """
-
-    def __repr__(self) -> str:
-        return "Mean()"
 
 
 @dataclass(frozen=True)
@@ -132,7 +111,7 @@ class ClippedSum(_Clipped):
 
 
 @dataclass(frozen=True)
-class ClippedMean(_Clipped, _Mean):
+class ClippedMean(_Clipped, Average):
     """Σ wᵢ gᵢ min(1, C/‖gᵢ‖) / Σ wᵢ: the average of per-sample gradients, each clipped to norm C first.
 
     Returns a tree like the parameters; otherwise as ClippedSum, and the weights as in Mean.
@@ -153,7 +132,7 @@ class ClippedMean(_Clipped, _Mean):
 
 
 @dataclass(frozen=True)
-class WeightedSum(_Sum):
+class WeightedSum(_Scaled):
     """Σ wᵢ f(‖gᵢ‖) gᵢ: a sum in which each sample's scale follows from its own gradient norm.
 
     Returns a tree like the parameters. f sees one norm at a time (a 0-d float64 tensor, under ``torch.vmap``), so it

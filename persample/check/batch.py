@@ -1,0 +1,92 @@
+"""The argument ``batch``: arrays become tensors, batch axes move to the front, sizes agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+
+_PAD = "Pad episodes of different lengths to one length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
+_CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
+
+
+def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
+    """Return a NumPy array as a tensor on the parameters' device, anything else as it is.
+
+    Args:
+        path: the leaf's name.
+        leaf: any leaf of a batch.
+        like: the parameter whose dtype floating arrays take, and whose device all arrays take.
+
+    Raises:
+        ArgumentError: if an array does not hold numbers.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    if leaf.dtype.kind not in "biufc":
+        fix = f"Convert it to numbers. {_PAD}"
+        raise ArgumentError.about(path, expected="an array of numbers", received=f"dtype {leaf.dtype}", fix=fix)
+    # torch takes native byte order and positive strides only, and warns of read-only memory.
+    native = np.require(leaf.astype(leaf.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
+    if leaf.dtype.kind == "f":
+        return torch.from_numpy(native).to(device=like.device, dtype=like.dtype.to_real())
+    if leaf.dtype.kind == "c":
+        return torch.from_numpy(native).to(device=like.device, dtype=like.dtype.to_complex())
+    return torch.from_numpy(native).to(device=like.device)
+
+
+def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
+    """Return a leaf with its batch axis first, and whether it has one.
+
+    Args:
+        path: the leaf's name.
+        leaf: a tensor, or what passes through unsliced: None, strings, numbers, and anything under dim None.
+        dim: the batch axis, or None.
+
+    Raises:
+        ArgumentError: if the leaf has no such axis.
+    """
+    if not isinstance(leaf, Tensor):
+        if dim is None or isinstance(leaf, _CONSTANTS):
+            return leaf, False
+        fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
+        raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
+    if leaf.is_nested:
+        raise ArgumentError.about(path, expected="a tensor of one length", received="a nested tensor", fix=_PAD)
+    if dim is None:
+        return leaf.detach(), False
+    if not -leaf.ndim <= dim < leaf.ndim:
+        received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
+        fix = "Give every sample its row, or mark what all samples share with None, as in in_dims=(None, (0, None))."
+        raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
+    return leaf.detach().movedim(dim, 0), True
+
+
+def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool]) -> int:
+    """Return B.
+
+    Args:
+        names: one name per leaf.
+        leaves: parameters and batch, batch axes first.
+        batched: which of them have a batch axis.
+
+    Raises:
+        ArgumentError: if no leaf has a batch axis, or they disagree about its size.
+    """
+    rows = {name: leaf for name, leaf, split in zip(names, leaves, batched, strict=True) if split}
+    sizes = {name: int(leaf.shape[0]) for name, leaf in rows.items()}
+    if not sizes:
+        fix = "Pass tensors with a leading batch axis; a batch of one still has an axis of 1."
+        raise ArgumentError.about("batch", expected="at least one tensor with a batch axis", received="none", fix=fix)
+    if len(set(sizes.values())) > 1:
+        fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
+        if len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1:  # alike but for their length
+            fix += f" {_PAD}"
+        received = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ArgumentError.about("batch", expected="leaves of one common batch size", received=received, fix=fix)
+    return next(iter(sizes.values()))

@@ -1,0 +1,90 @@
+"""One whole call: the loss and the samples, in the form the engines take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from persample import trees
+from persample.check.batch import as_tensor, batch_axis_first, common_size
+from persample.check.in_dims import split_in_dims, spread_dims
+from persample.check.params import check_params
+from persample.check.weights import check_averages, check_weights
+from persample.errors import ArgumentError
+from persample.gradients import ParamSpec
+from persample.loss import SampleLoss
+from persample.reductions import Reduction
+from persample.samples import Samples
+
+
+def check_call(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    wanted: Sequence[Reduction],
+    *,
+    weights: Any,
+    in_dims: Any,
+    keep_batch_dim: bool,
+) -> tuple[SampleLoss, Samples]:
+    """Return the loss of one sample and all samples.
+
+    Args:
+        loss_fn: the user's loss.
+        params: the user's parameters.
+        batch: the user's batch.
+        wanted: the reductions asked for.
+        weights: one per sample, or None.
+        in_dims: the batch axes of ``params`` and ``batch``.
+        keep_batch_dim: each sample keeps an axis of 1.
+
+    Raises:
+        ArgumentError: if any of them is of the wrong form.
+    """
+    tree = check_params(params)
+    params_dims, batch_dims = split_in_dims(in_dims)
+    if tree.modules and params_dims is not None:
+        fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
+        raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(params_dims), fix=fix)
+    leaves, structure = trees.flatten(batch)
+    batch_names = trees.paths(batch, "batch")
+    tensors = [as_tensor(name, leaf, tree.tensors[0]) for name, leaf in zip(batch_names, leaves, strict=True)]
+    names = [*tree.paths, *batch_names]
+    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *spread_dims("in_dims[1]", batch_dims, structure)]
+    values, batched = zip(*map(batch_axis_first, names, [*tree.tensors, *tensors], dims), strict=True)
+    size = common_size(names, values, batched)
+
+    count = len(tree.tensors)
+    shapes = tuple(x.shape[1:] if split else x.shape for x, split in zip(values[:count], batched, strict=False))
+    spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
+    unpack = type(batch) in (tuple, list)
+    loss = SampleLoss(loss_fn, tree, spec, structure, batched[count:], unpack, keep_batch_dim)
+    _check_signature(loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
+    for reduction in wanted:
+        reduction.check(spec)
+    weights = check_weights(weights, size, values[0].device)
+    check_averages(wanted, weights, size)
+    return loss, Samples(size, values[:count], batched[:count], values[count:], batched[count:], weights)
+
+
+def _check_signature(loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:
+    if not callable(loss_fn):
+        fix = "Pass a function of (params, *sample)."
+        raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some builtins have none to look at
+        return
+    try:
+        signature.bind(params, *sample)
+    except TypeError as error:
+        fix = "The batch is passed as one argument; a plain tuple is unpacked into several."
+        if unpacked:
+            fix = (
+                f"A plain {type(sample).__name__} is unpacked into positional arguments; to pass {len(sample)} "
+                "samples, stack them into one tensor with a batch axis."
+            )
+        expected = f"to take params and {len(sample)} argument(s) of a sample"
+        received = f"{signature} ({error})"
+        raise ArgumentError.about("loss_fn", expected=expected, received=received, fix=fix) from error

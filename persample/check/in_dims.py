@@ -1,0 +1,48 @@
+"""The argument ``in_dims``: which axis of which leaf counts the samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from persample import trees
+from persample.errors import ArgumentError
+
+
+def split_in_dims(in_dims: Any) -> tuple[Any, Any]:
+    """Return (params_dims, batch_dims); refuse the flat form of ``torch.func.vmap``.
+
+    Args:
+        in_dims: what the user passed.
+
+    Raises:
+        ArgumentError: if it is no pair; the message spells the pair that was probably meant.
+    """
+    pair = isinstance(in_dims, tuple | list)
+    if pair and len(in_dims) == 2:
+        return in_dims[0], in_dims[1]
+    meant: Any = (None, in_dims if isinstance(in_dims, int) else 0)
+    if pair and len(in_dims) > 2:
+        meant = (in_dims[0], tuple(in_dims[1:]))
+    fix = f"Write in_dims={meant!r}."
+    raise ArgumentError.about("in_dims", expected="(params_dims, batch_dims)", received=repr(in_dims), fix=fix)
+
+
+def spread_dims(argument: str, dims: Any, spec: trees.TreeSpec) -> list[int | None]:
+    """Return one batch axis, or None, for every leaf.
+
+    Args:
+        argument: which half of ``in_dims`` this is, for messages.
+        dims: an int, None, or a tree prefix of them; a tuple may stand for a list.
+        spec: the structure to fill.
+
+    Raises:
+        ArgumentError: if the dims do not fit the structure or are not ints.
+    """
+    if isinstance(dims, tuple | list) and spec.type in (tuple, list):
+        dims = spec.type(dims)
+    flat = trees.broadcast_prefix(dims, spec)
+    if flat is None or any(not (dim is None or type(dim) is int) for dim in flat):
+        expected = f"an int, None, or a tree prefix of them for {spec.num_leaves} leaves"
+        fix = f"Match the structure {spec}, where one entry may stand for a whole subtree."
+        raise ArgumentError.about(argument, expected=expected, received=repr(dims), fix=fix)
+    return flat

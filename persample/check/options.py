@@ -1,0 +1,35 @@
+"""The options that are one word or one number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from persample.errors import ArgumentError
+
+
+def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
+    """Refuse options that no engine knows.
+
+    Args:
+        engine: name of an engine.
+        randomness: what random operations do.
+        chunk_size: how many samples are processed at a time.
+
+    Raises:
+        ArgumentError: if one is not of the values it can take.
+        NotImplementedError: for the compiled engine.
+    """
+    _check_choice("engine", engine, ("eager", "compiled", "loop"))
+    if engine == "compiled":
+        raise NotImplementedError("engine='compiled' is not built yet; use engine='eager' or engine='loop'.")
+    _check_choice("randomness", randomness, ("error", "same", "different"))
+    if chunk_size is not None and not (type(chunk_size) is int and chunk_size > 0):
+        fix = "Pass how many samples to process at a time, or None for all."
+        raise ArgumentError.about("chunk_size", expected="a positive int or None", received=repr(chunk_size), fix=fix)
+
+
+def _check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        expected = " or ".join(repr(name) for name in choices)
+        raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")
