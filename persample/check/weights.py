@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,8 @@ def check_weights(weights: Any, size: int, device: torch.device) -> Tensor | Non
     if weights is None:
         return None
     try:
-        tensor = torch.as_tensor(weights, device=device).detach()
+        dtype = None if isinstance(weights, Tensor | np.ndarray) else torch.float64  # Python floats are doubles
+        tensor = torch.as_tensor(weights, dtype=dtype, device=device).detach()
         received = f"shape {list(tensor.shape)}, {tensor.dtype}"
         valid = tensor.shape == (size,) and not tensor.is_complex()
     except (TypeError, ValueError, RuntimeError):
