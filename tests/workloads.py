@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class Workload:
 
 
 def _mlp(dtype, *sizes):
-    layers = [layer for i, o in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(i, o), nn.Tanh())]
+    layers = [layer for i, o in itertools.pairwise(sizes) for layer in (nn.Linear(i, o), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
