@@ -1,0 +1,50 @@
+"""What the package shows to the outside."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import persample
+from persample import losses, naive
+
+ROOT = Path(__file__).parent.parent
+FUNCTIONS_AND_CLASSES = [name for name in persample.__all__ if not inspect.ismodule(getattr(persample, name))]
+NAMES = [
+    *(f"persample.{name}" for name in FUNCTIONS_AND_CLASSES),
+    *(f"persample.losses.{name}" for name in losses.__all__ if name != "stop_gradient"),
+    *(f"persample.naive.{name}" for name in ("loop", "value_and_grad", "stack_mean_backward", "backward_each")),
+]
+
+
+def test_all_is_sorted_and_complete():
+    assert sorted(persample.__all__) == persample.__all__
+    reductions = {
+        name
+        for name, value in vars(persample.reductions).items()
+        if inspect.isclass(value) and issubclass(value, persample.reductions.Reduction)
+    }
+    assert reductions - {"Reduction"} <= set(persample.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_documented_with_an_example(name):
+    namespace = {"persample": persample, "losses": losses, "naive": naive}
+    thing = eval(name, namespace)  # noqa: S307
+    assert inspect.getdoc(thing)
+    if not (inspect.isclass(thing) and issubclass(thing, Exception)):
+        assert doctest.DocTestFinder(recurse=False).find(thing, name)[0].examples
+    assert f"::: {name}\n" in (ROOT / "docs" / "reference.md").read_text()
+
+
+def test_importing_persample_imports_no_extra():
+    code = "import sys, persample; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in loaded
+    extras = {"gymnasium", "typer", "rich", "matplotlib", "tensordict", "pytest", "hypothesis", "torch._dynamo"}
+    assert not extras & set(loaded)
