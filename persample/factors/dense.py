@@ -50,8 +50,10 @@ class Dense:
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
-        values = self.values.to(dtype)
-        return Dense((values if center is None else values - center).square()).weighted_sum(weights, dtype)
+        deviations = self.values.to(dtype, copy=True)  # the one temporary of this size
+        if center is not None:
+            deviations.sub_(center)
+        return Dense(deviations.square_()).weighted_sum(weights, dtype)
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩, ``[B, B]``."""
