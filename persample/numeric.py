@@ -44,6 +44,22 @@ def squared_norms(x: Tensor) -> Tensor:
     """
     rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
     rows = rows.to(accumulate_dtype(x.dtype))
+    squared = _blockwise(rows)
+    # Squares of numbers below 1e-19 vanish in float32, those above 1e19 overflow: such rows are scaled to 1 first.
+    doubtful = ~((squared > torch.finfo(rows.dtype).tiny ** 0.5) & (squared < torch.inf))
+    if rows.shape[1] and bool(doubtful.any()):
+        squared[doubtful] = _scaled(rows[doubtful], squared[doubtful])
+    return squared
+
+
+def _scaled(rows: Tensor, squared: Tensor) -> Tensor:
+    largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+    regular = largest.isfinite() & (largest > 0)
+    scale = torch.where(regular, largest, 1)
+    return torch.where(regular, _blockwise(rows / scale[:, None]) * scale.double().square(), squared)
+
+
+def _blockwise(rows: Tensor) -> Tensor:
     blocks, rest = divmod(rows.shape[1], _BLOCK)
     total = _squared(rows[:, rows.shape[1] - rest :])
     if blocks:

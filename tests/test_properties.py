@@ -233,3 +233,28 @@ def test_a_weight_function_cannot_mix_samples():
     constant = ps.WeightedSum(lambda norm: 2.0)
     rows = oracle(work.loss_fn, work.params, work.batch)
     assert_trees_close(list(call(work, constant).values()), [2 * g.sum(0) for g in rows.grads], 1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 3, 3000])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-19, 1.0, 1e19, 1e30])
+def test_float32_gradients_of_any_magnitude(magnitude, size):
+    """Their squares vanish below 1e-19 and overflow above 1e19; norms, clipping and cosines must not."""
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)) * magnitude
+    x[1] = 0
+    wanted = {"norm": ps.Norm(), "clipped": ps.ClippedSum(magnitude), "cosine": ps.CosineSimilarity()}
+    got = per_sample_grads(linear, torch.zeros(size), (x,), wanted)
+    exact = x.double()
+    norms = exact.norm(dim=1)
+    unit = exact / norms.clamp(min=1e-300)[:, None]
+    torch.testing.assert_close(got["norm"].double(), norms, rtol=1e-6, atol=0)
+    expected = (unit * norms.clamp(max=magnitude)[:, None]).sum(0)
+    torch.testing.assert_close(got["clipped"].double(), expected, rtol=1e-5, atol=1e-6 * magnitude)
+    torch.testing.assert_close(got["cosine"].double(), unit @ unit.T, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_infinite_and_nan_gradients_say_so():
+    x = torch.tensor([[math.inf, 1.0], [math.nan, 1.0], [3.0, 4.0]])
+    got = per_sample_grads(linear, torch.zeros(2), (x,), ps.Norm())
+    assert got.tolist()[0] == math.inf
+    assert math.isnan(got.tolist()[1])
+    assert got.tolist()[2] == 5.0

@@ -58,6 +58,9 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
         raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
     if leaf.is_nested:
         raise ArgumentError.about(path, expected="a tensor of one length", received="a nested tensor", fix=_PAD)
+    if leaf.layout != torch.strided:
+        fix = "Convert it with .to_dense()."
+        raise ArgumentError.about(path, expected="a dense tensor", received=f"layout {leaf.layout}", fix=fix)
     if dim is None:
         return leaf.detach(), False
     if not -leaf.ndim <= dim < leaf.ndim:

@@ -38,6 +38,11 @@ class Dense:
         """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""
         return Dense(self.values.masked_fill(rows.view(-1, *[1] * (self.values.ndim - 1)), 0))
 
+    def scale_rows(self, scale: Tensor) -> Dense:
+        """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
+        values = self.values.to(numeric.accumulate_dtype(self.dtype))
+        return Dense(values * scale.to(values.dtype).view(-1, *[1] * (values.ndim - 1)))
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         return numeric.squared_norms(self.values)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from persample.factors import Factor
 from persample.gradients import Gradients
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
@@ -33,10 +36,11 @@ class Gram(Reduction):
 
     def finish(self, merged: Any) -> Tensor:
         """Return the inner products, summed over the parameters."""
-        total: Any = 0
-        for stacked in merged:
-            total = total + stacked.concatenated().gram()
-        return total
+        return _summed_gram([stacked.concatenated() for stacked in merged])
+
+
+def _summed_gram(factors: Sequence[Factor]) -> Tensor:
+    return functools.reduce(torch.add, (factor.gram() for factor in factors))
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,7 @@ class CosineSimilarity(Gram):
 
     def finish(self, merged: Any) -> Tensor:
         """Return the cosines."""
-        gram = super().finish(merged["factors"])
         norms = merged["norms"].finish()
         inverse = torch.where(norms == 0, 0, 1 / norms)
-        # One factor at a time in float64: the product of two small float32 norms may underflow.
-        return (gram * inverse * inverse[:, None]).to(gram.dtype)
+        # Scaled before the product: that of two small float32 gradients may vanish.
+        return _summed_gram([stacked.concatenated().scale_rows(inverse) for stacked in merged["factors"]])
