@@ -1,0 +1,125 @@
+"""Batches of whole episodes, padded to one length, for policy-gradient losses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from persample.rl.check import Envs, Policy, Progress, check_count, check_rollout
+from persample.rl.stepping import Step, advance, restart, start
+
+# One step of one episode: observation, action, reward, discount.
+Row = tuple[Any, Any, Any, Any]
+
+
+class Episodes(NamedTuple):
+    """E episodes, one per row, padded with zeros to the T steps of the longest.
+
+    Attributes:
+        obs_t: observations in which the actions were taken, ``[E, T, *obs]``: float32 for floating Box spaces, uint8
+            for images, else int64.
+        a_t: actions, ``[E, T, *act]``, int64 (discrete) or float32 (continuous).
+        r_t: rewards received after the actions, ``[E, T]``, float32.
+        discount_t: γ, or 0 where the environment terminated after the action, ``[E, T]``, float32. The last step of a
+            truncated episode keeps γ.
+        mask_t: True at real steps, False at padding, ``[E, T]``, bool.
+    """
+
+    obs_t: Tensor
+    a_t: Tensor
+    r_t: Tensor
+    discount_t: Tensor
+    mask_t: Tensor
+
+
+def collect_episodes(
+    envs: Envs,
+    policy: Policy,
+    num_episodes: int,
+    *,
+    discount: float = 0.99,
+    seed: int,
+    max_steps: int | None = None,
+    progress: Progress | None = None,
+) -> Episodes:
+    """Collect whole episodes of a policy, each as likely as in a loop over a single environment.
+
+    Taking whichever episodes finish first would prefer the short ones. Here the environments get their share in
+    advance: row e is episode e // N of environment e % N, however long it takes. Environments that are done with
+    theirs are stepped along without being recorded, and nothing of an unfinished episode is returned.
+
+    Args:
+        envs: N environments with array observations and actions (see ``make_envs``).
+        policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``.
+        num_episodes: number of episodes E.
+        discount: γ, from 0 to 1.
+        seed: of environments and policy: the same seed gives the same batch, bit for bit. The global generators are
+            neither used nor changed.
+        max_steps: cut episodes after this many steps, as truncations; without it, an environment that never ends an
+            episode is stepped forever.
+        progress: called with the number of new episodes after every step that finished some.
+
+    Returns:
+        The episodes, on the CPU.
+
+    Raises:
+        ArgumentError: if an argument does not fit; it says which and why.
+
+    Example:
+        >>> from persample.rl import categorical_policy, make_envs
+        >>> policy = categorical_policy(torch.nn.Linear(4, 2))
+        >>> batch = collect_episodes(make_envs("CartPole-v1"), policy, 5, seed=0, max_steps=20)
+        >>> batch.obs_t.shape[0], batch.mask_t.shape == batch.r_t.shape, bool(batch.mask_t[:, 0].all())
+        (5, True, True)
+    """
+    check_rollout(envs, discount, seed)
+    check_count("num_episodes", num_episodes)
+    if max_steps is not None:
+        check_count("max_steps", max_steps)
+    state, generator = start(envs, seed)
+    shares = [len(range(i, num_episodes, envs.num_envs)) for i in range(envs.num_envs)]
+    recorded: list[list[list[Row]]] = [[[]] for _ in shares]
+    missing = int(num_episodes)
+    while missing:
+        state, step = advance(envs, policy, generator, state, discount)
+        ended = _record(recorded, shares, step, max_steps)
+        if (cut := ended & ~step.done_t).any():
+            state = restart(envs, state, cut)
+        missing -= int(ended.sum())
+        if progress is not None and ended.any():
+            progress(int(ended.sum()))
+    return _pad([recorded[e % envs.num_envs][e // envs.num_envs] for e in range(num_episodes)])
+
+
+def _record(recorded: list[list[list[Row]]], shares: list[int], step: Step, max_steps: int | None) -> NDArray[np.bool_]:
+    """Append a step to the episodes under way (the last of each list).
+
+    Returns:
+        Which of the episodes that are wanted ended with it, ``[N]``.
+    """
+    ended = np.zeros_like(step.done_t)
+    for i, (episodes, share) in enumerate(zip(recorded, shares, strict=True)):
+        if step.real_t[i] and len(episodes) <= share:
+            episodes[-1].append((step.obs_tm1[i], step.a_tm1[i], step.r_t[i], step.discount_t[i]))
+            ended[i] = step.done_t[i] or len(episodes[-1]) == max_steps
+            if ended[i]:
+                episodes.append([])
+    return ended
+
+
+def _pad(episodes: list[list[Row]]) -> Episodes:
+    lengths = torch.tensor([len(episode) for episode in episodes])
+    longest = int(lengths.max())
+
+    def padded(field: int) -> Tensor:
+        first = np.asarray(episodes[0][0][field])
+        table = np.zeros((len(episodes), longest, *first.shape), first.dtype)
+        for row, episode in zip(table, episodes, strict=True):
+            row[: len(episode)] = [step[field] for step in episode]
+        return torch.from_numpy(table)
+
+    return Episodes(padded(0), padded(1), padded(2), padded(3), torch.arange(longest) < lengths[:, None])

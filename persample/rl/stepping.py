@@ -1,0 +1,145 @@
+"""One step of all environments under a policy, the same for each of gymnasium's autoreset modes.
+
+The modes differ in where the last observation of an episode and the first of the next are found (gymnasium 1.4,
+``vector/sync_vector_env.py``): NEXT_STEP returns the last one, and the following step is a reset whose action and
+reward mean nothing; SAME_STEP returns the first one and hides the last in ``infos["final_obs"]``; DISABLED returns the
+last one and waits for ``reset(options={"reset_mask": …})``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from persample.errors import ArgumentError
+from persample.rl.check import Envs, Policy, autoreset_mode, checked_actions
+
+
+class State(NamedTuple):
+    """Where the environments stand: what the policy sees next, and which rows only reset when stepped."""
+
+    obs: NDArray[Any]
+    resets: NDArray[np.bool_]
+
+
+class Step(NamedTuple):
+    """What one step of all environments brought, a row each; rows that are not ``real_t`` mean nothing."""
+
+    obs_tm1: NDArray[Any]
+    a_tm1: NDArray[Any]
+    r_t: NDArray[np.float32]
+    discount_t: NDArray[np.float32]
+    obs_t: NDArray[Any]
+    done_t: NDArray[np.bool_]
+    real_t: NDArray[np.bool_]
+
+
+def start(envs: Envs, seed: int) -> tuple[State, torch.Generator]:
+    """Reset the environments and seed the policy.
+
+    Args:
+        envs: N environments.
+        seed: of both.
+
+    Returns:
+        The first state and the policy's generator.
+    """
+    envs_seed, policy_seed = seeds(seed)
+    observed, _ = envs.reset(seed=envs_seed)
+    return State(_copy(envs, observed), np.zeros(envs.num_envs, bool)), torch.Generator().manual_seed(policy_seed)
+
+
+def seeds(seed: int) -> tuple[int, int]:
+    """Derive unrelated seeds for the environments and the policy.
+
+    Environment i is seeded with the first plus i, so that ``seed`` itself would give the batches of seeds 0 and 1 all
+    but one of their environments in common.
+
+    Args:
+        seed: the user's.
+
+    Returns:
+        The environments' seed, 31 bits, and the policy's.
+    """
+    envs_seed, policy_seed = np.random.SeedSequence(int(seed)).generate_state(2)
+    return int(envs_seed >> 1), int(policy_seed)
+
+
+def advance(
+    envs: Envs, policy: Policy, generator: torch.Generator, state: State, discount: float
+) -> tuple[State, Step]:
+    """Act once in every environment.
+
+    Args:
+        envs: N environments.
+        policy: chooses the actions.
+        generator: the policy's randomness.
+        state: where the environments stand.
+        discount: γ.
+
+    Returns:
+        The next state, in which every environment that finished begins anew, and the step taken.
+
+    Raises:
+        ArgumentError: if the policy's actions do not fit, or a final observation is missing.
+    """
+    with torch.no_grad():
+        a_tm1 = checked_actions(envs, policy(torch.tensor(state.obs), generator))
+    observed, r_t, terminated, truncated, infos = envs.step(a_tm1.astype(envs.action_space.dtype))
+    obs_t, done = _copy(envs, observed), np.asarray(terminated) | np.asarray(truncated)
+    discount_t = np.where(terminated, 0, discount).astype(np.float32)
+    mode, following = autoreset_mode(envs), State(obs_t, np.zeros_like(done))
+    if mode is AutoresetMode.NEXT_STEP:
+        following = State(obs_t, done)
+    elif mode is AutoresetMode.SAME_STEP:
+        obs_t = _with_final(obs_t, done, infos)
+    elif done.any():
+        following = restart(envs, following, done)
+    return following, Step(state.obs, a_tm1, np.array(r_t, np.float32), discount_t, obs_t, done, ~state.resets)
+
+
+def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:
+    """Begin a new episode in some environments.
+
+    Args:
+        envs: N environments.
+        state: where they stand.
+        mask: which to reset, ``[N]``.
+
+    Returns:
+        The state after that.
+
+    Raises:
+        ArgumentError: if environments outside the mask moved too.
+    """
+    observed, _ = envs.reset(options={"reset_mask": mask.copy()})
+    obs = _copy(envs, observed)
+    if not np.array_equal(obs[~mask], state.obs[~mask], equal_nan=True):
+        fix = "Leave out max_steps, and limit the episodes in the environments (max_episode_steps=…)."
+        received = f"{envs}, where others changed as well"
+        expected = "environments that reset only those in options['reset_mask']"
+        raise ArgumentError.about("envs", expected=expected, received=received, fix=fix)
+    return State(obs, state.resets & ~mask)
+
+
+def _with_final(obs_t: NDArray[Any], done: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[Any]:
+    if done.any() and "final_obs" not in infos:
+        fix = "Without it the end of an episode is lost: use autoreset_mode='NextStep'."
+        expected, received = "infos['final_obs'] at the end of an episode (SameStep autoreset)", f"keys {sorted(infos)}"
+        raise ArgumentError.about("envs", expected=expected, received=received, fix=fix)
+    obs_t = obs_t.copy()
+    for row in np.flatnonzero(done):
+        obs_t[row] = infos["final_obs"][row]
+    return obs_t
+
+
+def _copy(envs: Envs, observed: Any) -> NDArray[Any]:
+    # A copy always: environments may hand out the buffer that their next step overwrites.
+    kind = envs.single_observation_space.dtype
+    if np.issubdtype(kind, np.floating):
+        return np.array(observed, np.float32)
+    return np.array(observed, np.uint8 if kind == np.uint8 else np.int64)
