@@ -26,10 +26,10 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 
 test: lint ## lint, then all tests with warnings as errors, docstring and README examples, strict docs
 	$(BIN)/python -m pytest
-	$(BIN)/mkdocs build --quiet --strict --site-dir .site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir .site
 
 bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 docs: $(INSTALLED) ## build the documentation and serve it
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
