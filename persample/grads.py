@@ -81,7 +81,7 @@ def per_sample_grads(
     check.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
     wanted, container = check.reductions(reduce)
     # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), locked(params):
         loss, samples = check.check_call(
             loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
@@ -90,9 +90,8 @@ def per_sample_grads(
             return [reduction.lift(gradients) for reduction in wanted], AnyOf(gradients.connected)
 
         compute = engines.empty if samples.size == 0 else _ENGINES[engine]
-        with locked(loss.params.modules):
-            chunks = rng.replayed(samples.chunks(chunk_size), randomness)
-            lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
+        chunks = rng.replayed(samples.chunks(chunk_size), randomness)
+        lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
         if not connected.value:
             raise LossError(NOT_CONNECTED)
         finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]

@@ -20,12 +20,13 @@ _locks_guard = threading.Lock()
 
 
 @contextmanager
-def locked(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep other threads from swapping parameters into these modules, or any part of them, meanwhile.
+def locked(params: Any) -> Iterator[None]:
+    """Keep other threads from swapping parameters into the same modules, or any part of them, meanwhile.
 
     Args:
-        modules: the modules whose parameters are about to be swapped.
+        params: a pytree, perhaps with modules among its leaves.
     """
+    modules = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, nn.Module)]
     parts = {id(part): part for module in modules for part in module.modules()}
     with _locks_guard:
         locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
@@ -41,6 +42,36 @@ class _Holder(nn.Module):
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.given = nn.ModuleList(modules)
+
+    def call(self, tensors: dict[str, Tensor], loss_fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a loss with other tensors in the places of some parameters, and clones in those of the buffers.
+
+        Args:
+            tensors: what to swap in, by the parameter's first name below this holder.
+            loss_fn: the loss.
+            *args: what it is called with.
+
+        Returns:
+            What it returns. The modules are afterwards as they were, whatever the loss did to their buffers.
+        """
+        first_names = dict(self.named_parameters())
+        replaced = {id(first_names[name]): tensor for name, tensor in tensors.items()}
+        replaced |= {id(buffer): buffer.clone() for buffer in self.buffers()}
+        swapped: dict[str, Tensor] = {}
+        absent: list[tuple[nn.Module, str]] = []
+        for prefix, part in self.named_modules():
+            # Every slot once, by what it holds: tied tensors and modules reached under two names stay whole.
+            for name, held in (part._parameters | part._buffers).items():
+                if held is None:
+                    absent.append((part, name))
+                elif id(held) in replaced:
+                    swapped[f"{prefix}.{name}"] = replaced[id(held)]
+        try:
+            return functional_call(self, swapped, (loss_fn, *args), tie_weights=False)
+        finally:
+            for part, name in absent:  # a buffer that was None and is filled by the forward pass
+                if name in part._buffers:
+                    part._buffers[name] = None
 
     def forward(self, loss_fn: Callable[..., Any], *args: Any) -> Any:
         """Call the loss while the swapped tensors are in place.
@@ -106,10 +137,8 @@ def take_apart(params: Any) -> ParamTree:
         args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
         if not modules:
             return loss_fn(args, *sample)
-        # Buffers are cloned, so that what a forward pass writes into them is gone afterwards on every engine.
-        swapped = {name: buffer.clone() for name, buffer in holder.named_buffers()}
-        swapped |= {name: value for name, value in placed.items() if isinstance(name, str)}
-        return functional_call(holder, swapped, (loss_fn, args, *sample))
+        swapped = {name: value for name, value in placed.items() if isinstance(name, str)}
+        return holder.call(swapped, loss_fn, args, *sample)
 
     return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, "params")), tuple(modules), call)
 

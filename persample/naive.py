@@ -5,13 +5,14 @@ This is the truth that everything else in the library is compared with. It is me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample import trees
+from persample.errors import ArgumentError
 
 
 def value_and_grad(
@@ -101,17 +102,24 @@ def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *
     Returns:
         A tree like the parameters; zeros where no loss depends on one. ``.grad`` is left alone.
 
+    Raises:
+        ArgumentError: if ``losses`` has no length and ``n`` is not given.
+
     Example:
         >>> w = torch.tensor(2.0, requires_grad=True)
         >>> backward_each((w * k for k in (1.0, 3.0)), w, n=2)
         tensor(2.)
     """
     if n is None:
-        losses = list(losses)
+        if not isinstance(losses, Sized):
+            fix = "Say how many losses the generator builds; listing them would keep every graph alive."
+            raise ArgumentError.about("n", expected="a number, for losses without a length", received="None", fix=fix)
         n = len(losses)
     tensors, spec = trees.flatten(params)
     totals = [torch.zeros_like(param) for param in tensors]
     for loss in losses:
+        if not loss.requires_grad:
+            continue
         grads = torch.autograd.grad(
             loss / n, tensors, allow_unused=True, materialize_grads=True, retain_graph=retain_graph
         )

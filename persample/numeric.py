@@ -44,6 +44,8 @@ def squared_norms(x: Tensor) -> Tensor:
     """
     rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
     rows = rows.to(accumulate_dtype(x.dtype))
+    if torch._C._functorch.is_functorch_wrapped_tensor(rows):  # inside vmap, where values cannot be looked at
+        return rows.double().square().sum(1)
     squared = _blockwise(rows)
     # Squares of numbers below 1e-19 vanish in float32, those above 1e19 overflow: such rows are scaled to 1 first.
     doubtful = ~((squared > torch.finfo(rows.dtype).tiny ** 0.5) & (squared < torch.inf))
