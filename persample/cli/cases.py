@@ -1,0 +1,126 @@
+"""The two losses of the comparison, each with its parameters, its batch, and three ways to its averaged gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from persample import Mean, naive, per_sample_grads
+from persample.cli.rollout import Rollout
+from persample.losses import discounted_returns, reinforce_loss, td_loss
+
+LOOP, PERSAMPLE, BATCH = METHODS = ("naive loop", "persample", "batch gradient")
+
+Params = dict[str, Tensor]
+Update = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss and its batch.
+
+    Args:
+        name: of the loss.
+        unit: what one sample is.
+        loss_fn: the loss of one sample: (params, *sample) → ``[]``.
+        batch_loss: the losses of all samples, batched by hand: (params, *batch) → ``[B]``.
+        params: the parameters.
+        batch: tensors with a leading batch axis.
+    """
+
+    name: str
+    unit: str
+    loss_fn: Callable[..., Tensor]
+    batch_loss: Callable[..., Tensor]
+    params: Params
+    batch: tuple[Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of samples B."""
+        return len(self.batch[0])
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters P."""
+        return sum(param.numel() for param in self.params.values())
+
+
+def td_case(rollout: Rollout) -> Case:
+    """Set up TD(0): the squared TD error of one transition.
+
+    Args:
+        rollout: value network and transitions.
+
+    Returns:
+        The case.
+    """
+    network, transitions = rollout.value, rollout.transitions
+
+    def loss_fn(params: Params, obs_tm1: Tensor, r_t: Tensor, discount_t: Tensor, obs_t: Tensor) -> Tensor:
+        v_tm1, v_t = (functional_call(network, params, (obs,)).squeeze(-1) for obs in (obs_tm1, obs_t))
+        return td_loss(v_tm1, r_t, discount_t, v_t)
+
+    batch = (transitions.obs_tm1, transitions.r_t, transitions.discount_t, transitions.obs_t)
+    # Network and loss are elementwise over the batch: the same lines compute one loss or all of them.
+    return Case("TD(0)", "transition", loss_fn, loss_fn, _params(network), batch)
+
+
+def reinforce_case(rollout: Rollout) -> Case:
+    """Set up REINFORCE: −Σₜ log π(aₜ|sₜ) Gₜ of one episode.
+
+    Args:
+        rollout: policy network and episodes.
+
+    Returns:
+        The case.
+    """
+    network, episodes = rollout.policy, rollout.episodes
+    return_t = discounted_returns(episodes.r_t.T, episodes.discount_t.T, 0.0).T.contiguous()
+
+    def loss_fn(params: Params, obs_t: Tensor, a_t: Tensor, return_t: Tensor, mask_t: Tensor) -> Tensor:
+        return reinforce_loss(functional_call(network, params, (obs_t,)), a_t, return_t, mask_t)
+
+    def batch_loss(params: Params, obs_t: Tensor, *rest: Tensor) -> Tensor:
+        return torch.vmap(reinforce_loss)(functional_call(network, params, (obs_t,)), *rest)
+
+    batch = (episodes.obs_t, episodes.a_t, return_t, episodes.mask_t)
+    return Case("REINFORCE", "episode", loss_fn, batch_loss, _params(network), batch)
+
+
+def methods(case: Case, engine: str) -> dict[str, Callable[[], Update]]:
+    """Write down the averaged gradient in three ways.
+
+    Args:
+        case: the loss and its batch.
+        engine: persample's engine.
+
+    Returns:
+        Functions without arguments, in the order of METHODS.
+    """
+    return {
+        LOOP: lambda: _loop(case),
+        PERSAMPLE: lambda: per_sample_grads(case.loss_fn, case.params, case.batch, Mean(), engine=engine),
+        BATCH: lambda: _batch(case),
+    }
+
+
+def _loop(case: Case) -> Update:
+    totals = {name: torch.zeros_like(param) for name, param in case.params.items()}
+    for _, grads in naive.loop(case.loss_fn, case.params, case.batch):
+        for name, total in totals.items():
+            total.add_(grads[name])
+    return {name: total / case.size for name, total in totals.items()}
+
+
+def _batch(case: Case) -> Update:
+    loss = case.batch_loss(case.params, *case.batch).mean()
+    return dict(zip(case.params, torch.autograd.grad(loss, list(case.params.values())), strict=True))
+
+
+def _params(network: nn.Module) -> Params:
+    return dict(network.named_parameters())

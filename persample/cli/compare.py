@@ -1,0 +1,117 @@
+"""The comparison: each method's time, memory and result, next to the naive loop's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from persample import Mean, Norm, per_sample_grads
+from persample.cli.cases import LOOP, METHODS, Case, methods
+from persample.cli.measure import peak_memory, relative_difference, time_rounds
+
+# Largest relative difference that float32 rounding explains.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one loss.
+
+    Args:
+        loss: name of the loss.
+        method: one of METHODS.
+        seconds: of every round.
+        peak_bytes: held by torch's allocator at the peak of one call.
+        speedup: the loop's median time over this one's.
+        difference: the largest relative difference from the loop's update.
+    """
+
+    loss: str
+    method: str
+    seconds: tuple[float, ...]
+    peak_bytes: int
+    speedup: float
+    difference: float
+
+    @property
+    def median(self) -> float:
+        """Median seconds of the rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the update equals the loop's up to rounding."""
+        return self.difference < TOLERANCE
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All methods on one loss.
+
+    Args:
+        loss: name of the loss.
+        unit: what one sample is.
+        samples: number of samples B.
+        parameters: number of parameters P.
+        rows: one per method, in the order of METHODS.
+        norms: Euclidean norms of the per-sample gradients, ``B`` of them.
+    """
+
+    loss: str
+    unit: str
+    samples: int
+    parameters: int
+    rows: tuple[Row, ...]
+    norms: tuple[float, ...]
+
+
+def compare(case: Case, engine: str, rounds: int, progress: Callable[[int], object]) -> Comparison:
+    """Compute a loss's averaged gradient with every method, and measure them.
+
+    Args:
+        case: the loss and its batch.
+        engine: persample's engine.
+        rounds: how many times each method is timed.
+        progress: called with the number of calls that were measured; ``calls(rounds)`` in all.
+
+    Returns:
+        The measurements.
+    """
+    calls = methods(case, engine)
+    seconds = time_rounds(calls, rounds, progress=progress)
+    peaks = {}
+    for name, call in calls.items():
+        peaks[name] = peak_memory(call)
+        progress(1)
+    updates = {name: call() for name, call in calls.items()}
+    loop_median = statistics.median(seconds[LOOP])
+    rows = tuple(
+        Row(
+            case.name,
+            name,
+            tuple(seconds[name]),
+            peaks[name],
+            loop_median / statistics.median(seconds[name]),
+            relative_difference(updates[name], updates[LOOP]),
+        )
+        for name in METHODS
+    )
+    both = per_sample_grads(case.loss_fn, case.params, case.batch, {"update": Mean(), "norms": Norm()}, engine=engine)
+    return Comparison(case.name, case.unit, case.size, case.parameters, rows, tuple(both["norms"].tolist()))
+
+
+def calls(rounds: int) -> int:
+    """Count the measured calls of one comparison.
+
+    Args:
+        rounds: how many times each method is timed.
+
+    Returns:
+        The number of calls.
+
+    Example:
+        >>> calls(rounds=5)
+        18
+    """
+    return len(METHODS) * (rounds + 1)

@@ -1,0 +1,78 @@
+"""What a measurement was made on: versions, processor, threads, revision."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import persample
+
+_CHECKOUT = Path(persample.__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str | int | None]:
+    """Record the environment that results depend on.
+
+    Returns:
+        Versions of persample, Python, torch, NumPy and gymnasium (None where one is not installed), the processor and
+        its logical cores, the threads torch uses, the platform, and the revision of the checkout (None if installed).
+
+    Example:
+        >>> sorted(environment())[:4]
+        ['cpu', 'git_revision', 'gymnasium', 'logical_cores']
+    """
+    packages = {name: version(name) for name in ("persample", "torch", "numpy", "gymnasium")}
+    return {
+        **packages,
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "logical_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "git_revision": _git_revision(),
+    }
+
+
+def version(package: str) -> str | None:
+    """Look up the version of an installed package.
+
+    Args:
+        package: its name.
+
+    Returns:
+        The version, or None if it is not installed.
+
+    Example:
+        >>> version("no-such-package-at-all") is None
+        True
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or None
+
+
+def _git_revision() -> str | None:
+    # Asked for only beside the package itself: git would also find a checkout that merely contains a virtual
+    # environment in which persample is installed, and whose revision says nothing about it.
+    if not (_CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_CHECKOUT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

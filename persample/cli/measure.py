@@ -1,0 +1,137 @@
+"""Time and peak memory of function calls, measured in one way for the command line and the benchmarks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+
+def time_rounds(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time several functions side by side: one warm-up each, then rounds in which each runs once.
+
+    Taking turns spreads whatever slows the machine down over all of them, so that their ratios hold.
+
+    Args:
+        calls: the functions, by name.
+        rounds: how many times each is timed.
+        device: where they compute; on CUDA the clock waits for the device.
+        progress: called with 1 after every call that was timed.
+
+    Returns:
+        The seconds of every round, by name.
+
+    Example:
+        >>> seconds = time_rounds({"sum": lambda: torch.ones(10).sum()}, rounds=3)
+        >>> len(seconds["sum"]), min(seconds["sum"]) > 0
+        (3, True)
+    """
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seconds[name].append(_seconds(call, torch.device(device)))
+            if progress is not None:
+                progress(1)
+    return seconds
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        _synchronize(device)
+        start = time.perf_counter()
+        result = call()
+        _synchronize(device)
+        elapsed = time.perf_counter() - start
+        del result  # outside the clock: freeing is not computing
+        return elapsed
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu") -> int:
+    """Measure how many bytes a call holds at its peak, beyond what was held before it.
+
+    These are the bytes of torch's allocator (results included), not those of the process: exact, and the same in
+    every run. On the CPU they are the running sum of the profiler's memory events.
+
+    Args:
+        call: the function.
+        device: where it computes; only the memory of this device is counted.
+
+    Returns:
+        The bytes.
+
+    Example:
+        >>> peak_memory(lambda: torch.ones(250) + torch.ones(250))  # both terms and the sum
+        3000
+    """
+    if torch.device(device).type == "cuda":
+        return _peak_memory_cuda(call, torch.device(device))
+    # Without this, kineto writes a line to stderr at every start and stop. It is read once, at the first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    del result
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.device_type() == DeviceType.CPU:
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def _peak_memory_cuda(call: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def relative_difference(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Compute the largest relative difference of two updates: max over parameters of max|a − b| / max|b|.
+
+    Args:
+        actual: the update a, one tensor per parameter.
+        expected: the update b it is compared with, of the same names and shapes.
+
+    Returns:
+        The difference: 0 where both are zero, ∞ where only b is, NaN where anything is NaN.
+
+    Example:
+        >>> relative_difference({"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0, 4.0])})
+        0.25
+    """
+    ratios = [_ratio((actual[name] - value).abs().max(), value.abs().max()) for name, value in expected.items()]
+    return torch.stack(ratios).max().item()
+
+
+def _ratio(difference: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(difference == 0, difference, difference / scale).double()

@@ -1,0 +1,92 @@
+"""What a comparison leaves behind: a table for the terminal, and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from persample.cli.compare import TOLERANCE, Comparison
+from persample.cli.environment import environment
+from persample.cli.settings import Settings
+from persample.errors import ArgumentError
+
+
+def table(comparisons: Sequence[Comparison]) -> Table:
+    """Lay all rows out in one table.
+
+    Args:
+        comparisons: one per loss.
+
+    Returns:
+        The table.
+    """
+    result = Table(
+        caption="time: median of the rounds; memory: peak bytes that torch's allocator holds beyond what it held "
+        "before;\nlargest difference: max over parameters of max|update − loop's| / max|loop's|",
+        caption_justify="left",
+    )
+    for heading in ("loss", "method"):
+        result.add_column(heading)
+    for heading in ("time", "peak memory", "speed-up", "largest difference"):
+        result.add_column(heading, justify="right")
+    for comparison in comparisons:
+        for row in comparison.rows:
+            verdict = f"{row.difference:.1e}" if row.agrees else f"[bold red]{row.difference:.1e} > {TOLERANCE:g}[/]"
+            memory = f"{row.peak_bytes / 2**20:.2f} MiB"
+            result.add_row(row.loss, row.method, f"{1e3 * row.median:.2f} ms", memory, f"{row.speedup:.1f} ×", verdict)
+        result.add_section()
+    return result
+
+
+def save_report(settings: Settings, comparisons: Sequence[Comparison], path: Path) -> None:
+    """Write down everything that was measured, and on what.
+
+    Args:
+        settings: what was compared.
+        comparisons: one per loss.
+        path: the JSON file to write.
+    """
+    report = {
+        "settings": asdict(settings),
+        "environment": environment(),
+        "comparisons": [_record(comparison) for comparison in comparisons],
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _record(comparison: Comparison) -> dict[str, Any]:
+    record = asdict(comparison)
+    record["rows"] = [asdict(row) | {"median_seconds": row.median} for row in comparison.rows]
+    norms = record.pop("norms")
+    record["gradient_norms"] = {"min": min(norms), "median": statistics.median(norms), "max": max(norms)}
+    return record
+
+
+def writable(directory: Path) -> Path:
+    """Make a directory, and see that files can be written there.
+
+    Args:
+        directory: where the report shall go.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ArgumentError: if it cannot be made or written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".persample"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        fix = "Choose another one."
+        expected, received = "a directory that can be written to", f"{str(directory)!r} ({error.strerror})"
+        raise ArgumentError.about("--output", expected=expected, received=received, fix=fix) from error
+    return directory

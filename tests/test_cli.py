@@ -1,0 +1,184 @@
+"""The command line: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from persample.cli.app import app
+from persample.cli.cases import METHODS, methods, reinforce_case, td_case
+from persample.cli.measure import peak_memory, relative_difference, time_rounds
+from persample.cli.rollout import Features, make_envs, roll_out
+from persample.cli.settings import Settings
+
+SMALL = ["compare", "--episodes", "4", "--hidden", "8", "--rounds", "1"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("deep") / "report"
+    result = run(*SMALL, "--output", directory)
+    assert result.exit_code == 0, result.output
+    return result, directory
+
+
+class TestCompare:
+    def test_prints_a_row_for_each_loss_and_method(self, report):
+        result, _ = report
+        rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in result.output.splitlines()]
+        rows = [row for row in rows if len(row) == 6]
+        assert [row[:2] for row in rows] == [[loss, method] for loss in ("TD(0)", "REINFORCE") for method in METHODS]
+        for row in rows:
+            assert re.fullmatch(r"\d+\.\d\d ms", row[2])
+            assert re.fullmatch(r"\d+\.\d\d MiB", row[3])
+            assert re.fullmatch(r"\d+\.\d ×", row[4])
+            assert float(row[5]) < 1e-5
+
+    def test_writes_a_report(self, report):
+        saved = json.loads((report[1] / "report.json").read_text())
+        assert saved["settings"] == {
+            "env": "CartPole-v1",
+            "episodes": 4,
+            "hidden": 8,
+            "engine": "eager",
+            "seed": 0,
+            "rounds": 1,
+        }
+        environment = saved["environment"]
+        assert environment["torch"] == torch.__version__ or torch.__version__.startswith(environment["torch"])
+        assert {"python", "numpy", "gymnasium", "cpu", "torch_threads", "git_revision"} <= environment.keys()
+        td, reinforce = saved["comparisons"]
+        assert (td["loss"], td["samples"]) == ("TD(0)", 32)
+        assert (reinforce["loss"], reinforce["samples"]) == ("REINFORCE", 4)
+        for comparison in (td, reinforce):
+            assert [row["method"] for row in comparison["rows"]] == list(METHODS)
+            assert all(row["difference"] < 1e-5 and len(row["seconds"]) == 1 for row in comparison["rows"])
+            assert all(row["peak_bytes"] > 0 for row in comparison["rows"])
+            norms = comparison["gradient_norms"]
+            assert 0 < norms["min"] <= norms["median"] <= norms["max"]
+
+    def test_draws_a_picture(self, report):
+        picture = (report[1] / "compare.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(picture[i : i + 4], "big") for i in (16, 20))
+        assert width > 1000
+        assert height > 600
+
+    def test_writes_nothing_unasked(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert run(*SMALL).exit_code == 0
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("arguments", [("--engine", "loop"), ("--env", "FrozenLake-v1")], ids=["loop", "discrete"])
+    def test_other_engines_and_environments(self, arguments):
+        result = run(*SMALL, *arguments)
+        assert result.exit_code == 0, result.output
+        assert "REINFORCE" in result.output
+
+    def test_the_methods_are_not_one_and_the_same(self):
+        """The three ways agree, but each is computed by itself: break one and its difference shows."""
+        settings = Settings(episodes=3, hidden=4)
+        envs = make_envs(settings)
+        rollout = roll_out(settings, envs, lambda kind, new: None)
+        envs.close()
+        for case in (td_case(rollout), reinforce_case(rollout)):
+            updates = {name: call() for name, call in methods(case, "eager").items()}
+            loop = updates[METHODS[0]]
+            for name in METHODS[1:]:
+                assert relative_difference(updates[name], loop) < 1e-5
+                wrong = {key: value * 1.001 for key, value in updates[name].items()}
+                assert relative_difference(wrong, loop) > 1e-4
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--env", "Nope-v1"], r"--env: .*'Nope-v1'.*doesn't exist"),
+            (["--env", "Pendulum-v1"], r"--env: needs a Discrete action space, received Box \(continuous actions\)"),
+            (["--env", "Blackjack-v1"], r"--env: needs a flat Box or a Discrete observation space, received Tuple"),
+            (["--episodes", "0"], r"--episodes: expected a positive integer, received 0"),
+            (["--hidden", "-3"], r"--hidden: expected a positive integer, received -3"),
+            (["--rounds", "0"], r"--rounds: expected a positive integer, received 0"),
+            (["--seed", "-1"], r"--seed: expected 0"),
+            (["--engine", "fast"], r"engine: expected 'eager' or 'compiled' or 'loop', received 'fast'"),
+            (["--engine", "compiled"], r"engine='compiled' is not built yet"),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+    )
+    def test_one_clear_line_and_exit_code_2(self, arguments, message):
+        result = run(*SMALL, *arguments)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert re.search(message, result.stderr)
+
+    def test_a_directory_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("in the way")
+        result = run(*SMALL, "--output", tmp_path / "file" / "report")
+        assert result.exit_code == 2
+        assert re.search(r"--output: expected a directory that can be written to, received .*file", result.stderr)
+        assert len(result.stderr.strip().splitlines()) == 1
+
+    def test_a_word_for_a_number(self):
+        result = run("compare", "--episodes", "many")
+        assert result.exit_code == 2
+        assert "--episodes" in result.stderr
+
+
+def test_version_and_help():
+    assert re.fullmatch(r"persample \d+\.\d+\.\d+\n", run("--version").output)
+    assert "compare" in run("--help").output
+    assert "--episodes" in run("compare", "--help").output
+
+
+def test_a_missing_extra_is_named():
+    code = "import sys; sys.modules['typer'] = None; from persample.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "persample's command line needs the extra: pip install 'persample[cli]'\n"
+
+
+def test_discrete_observations_are_one_hot():
+    from gymnasium import spaces
+
+    features = Features(spaces.Discrete(3, start=1))
+    assert features(torch.tensor([1, 3])).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+class TestMeasure:
+    def test_peak_memory_of_a_known_pattern(self):
+        def call():
+            first = torch.ones(1000)  # 4000 bytes, then 12000, then 8000 + 4000
+            second = torch.ones(2000)
+            del first
+            return second, torch.ones(1000)
+
+        assert peak_memory(call) == 12_000
+        assert peak_memory(lambda: [torch.ones(1000) for _ in range(3)]) == 12_000
+        assert peak_memory(lambda: [torch.ones(1000).sum() for _ in range(3)]) < 5_000
+
+    def test_time_rounds_warms_up_and_takes_turns(self):
+        order, done = [], []
+        calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+        seconds = time_rounds(calls, 2, progress=done.append)
+        assert order == ["a", "b"] + ["a", "b"] * 2
+        assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+        assert sum(done) == 4
+
+    def test_relative_difference(self):
+        one, zero = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+        assert relative_difference(one, one) == 0
+        assert relative_difference(zero, zero) == 0
+        assert relative_difference(one, zero) == float("inf")
+        assert relative_difference(one, {"w": torch.tensor([1.0, 2.0])}) == 0.5
