@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from persample.errors import ArgumentError, LossError
 from persample.loss import SampleLoss
 from persample.samples import Samples
 
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # What torch's message looks like, what happened, what to do. The first that matches counts.
-_CAUSES = [
+_VMAP_CAUSES = [
     (
         r"random operation while in randomness error mode",
         "draws random numbers, which randomness='error' refuses",
@@ -34,27 +36,39 @@ _CAUSES = [
         "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False.",
     ),
     (
-        r"\.item\(\) on a Tensor|data-dependent control flow|access data pointer|dynamic shape|\.tolist|numpy\(\)",
+        r"\.item\(\) on a Tensor|data-dependent control flow|access data pointer|access storage|dynamic shape|tolist|numpy",
         "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
         f"Use torch.where or a mask instead, {_LOOP}.",
     ),
     (
-        r"inplace arithmetic|in-place operation|doesn't match the broadcast shape|mutate a captured",
+        r"inplace arithmetic|in-place operation|match the broadcast shape|mutate a captured|exists a Tensor `other`",
         "writes per-sample values in place into a tensor that is the same for all samples",
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
     ),
     (
-        r"saved tensor hooks|setup_context staticmethod",
+        r"saved tensor hooks|setup_context staticmethod|vmap support",
         "uses checkpointing or a custom autograd.Function that torch.func does not know how to batch",
-        f"Give the function setup_context and a vmap rule, {_LOOP}.",
+        f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
+    (
+        r"requires_grad_\(\)|backward\(\) called inside|does not require grad and does not have a grad_fn",
+        "calls requires_grad_() or backward() itself, which does not work inside torch.func",
+        f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
+    ),
+    (
+        r"Batching rule not implemented|isn't supported yet|not supported by vmap",
+        "uses an operation that vmap cannot batch",
+        f"Replace the operation, {_LOOP}.",
+    ),
+]
+_CAUSES = [
     (
         r"same dtype|expected scalar type|Found dtype|expected m1 and m2",
         "mixes dtypes in one operation ({dtypes})",
         "Convert the batch or the params so that they agree, for example x.to(torch.float32).",
     ),
     (
-        r"on the same device|found at least two devices|device type",
+        r"on the same device|found at least two devices|expected device|device type",
         "mixes devices in one operation ({devices})",
         "Move params and batch to one device, for example x.to('cuda').",
     ),
@@ -62,12 +76,13 @@ _CAUSES = [
 
 
 @contextmanager
-def diagnosed(samples: Samples, loss: SampleLoss) -> Iterator[None]:
+def diagnosed(samples: Samples, loss: SampleLoss, *, batched: bool) -> Iterator[None]:
     """Say what torch's errors inside the loss mean: which line, what it did, what to do instead.
 
     Args:
         samples: what the loss was called with.
         loss: the loss of one sample.
+        batched: whether vmap was at work, so that its limits count.
 
     Raises:
         LossError: in the place of an error whose cause is known. Any other error passes unchanged.
@@ -77,11 +92,13 @@ def diagnosed(samples: Samples, loss: SampleLoss) -> Iterator[None]:
     except (LossError, ArgumentError):
         raise
     except RuntimeError as error:
+        if _raised_by_user(error.__traceback__):
+            raise
         text = str(error)
         module = _norm_module(error.__traceback__)
         if module and "in-place" in text:
             text = "num_batches_tracked"
-        for pattern, happened, fix in _CAUSES:
+        for pattern, happened, fix in (_VMAP_CAUSES if batched else []) + _CAUSES:
             if re.search(pattern, text):
                 facts = {
                     "module": module,
@@ -93,10 +110,44 @@ def diagnosed(samples: Samples, loss: SampleLoss) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def unwritten(loss: SampleLoss, samples: Samples) -> Iterator[None]:
+    """See that the loss does not write into the user's parameters and batch.
+
+    Args:
+        loss: the loss of one sample.
+        samples: what it is called with.
+
+    Raises:
+        LossError: if it did; what it wrote stands there then.
+    """
+    named = _named(samples, loss)
+    versions = [x._version for _, x in named]
+    yield
+    written = [name for (name, x), version in zip(named, versions, strict=True) if x._version != version]
+    if written:
+        raise LossError(
+            f"loss_fn wrote in place into {', '.join(written)}, which it must leave alone: other samples and later "
+            "calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
+        )
+
+
+def _named(samples: Samples, loss: SampleLoss) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a loss is called with, and their names."""
+    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), "batch")
+    named = [*zip(loss.spec.paths, samples.params, strict=True), *zip(batch, samples.leaves, strict=True)]
+    return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
+
+
+def _raised_by_user(tb: TracebackType | None) -> bool:
+    """Return whether the error comes from a raise statement outside of torch: the user's own words."""
+    last = traceback.extract_tb(tb)[-1]
+    return not last.filename.startswith(_OURS) and (last.line or "").startswith("raise")
+
+
 def _user_line(tb: TracebackType | None) -> str:
     """Return the innermost line that belongs neither to torch nor to this library."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(ours)]
+    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(_OURS)]
     if not frames:
         return ""
     frame = frames[-1]
@@ -120,10 +171,7 @@ def _norm_module(tb: TracebackType | None) -> str:
 
 def _formats(samples: Samples, loss: SampleLoss, attribute: str) -> str:
     """Return which parameters and leaves have which dtype, or are on which device, for a message."""
-    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), "batch")
-    named = [*zip(loss.spec.paths, samples.params, strict=True), *zip(batch, samples.leaves, strict=True)]
     groups: dict[str, list[str]] = {}
-    for name, leaf in named:
-        if isinstance(leaf, Tensor):
-            groups.setdefault(str(getattr(leaf, attribute)), []).append(name)
+    for name, leaf in _named(samples, loss):
+        groups.setdefault(str(getattr(leaf, attribute)), []).append(name)
     return "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from persample import check, engines, rng, trees
+from persample.diagnose import unwritten
 from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.loss import NOT_CONNECTED
 from persample.merge import AnyOf, merge
 from persample.modules import locked
-from persample.output import write_into
+from persample.output import owned, write_into
 
 _ENGINES = {"eager": engines.eager, "loop": engines.loop}
 
@@ -91,9 +92,10 @@ def per_sample_grads(
 
         compute = engines.empty if samples.size == 0 else _ENGINES[engine]
         chunks = rng.replayed(samples.chunks(chunk_size), randomness)
-        lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
+        with unwritten(loss, samples):
+            lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
         if not connected.value:
             raise LossError(NOT_CONNECTED)
         finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]
-        result = trees.unflatten(finished, container)
+        result = owned(trees.unflatten(finished, container), [*samples.params, *samples.leaves])
         return result if out is None else write_into(out, result)

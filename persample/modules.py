@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,26 @@ def locked(params: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass leaves in modules: new or refilled buffers, tensors in attributes (dead by then)."""
+    before = [
+        (slots, dict(slots.items()))
+        for part in module.modules()
+        for slots in (part._parameters, part._buffers, part.__dict__)
+    ]
+    try:
+        yield
+    finally:
+        for slots, held in before:
+            for name, value in list(slots.items()):
+                if isinstance(value, Tensor) and value is not held.get(name):
+                    if name in held:
+                        slots[name] = held[name]
+                    else:
+                        del slots[name]
+
+
 class _Holder(nn.Module):
     """All modules of one call under one roof, so that ``functional_call`` swaps and restores them together."""
 
@@ -57,21 +77,16 @@ class _Holder(nn.Module):
         first_names = dict(self.named_parameters())
         replaced = {id(first_names[name]): tensor for name, tensor in tensors.items()}
         replaced |= {id(buffer): buffer.clone() for buffer in self.buffers()}
-        swapped: dict[str, Tensor] = {}
-        absent: list[tuple[nn.Module, str]] = []
-        for prefix, part in self.named_modules():
-            # Every slot once, by what it holds: tied tensors and modules reached under two names stay whole.
-            for name, held in (part._parameters | part._buffers).items():
-                if held is None:
-                    absent.append((part, name))
-                elif id(held) in replaced:
-                    swapped[f"{prefix}.{name}"] = replaced[id(held)]
-        try:
+        # Every slot once, by what it holds: tied tensors and modules reached under two names stay whole.
+        swapped = {
+            f"{prefix}.{name}": replaced[id(held)]
+            for prefix, part in self.named_modules()
+            for slots in (part._parameters, part._buffers)
+            for name, held in slots.items()
+            if id(held) in replaced
+        }
+        with _restored(self):
             return functional_call(self, swapped, (loss_fn, *args), tie_weights=False)
-        finally:
-            for part, name in absent:  # a buffer that was None and is filled by the forward pass
-                if name in part._buffers:
-                    part._buffers[name] = None
 
     def forward(self, loss_fn: Callable[..., Any], *args: Any) -> Any:
         """Call the loss while the swapped tensors are in place.
@@ -143,7 +158,7 @@ def take_apart(params: Any) -> ParamTree:
     return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, "params")), tuple(modules), call)
 
 
-def set_grads(module: nn.Module, grads: dict[str, Tensor]) -> None:
+def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
     """Put a reduced update into ``.grad``, so that any ``torch.optim`` optimizer steps on it.
 
     Args:
@@ -162,6 +177,9 @@ def set_grads(module: nn.Module, grads: dict[str, Tensor]) -> None:
         >>> torch.optim.SGD(linear.parameters(), lr=0.1).step()
     """
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    if not isinstance(grads, Mapping):
+        fix = "Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module."
+        raise ArgumentError.about("grads", expected="a dict by name", received=type(grads).__name__, fix=fix)
     missing, unknown = sorted(params.keys() - grads.keys()), sorted(grads.keys() - params.keys())
     if missing or unknown:
         raise ArgumentError.about(
@@ -171,12 +189,11 @@ def set_grads(module: nn.Module, grads: dict[str, Tensor]) -> None:
             fix="Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module.",
         )
     for name, param in params.items():
-        if grads[name].shape != param.shape:
-            raise ArgumentError.about(
-                f"grads[{name!r}]",
-                expected=f"shape {list(param.shape)}",
-                received=f"shape {list(grads[name].shape)}",
-                fix="Reduce over the samples first, for example with Mean().",
-            )
+        grad = grads[name]
+        if not isinstance(grad, Tensor) or grad.shape != param.shape or grad.is_complex() > param.is_complex():
+            received = f"shape {list(grad.shape)}, {grad.dtype}" if isinstance(grad, Tensor) else type(grad).__name__
+            expected = f"shape {list(param.shape)}, {param.dtype}"
+            fix = "Reduce over the samples first, for example with Mean()."
+            raise ArgumentError.about(f"grads[{name!r}]", expected=expected, received=received, fix=fix)
     for name, param in params.items():
         param.grad = grads[name].detach().to(param)

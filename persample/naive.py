@@ -85,6 +85,8 @@ def stack_mean_backward(losses: Sequence[Tensor], params: Any) -> Any:
     """
     tensors, spec = trees.flatten(params)
     mean = torch.stack(list(losses)).mean()
+    if not mean.requires_grad:
+        return trees.unflatten([torch.zeros_like(param) for param in tensors], spec)
     return trees.unflatten(list(torch.autograd.grad(mean, tensors, allow_unused=True, materialize_grads=True)), spec)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,21 @@ def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.view_as_complex(real.contiguous()) if dtype.is_complex else real
 
 
+def is_expanded(x: Tensor) -> bool:
+    """Return whether several elements of a tensor are the same place in memory."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return whether a tensor is seen through a vmap or grad of the caller's, so that its values cannot be read."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype of numbers that speak of all parameters at once: the widest real one, float32 at least."""
+    return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
+
+
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared Euclidean norm of every row of ``x [B, ...]`` as ``[B]`` float64.
 
@@ -44,7 +62,7 @@ def squared_norms(x: Tensor) -> Tensor:
     """
     rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
     rows = rows.to(accumulate_dtype(x.dtype))
-    if torch._C._functorch.is_functorch_wrapped_tensor(rows):  # inside vmap, where values cannot be looked at
+    if is_wrapped(rows):
         return rows.double().square().sum(1)
     squared = _blockwise(rows)
     # Squares of numbers below 1e-19 vanish in float32, those above 1e19 overflow: such rows are scaled to 1 first.

@@ -1,13 +1,52 @@
-"""The argument ``out``: a previous result whose storage is written again."""
+"""Results leave in memory of their own, or in that of ``out``, a previous result whose storage is written again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from persample import trees
 from persample.errors import ArgumentError
+from persample.numeric import is_expanded, is_wrapped
+
+
+def owned(result: Any, inputs: Sequence[Any]) -> Any:
+    """Give every tensor of a result memory of its own.
+
+    Gradients may share theirs with each other (two biases that are added), repeat one number (a bias that is added
+    everywhere), and what a loss returns beside its value may be its very input. Writing to one would write to others.
+
+    Args:
+        result: a tree of tensors and factors.
+        inputs: what the loss was called with.
+
+    Returns:
+        The tree, with tensors copied where they share memory.
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(2)
+        >>> owned([x, x.expand(3, 2)], [x])[0] is x
+        False
+    """
+    taken = {_memory(x) for x in inputs if isinstance(x, Tensor)}
+
+    def own(x: Tensor) -> Tensor:
+        if is_wrapped(x):
+            return x
+        if is_expanded(x) or _memory(x) in taken:
+            x = x.clone(memory_format=torch.contiguous_format)
+        taken.add(_memory(x))
+        return x
+
+    return trees.map_tensors(own, result)
+
+
+def _memory(x: Tensor) -> int:
+    return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
 
 
 def write_into(out: Any, result: Any) -> Any:
@@ -30,17 +69,23 @@ def write_into(out: Any, result: Any) -> Any:
         (True, tensor([1., 1.]))
     """
     leaves, structure = trees.flatten(result)
-    targets, found = trees.flatten(out)
+    targets = trees.leaves_like(out, structure)
     fix = "Pass what the same call returned before."
-    if found != structure:
-        raise ArgumentError.about("out", expected=f"the structure {structure}", received=f"{found}", fix=fix)
-    for path, leaf, target in zip(trees.paths(out, "out"), leaves, targets, strict=True):
+    if targets is None:
+        expected, received = f"the structure {structure}", f"{trees.structure(out)}"
+        raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
+    triples = zip(trees.paths(result, "out"), leaves, targets, strict=True)
+    for position, (path, leaf, target) in enumerate(triples):
         if not isinstance(leaf, Tensor):
             fix = "Leave out=None for Factored()."
             raise ArgumentError.about(path, expected="a result of tensors", received=type(leaf).__name__, fix=fix)
         if not isinstance(target, Tensor) or _format(target) != _format(leaf):
             received = _format(target) if isinstance(target, Tensor) else type(target).__name__
             raise ArgumentError.about(path, expected=_format(leaf), received=received, fix=fix)
+        shared = is_expanded(target) or any(target is other for other in targets[:position])
+        if shared or target.is_inference():
+            received = "one that repeats" if shared else "an inference tensor"
+            raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
     for leaf, target in zip(leaves, targets, strict=True):
         target.copy_(leaf)
     return out

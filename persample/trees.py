@@ -41,7 +41,7 @@ def paths(tree: Any, root: str) -> list[str]:
 
 
 def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
-    """Spread a tree prefix over the leaves of a tree, as ``in_dims`` of ``torch.func.vmap`` does.
+    """Spread a tree prefix over the leaves of a tree: dicts by key, whatever the order of their keys.
 
     Args:
         prefix: a tree whose leaves stand for whole subtrees.
@@ -54,7 +54,36 @@ def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
         >>> broadcast_prefix((None, 0), structure(("theta", {"s": 1, "r": 2})))
         [None, 0, 0]
     """
-    return pytree._broadcast_to_and_flatten(prefix, spec)  # noqa: SLF001 (vmap's own rule for in_dims)
+    numbered = unflatten(list(torch.arange(spec.num_leaves)), spec)
+    values, outline = flatten(prefix)
+    subtrees = leaves_like(numbered, outline)
+    if subtrees is None:
+        return None
+    spread: list[Any] = [None] * spec.num_leaves
+    for value, subtree in zip(values, subtrees, strict=True):
+        for position in flatten(subtree)[0]:
+            spread[int(position)] = value
+    return spread
+
+
+def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
+    """Take what a tree holds at the leaves of another structure, in the order of those: dicts by key.
+
+    Args:
+        tree: any pytree.
+        spec: the structure to follow.
+
+    Returns:
+        One subtree per leaf of ``spec``, or None if the tree is of another structure.
+
+    Example:
+        >>> leaves_like({"b": 2, "a": 1}, structure({"a": 0, "b": 0}))
+        [1, 2]
+    """
+    try:
+        return spec.flatten_up_to(tree)
+    except ValueError:
+        return None
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:

@@ -378,3 +378,10 @@ class TestReinforce:
         close(result["losses"], torch.stack(expected_losses))
         close(result["grads"], torch.stack(expected_grads))
         close(result["mean"], torch.stack(expected_grads).mean(0))
+
+
+def test_returns_of_several_columns_take_time_first():
+    """One discount and one bootstrap value per time step, not per column."""
+    r_t = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+    got = discounted_returns(r_t, torch.tensor([0.5, 0.5]), torch.tensor([100.0, 4.0]))
+    assert got.tolist() == [[2.0, 3.5], [4.0, 5.0]]

@@ -84,7 +84,7 @@ def test_weight_k_counts_k_times(seed, counts):
         assert_trees_close(call(work, OVER_SAMPLES, weights=weights, chunk_size=chunk_size), expected, 1e-9, atol=1e-12)
 
 
-@given(seed=seeds, weights=st.lists(st.floats(-3, 3), min_size=5, max_size=5))
+@given(seed=seeds, weights=st.lists(st.floats(-3, 3).map(lambda w: round(w, 3)), min_size=5, max_size=5))
 def test_sums_are_linear_in_the_weights(seed, weights):
     work = build("mlp_td", seed=seed)
     stacked = call(work, None)
@@ -250,6 +250,25 @@ def test_float32_gradients_of_any_magnitude(magnitude, size):
     expected = (unit * norms.clamp(max=magnitude)[:, None]).sum(0)
     torch.testing.assert_close(got["clipped"].double(), expected, rtol=1e-5, atol=1e-6 * magnitude)
     torch.testing.assert_close(got["cosine"].double(), unit @ unit.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("magnitude", "bound"), [(3e38, 1e-6), (1e37, 1e-4), (1e-40, 1e-42)])
+def test_the_bound_holds_where_the_scale_leaves_float32(magnitude, bound):
+    x = torch.full((2, 100), magnitude)
+    x[1] = 1e-3
+    got = per_sample_grads(linear, torch.zeros(100), (x[:1],), ps.ClippedSum(bound))
+    assert got.double().norm() <= bound * (1 + 4 * EPS[torch.float32]) + 100 * 1.5e-45  # the smallest float32
+    expected = (x.double() * (bound / x.double().norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    both = per_sample_grads(linear, torch.zeros(100), (x,), ps.ClippedSum(bound))
+    torch.testing.assert_close(both.double(), expected, rtol=1e-5, atol=1.5e-45)
+
+
+def test_lengths_and_cosines_of_tiny_gradients():
+    x = torch.tensor([[1e-40, 0.0], [1e-40, 1e-40]])
+    got = per_sample_grads(linear, torch.zeros(2), (x,), (ps.CosineSimilarity(), ps.WeightedSum(lambda n: 1 / n)))
+    half = 0.5**0.5
+    torch.testing.assert_close(got[0], torch.tensor([[1.0, half], [half, 1.0]]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(got[1], torch.tensor([1 + half, half]), rtol=1e-4, atol=0)
 
 
 def test_norms_of_infinite_and_nan_gradients_say_so():

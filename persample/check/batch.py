@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from persample import trees
 from persample.errors import ArgumentError
 
 _PAD = "Pad episodes of different lengths to one length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
@@ -31,13 +32,38 @@ def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
     if leaf.dtype.kind not in "biufc":
         fix = f"Convert it to numbers. {_PAD}"
         raise ArgumentError.about(path, expected="an array of numbers", received=f"dtype {leaf.dtype}", fix=fix)
-    # torch takes native byte order and positive strides only, and warns of read-only memory.
-    native = np.require(leaf.astype(leaf.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
+    if isinstance(leaf, np.ma.MaskedArray):
+        fix = "Fill it (.filled(0)) and pass its mask as a leaf of its own."
+        raise ArgumentError.about(path, expected="an array without a mask", received="a masked array", fix=fix)
+    # torch takes native byte order, positive strides and at most doubles, and warns of read-only memory.
+    dtype = {"g": np.dtype("d"), "G": np.dtype("D")}.get(leaf.dtype.char, leaf.dtype.newbyteorder("="))
+    native = np.require(leaf.astype(dtype, copy=False), requirements=["C", "W"])
     if leaf.dtype.kind == "f":
         return torch.from_numpy(native).to(device=like.device, dtype=like.dtype.to_real())
     if leaf.dtype.kind == "c":
         return torch.from_numpy(native).to(device=like.device, dtype=like.dtype.to_complex())
     return torch.from_numpy(native).to(device=like.device)
+
+
+def sample_structure(batch: Any, dims: Sequence[int | None], *, keep_batch_dim: bool) -> trees.TreeSpec:
+    """Return the structure of one sample. It is the batch's own, but for TensorDicts, which know their batch size.
+
+    Args:
+        batch: what the user passed.
+        dims: the batch axis of every leaf, or None.
+        keep_batch_dim: the sample keeps an axis of 1.
+    """
+    nodes, outer = trees.flatten(batch, is_leaf=_is_tensordict)
+    remaining = iter(dims)
+    for index, node in enumerate(nodes):
+        own = {next(remaining) for _ in range(trees.structure(node).num_leaves)}
+        if _is_tensordict(node) and own == {0} and node.batch_size[:1].numel():
+            nodes[index] = node[:1] if keep_batch_dim else node[0]
+    return trees.structure(trees.unflatten(nodes, outer))
+
+
+def _is_tensordict(node: Any) -> bool:
+    return hasattr(type(node), "auto_batch_size_")  # tensordict is no dependency of ours
 
 
 def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
@@ -61,13 +87,15 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
     if leaf.layout != torch.strided:
         fix = "Convert it with .to_dense()."
         raise ArgumentError.about(path, expected="a dense tensor", received=f"layout {leaf.layout}", fix=fix)
+    # Autograd refuses inference tensors, but not their clones.
+    leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
     if dim is None:
-        return leaf.detach(), False
+        return leaf, False
     if not -leaf.ndim <= dim < leaf.ndim:
         received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
         fix = "Give every sample its row, or mark what all samples share with None, as in in_dims=(None, (0, None))."
         raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
-    return leaf.detach().movedim(dim, 0), True
+    return leaf.movedim(dim, 0), True
 
 
 def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool]) -> int:
@@ -88,7 +116,8 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
         raise ArgumentError.about("batch", expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
         fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
-        if len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1:  # alike but for their length
+        alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1  # but for their length
+        if alike and all(name.startswith("batch") for name in rows):
             fix += f" {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise ArgumentError.about("batch", expected="leaves of one common batch size", received=received, fix=fix)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from persample import trees
-from persample.check.batch import as_tensor, batch_axis_first, common_size
+from persample.check.batch import as_tensor, batch_axis_first, common_size, sample_structure
 from persample.check.in_dims import split_in_dims, spread_dims
 from persample.check.params import check_params
 from persample.check.weights import check_averages, check_weights
@@ -51,7 +51,8 @@ def check_call(
     batch_names = trees.paths(batch, "batch")
     tensors = [as_tensor(name, leaf, tree.tensors[0]) for name, leaf in zip(batch_names, leaves, strict=True)]
     names = [*tree.paths, *batch_names]
-    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *spread_dims("in_dims[1]", batch_dims, structure)]
+    leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
+    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
     values, batched = zip(*map(batch_axis_first, names, [*tree.tensors, *tensors], dims), strict=True)
     size = common_size(names, values, batched)
 
@@ -59,7 +60,8 @@ def check_call(
     shapes = tuple(x.shape[1:] if split else x.shape for x, split in zip(values[:count], batched, strict=False))
     spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
     unpack = type(batch) in (tuple, list)
-    loss = SampleLoss(loss_fn, tree, spec, structure, batched[count:], unpack, keep_batch_dim)
+    sample = sample_structure(batch, leaf_dims, keep_batch_dim=keep_batch_dim)
+    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim)
     _check_signature(loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
     for reduction in wanted:
         reduction.check(spec)
@@ -73,7 +75,7 @@ def _check_signature(loss_fn: Any, params: Any, sample: Sequence[Any], *, unpack
         fix = "Pass a function of (params, *sample)."
         raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
     try:
-        signature = inspect.signature(loss_fn)
+        signature = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # some builtins have none to look at
         return
     try:

@@ -20,7 +20,7 @@ def split_in_dims(in_dims: Any) -> tuple[Any, Any]:
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
         return in_dims[0], in_dims[1]
-    meant: Any = (None, in_dims if isinstance(in_dims, int) else 0)
+    meant: Any = (None, in_dims if type(in_dims) is int else 0)
     if pair and len(in_dims) > 2:
         meant = (in_dims[0], tuple(in_dims[1:]))
     fix = f"Write in_dims={meant!r}."

@@ -30,6 +30,6 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
 
 
 def _check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         expected = " or ".join(repr(name) for name in choices)
         raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")

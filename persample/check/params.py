@@ -25,11 +25,15 @@ def check_params(params: Any) -> ParamTree:
     for module in tree.modules:
         _check_module(module)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        if is_lazy(leaf):
+            fix = "Run one forward pass first, so that lazy modules learn their shapes."
+            raise ArgumentError.about(path, expected="a tensor", received="an uninitialized one", fix=fix)
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
             continue
         received = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
         fix = "Convert it (torch.as_tensor(x, dtype=torch.float32)), or pass what is not learned in batch."
-        raise ArgumentError.about(path, expected="a floating or complex tensor", received=received, fix=fix)
+        expected = "a floating or complex tensor of 16 bits or more"
+        raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
     if not tree.tensors:
         fix = "Pass dict(model.named_parameters()), or a module with at least one parameter that requires_grad."
         raise ArgumentError.about("params", expected="at least one floating tensor", received="none", fix=fix)
@@ -37,16 +41,12 @@ def check_params(params: Any) -> ParamTree:
 
 
 def _check_module(module: nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if is_lazy(param):
-            fix = "Run one forward pass first, so that lazy modules learn their shapes."
-            raise ArgumentError.about(f"params[{name!r}]", expected="a tensor", received="uninitialized", fix=fix)
     for name, part in module.named_modules():
+        label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
         if isinstance(part, _NormBase) and part.training and part.track_running_stats:
-            label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
-            raise ArgumentError.about(
-                "params",
-                expected="a module whose samples do not influence each other",
-                received=f"{label} in train mode, which updates running statistics from the whole batch",
-                fix="Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False.",
-            )
+            expected = "a module that does not update running statistics while it is differentiated"
+            fix = "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False."
+            raise ArgumentError.about("params", expected=expected, received=f"{label} in train mode", fix=fix)
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            fix = "Build it with sparse=False."
+            raise ArgumentError.about("params", expected="dense gradients", received=f"{label}, sparse=True", fix=fix)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from persample.check.batch import as_tensor
 from persample.errors import ArgumentError
 from persample.reductions import Reduction
 
@@ -26,15 +26,17 @@ def check_weights(weights: Any, size: int, device: torch.device) -> Tensor | Non
     """
     if weights is None:
         return None
+    weights = as_tensor("weights", weights, torch.empty(0, dtype=torch.float64, device=device))
     try:
-        dtype = None if isinstance(weights, Tensor | np.ndarray) else torch.float64  # Python floats are doubles
+        dtype = None if isinstance(weights, Tensor) else torch.float64  # Python floats are doubles
         tensor = torch.as_tensor(weights, dtype=dtype, device=device).detach()
         received = f"shape {list(tensor.shape)}, {tensor.dtype}"
         valid = tensor.shape == (size,) and not tensor.is_complex()
     except (TypeError, ValueError, RuntimeError):
         valid, received = False, repr(weights)
-    if valid and not bool(tensor.isfinite().all()):
-        valid, received = False, "NaN or infinity among them"
+    sizes = tensor.double().abs() if valid else None
+    if sizes is not None and not bool(((sizes == 0) | ((sizes > 1e-30) & (sizes < 1e30))).all()):
+        valid, received = False, "NaN or infinity or numbers beyond 1e±30 among them"
     if not valid:
         fix = "Pass one number per sample, shape [B]; a weight of 0 leaves a sample out."
         raise ArgumentError.about("weights", expected=f"{size} finite real numbers", received=received, fix=fix)
@@ -66,6 +68,6 @@ def check_averages(wanted: Sequence[Reduction], weights: Tensor | None, size: in
             received, fix = f"B = {size}", "Leave such batches out, or ask for a sum."
         else:
             received = f"weights that sum to {total:g}, the smallest {least:g}"
-            fix = "An average takes weights >= 0 with a positive sum; sums such as Sum() take any."
+            fix = f"An average takes weights >= 0 with a sum of more than {bound:g}; sums such as Sum() take any."
         expected = f"samples (or their weights, none negative) that add up to more than {bound:g}"
         raise ArgumentError.about(name, expected=expected, received=received, fix=fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
@@ -13,6 +14,7 @@ from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.loss import NOT_CONNECTED, SampleLoss
 from persample.samples import Samples
+from persample.trees import tree_map
 
 
 def eager(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, randomness: str) -> Any:
@@ -43,9 +45,10 @@ def eager(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, 
 
     rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]
     dims = ([0 if split else None for split in samples.params_batched], *(0 for _ in rows))
-    with diagnosed(samples, loss):
+    with diagnosed(samples, loss, batched=True):
         gradient = vmap(grad_and_value(one, has_aux=True), in_dims=dims, randomness=randomness)
         grads, (losses, aux) = gradient(list(samples.params), *rows)
+    aux = tree_map(torch.clone, aux)  # it may be the user's own tensors
     return lift(
         Gradients.dense(grads, spec=loss.spec, losses=losses, aux=aux, has_aux=has_aux, weights=samples.weights)
     )

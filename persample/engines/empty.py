@@ -28,8 +28,9 @@ def empty(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, 
     Returns:
         What ``lift`` returns.
     """
-    params = _one(samples.params, samples.params_batched)
-    value, (aux, has_aux) = _fake_call(loss, params, _one(samples.leaves, samples.leaves_batched))
+    params = [param.requires_grad_() for param in _one(samples.params, samples.params_batched)]
+    with torch.enable_grad():  # for losses that differentiate something themselves
+        value, (aux, has_aux) = _fake_call(loss, params, _one(samples.leaves, samples.leaves_batched))
     return lift(
         Gradients.dense(
             trees.tree_map(_no_rows, params),
@@ -43,7 +44,8 @@ def empty(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, 
 
 
 def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-    return [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
+    rows = [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
+    return trees.map_tensors(torch.Tensor.detach, rows)  # handles of our own, even of what is not batched
 
 
 def _no_rows(x: Tensor) -> Tensor:

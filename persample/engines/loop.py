@@ -34,7 +34,7 @@ def loop(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, r
     start = rng.snapshot()
     rows = []
     for i in rng.replayed(range(samples.size), randomness):
-        with diagnosed(samples, loss):
+        with diagnosed(samples, loss, batched=False):
             rows.append(naive.value_and_grad(loss, *samples.at(i)))
         if randomness == "error" and rng.moved_since(start):
             raise LossError(
@@ -46,7 +46,7 @@ def loop(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, r
         torch.stack([x.new_zeros(shape) if g is None else g for g in column])
         for x, shape, column in zip(samples.params, loss.spec.shapes, zip(*grads, strict=True), strict=True)
     ]
-    aux = tree_map(lambda *leaves: torch.stack(leaves), *(value for value, _ in returned))
+    aux = _stacked([value for value, _ in returned])
     connected = any(g is not None for row in grads for g in row)
     return lift(
         Gradients.dense(
@@ -59,3 +59,13 @@ def loop(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, r
             connected=connected,
         )
     )
+
+
+def _stacked(aux: list[Any]) -> Any:
+    try:
+        return tree_map(lambda *leaves: torch.stack(leaves), *aux)
+    except (RuntimeError, ValueError) as error:
+        raise LossError(
+            "loss_fn: expected aux of the same structure and shapes from every sample, received aux that differ. "
+            f"Return the same from each, padded where it is shorter. torch said: {error}"
+        ) from error

@@ -40,8 +40,8 @@ class Dense:
 
     def scale_rows(self, scale: Tensor) -> Dense:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        values = self.values.to(numeric.accumulate_dtype(self.dtype))
-        return Dense(values * scale.to(values.dtype).view(-1, *[1] * (values.ndim - 1)))
+        scaled = self.values.double() * scale.view(-1, *[1] * (self.values.ndim - 1))
+        return Dense(scaled.to(numeric.accumulate_dtype(self.dtype)))
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
@@ -51,6 +51,11 @@ class Dense:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         if weights is None:
             return self.values.sum(0, dtype=dtype)
+        # Scales of huge or tiny gradients may not exist in float32: those rows are added in float64.
+        strange = (weights != 0) & ~((weights.abs() > 1e-30) & (weights.abs() < 1e30))
+        if dtype != torch.float64 and not numeric.is_wrapped(strange) and bool(strange.any()):
+            ordinary = Dense(self.values[~strange]).weighted_sum(weights[~strange], dtype)
+            return ordinary + Dense(self.values[strange]).weighted_sum(weights[strange], torch.float64).to(dtype)
         return torch.tensordot(weights.to(dtype), self.values.to(dtype), 1)
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ class Factor(Protocol):
         """Return the factor whose gradients are exactly zero where the bool mask ``rows [B]`` holds."""
 
     def scale_rows(self: F, scale: Tensor) -> F:
-        """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
+        """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, in float32 at least."""
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""

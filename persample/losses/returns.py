@@ -24,8 +24,8 @@ def discounted_returns(r_t: Tensor, discount_t: Tensor | float, v_t: Tensor | fl
         >>> discounted_returns(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0]), 9.0)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    discounts = torch.ones_like(r_t) * discount_t
-    values = torch.ones_like(r_t) * v_t
+    discounts = torch.ones_like(r_t) * _time_first(discount_t, r_t)
+    values = torch.ones_like(r_t) * _time_first(v_t, r_t)
     # After the step of width k, returns[t] sums the rewards of k steps and discounts[t] multiplies their discounts.
     returns = torch.cat([r_t[:-1], r_t[-1:] + discounts[-1:] * values[-1:]])
     width = 1
@@ -35,3 +35,10 @@ def discounted_returns(r_t: Tensor, discount_t: Tensor | float, v_t: Tensor | fl
         discounts = torch.cat([discounts[:-width] * discounts[width:], discounts[-width:]])
         width *= 2
     return returns
+
+
+def _time_first(x: Tensor | float, like: Tensor) -> Tensor | float:
+    """Return x with its axes in the first places of those of ``like``, where broadcasting would take the last."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return x
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))

@@ -1,9 +1,10 @@
 """What can be asked of the per-sample gradients. Each reduction is one class with ``lift`` and ``finish``."""
 
 from persample.reductions.base import Reduction
+from persample.reductions.directions import Dot, Project
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
-from persample.reductions.per_sample import Aux, Dot, Factored, Loss, Norm, Project, Stack
+from persample.reductions.per_sample import Aux, Factored, Loss, Norm, Stack
 from persample.reductions.sums import ClippedMean, ClippedSum, Mean, Sum, WeightedSum
 
 __all__ = [

@@ -11,9 +11,8 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
-from persample.numeric import accumulate_dtype, restore
+from persample.numeric import accumulate_dtype, restore, widest
 from persample.reductions.base import Average, Reduction
-from persample.reductions.per_sample import widest
 from persample.trees import flatten, tree_map
 
 
@@ -76,7 +75,8 @@ class Variance(Reduction):
     divides_by_weight = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.correction, int | float) or not self.correction >= 0:
+        number = isinstance(self.correction, int | float) and not isinstance(self.correction, bool)
+        if not number or not self.correction >= 0:
             fix = "Use 1 for the unbiased estimate or 0 for the plain one."
             raise ArgumentError.about("correction", expected="a number >= 0", received=repr(self.correction), fix=fix)
 
@@ -142,5 +142,5 @@ class NoiseScale(Reduction):
         n = leaves[0].n
         trace = torch.stack([leaf.m2 for leaf in leaves]).sum() / (n - 1)
         squared_mean = torch.stack([leaf.mean.square().sum() for leaf in leaves]).sum() - trace / n
-        dtype = widest(tuple(leaf.dtype for leaf in leaves if leaf.dtype is not None))
+        dtype = widest(leaf.dtype for leaf in leaves if leaf.dtype is not None)
         return NoiseScaleEstimate(*(x.to(dtype) for x in (trace, squared_mean, trace / squared_mean)))

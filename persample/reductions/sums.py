@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -36,11 +37,8 @@ class _Clipped(_Scaled):
     per_param: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            valid = float(self.max_norm) >= 0
-        except (TypeError, ValueError, RuntimeError):
-            valid = False
-        if not valid:
+        number = isinstance(self.max_norm, Real) or (isinstance(self.max_norm, Tensor) and self.max_norm.ndim == 0)
+        if not number or not self.max_norm >= 0:
             fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
             expected = "a number >= 0"
             raise ArgumentError.about("max_norm", expected=expected, received=repr(self.max_norm), fix=fix)
@@ -164,12 +162,12 @@ class WeightedSum(_Scaled):
         if len(norms) == 0:  # vmap refuses an empty batch
             return [norms] * len(gradients.factors)
         try:
-            scale = torch.vmap(lambda norm: torch.as_tensor(self.weight_fn(norm)).to(norm))(norms)
-        except RuntimeError as error:
+            scale = torch.vmap(lambda norm: torch.as_tensor(self.weight_fn(norm), device=norm.device))(norms)
+        except (RuntimeError, TypeError, ValueError) as error:
             raise self._refused(f"a function that fails: {error}") from error
-        if scale.shape != norms.shape:
-            raise self._refused(f"a function that returns shape {list(scale.shape[1:])}")
-        return [scale] * len(gradients.factors)
+        if scale.shape != norms.shape or scale.is_complex():
+            raise self._refused(f"a function that returns shape {list(scale.shape[1:])}, {scale.dtype}")
+        return [scale.to(norms)] * len(gradients.factors)
 
     @staticmethod
     def _refused(received: str) -> ArgumentError:
