@@ -36,7 +36,7 @@ _VMAP_CAUSES = [
         "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False.",
     ),
     (
-        r"\.item\(\) on a Tensor|data-dependent control flow|access data pointer|access storage|dynamic shape|tolist|numpy",
+        r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy",
         "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
         f"Use torch.where or a mask instead, {_LOOP}.",
     ),

@@ -44,7 +44,7 @@ class SampleLoss:
         return sample if self.unpack else (sample,)
 
     def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Return the loss of one sample and its aux (``()`` where the loss returns none)."""
+        """Return the loss of one sample, and beside it (aux, whether the loss returned any)."""
         returned = self.params.call(params, self.fn, self.arguments(leaves))
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
         _check_loss(loss, returned)

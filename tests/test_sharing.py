@@ -74,7 +74,7 @@ def test_aux_never_requires_grad(engine):
 
 
 @both_engines
-@pytest.mark.parametrize("keep", [False, True], ids=["", "keep_batch_dim"])
+@pytest.mark.parametrize("keep", [False, True], ids=["bare", "keep_batch_dim"])
 def test_samples_of_a_tensordict_have_no_batch_size(engine, keep):
     """Leaves of equal shapes: nothing but the batch axis tells how large a sample is."""
     nested = TensorDict({"b": X.clone()}, [4, 3])
@@ -171,7 +171,7 @@ def test_sparse_batches_are_refused():
 
 @pytest.mark.parametrize("weight", [1e-40, 1e35])
 def test_weights_that_float32_cannot_hold_are_refused(weight):
-    with pytest.raises(ArgumentError, match="weights: expected 4 finite real numbers, received.*beyond 1e±30"):
+    with pytest.raises(ArgumentError, match=r"weights: expected 4 finite real numbers, received.*beyond 1e±30"):
         per_sample_grads(lambda w, x: w @ x, torch.ones(3), X, ps.Mean(), weights=[weight] * 4)
 
 

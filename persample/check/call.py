@@ -43,10 +43,7 @@ def check_call(
         ArgumentError: if any of them is of the wrong form.
     """
     tree = check_params(params)
-    params_dims, batch_dims = split_in_dims(in_dims)
-    if tree.modules and params_dims is not None:
-        fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
-        raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(params_dims), fix=fix)
+    params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.modules))
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, "batch")
     tensors = [as_tensor(name, leaf, tree.tensors[0]) for name, leaf in zip(batch_names, leaves, strict=True)]

@@ -8,17 +8,21 @@ from persample import trees
 from persample.errors import ArgumentError
 
 
-def split_in_dims(in_dims: Any) -> tuple[Any, Any]:
+def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
     """Return (params_dims, batch_dims); refuse the flat form of ``torch.func.vmap``.
 
     Args:
         in_dims: what the user passed.
+        has_modules: whether there are modules among the parameters, which belong to all samples.
 
     Raises:
         ArgumentError: if it is no pair; the message spells the pair that was probably meant.
     """
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
+        if has_modules and in_dims[0] is not None:
+            fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
+            raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(in_dims[0]), fix=fix)
         return in_dims[0], in_dims[1]
     meant: Any = (None, in_dims if type(in_dims) is int else 0)
     if pair and len(in_dims) > 2:

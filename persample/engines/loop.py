@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,34 +31,32 @@ def loop(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, r
     Raises:
         LossError: if the loss draws random numbers under "error".
     """
+    losses, returned, grads = zip(*_rows(loss, samples, randomness), strict=True)
+    columns = zip(samples.params, loss.spec.shapes, zip(*grads, strict=True), strict=True)
+    return lift(
+        Gradients.dense(
+            [torch.stack([x.new_zeros(shape) if g is None else g for g in column]) for x, shape, column in columns],
+            spec=loss.spec,
+            losses=torch.stack(losses),
+            aux=_stacked([aux for aux, _ in returned]),
+            has_aux=returned[0][1],
+            weights=samples.weights,
+            connected=any(g is not None for row in grads for g in row),
+        )
+    )
+
+
+def _rows(loss: SampleLoss, samples: Samples, randomness: str) -> Iterator[tuple[Any, ...]]:
     start = rng.snapshot()
-    rows = []
     for i in rng.replayed(range(samples.size), randomness):
         with diagnosed(samples, loss, batched=False):
-            rows.append(naive.value_and_grad(loss, *samples.at(i)))
+            row = naive.value_and_grad(loss, *samples.at(i))
         if randomness == "error" and rng.moved_since(start):
             raise LossError(
                 "loss_fn drew random numbers, received randomness='error'. Pass randomness='different' (each sample "
                 "its own) or 'same' (all samples the same), or put the module in eval mode."
             )
-    losses, returned, grads = zip(*rows, strict=True)
-    stacked = [
-        torch.stack([x.new_zeros(shape) if g is None else g for g in column])
-        for x, shape, column in zip(samples.params, loss.spec.shapes, zip(*grads, strict=True), strict=True)
-    ]
-    aux = _stacked([value for value, _ in returned])
-    connected = any(g is not None for row in grads for g in row)
-    return lift(
-        Gradients.dense(
-            stacked,
-            spec=loss.spec,
-            losses=torch.stack(losses),
-            aux=aux,
-            has_aux=returned[0][1],
-            weights=samples.weights,
-            connected=connected,
-        )
-    )
+        yield row
 
 
 def _stacked(aux: list[Any]) -> Any:
