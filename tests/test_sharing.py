@@ -179,3 +179,13 @@ def test_weights_that_float32_cannot_hold_are_refused(weight):
 def test_clipping_bounds_are_numbers(bound):
     with pytest.raises(ArgumentError, match="max_norm: expected a number >= 0"):
         ps.ClippedSum(bound)
+
+
+@both_engines
+@pytest.mark.parametrize("axis", [2, -1, 1])
+def test_the_batch_axis_moves_and_the_others_keep_their_order(axis, engine):
+    x = torch.randn(4, 2, 3)
+    got = per_sample_grads(
+        lambda w, x: (w * x).sum(), torch.ones(2, 3), x.movedim(0, axis), in_dims=(None, axis), engine=engine
+    )
+    torch.testing.assert_close(got, x)

@@ -4,23 +4,76 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
 from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
 from persample.cli.environment import version
 from persample.cli.figure import save_figure
-from persample.cli.report import save_report, table, writable
+from persample.cli.report import notes, save_report, table, writable
 from persample.cli.rollout import make_envs, roll_out
 from persample.cli.settings import Settings
 from persample.errors import ArgumentError
 
-app = typer.Typer(help="Per-sample gradients of PyTorch losses.", no_args_is_help=True, rich_markup_mode=None)
+# typer raises click's errors, and newer ones have a click of their own: this names the class in both.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class OneLineErrors(TyperGroup):
+    """Commands that answer wrong input with one line on stderr and exit code 2, an interrupt with one and 130."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+        """
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except _UsageError as error:
+            _complain(f"{error.format_message().rstrip('.')}. See --help.")
+            code = 2
+        sys.exit(code)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Args:
+            ctx: its context.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            Exit: with code 2 after input that cannot be used, and 130 after an interrupt.
+        """
+        try:
+            return super().invoke(ctx)
+        except ArgumentError as error:
+            _complain(str(error))
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            raise typer.Exit(130) from None
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"persample: {' '.join(message.split())}", err=True)
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="Per-sample gradients of PyTorch losses.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -29,13 +82,16 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Compute per-sample gradients of PyTorch losses."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command(
@@ -69,40 +125,47 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
         output: where to write the report.
 
     Raises:
-        Exit: with code 2 and one line on stderr where the input cannot be used.
+        Exit: with code 1 where an update differs from the loop's by more than rounding.
     """
-    try:
-        settings = Settings(env, episodes, hidden, engine, seed, rounds)
-        directory = None if output is None else writable(output)
-        comparisons = _compared(settings)
-    except ArgumentError as error:
-        typer.echo(f"persample: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+    settings = Settings(env, episodes, hidden, engine, seed, rounds)
+    directory = None if output is None else writable(output)
+    comparisons = _compared(settings)
     # Wide enough for the table where there is no terminal to ask.
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table(comparisons))
+    for note in notes(comparisons):
+        console.print(note, soft_wrap=True)
     if directory is not None:
         save_report(settings, comparisons, directory / "report.json")
         title = f"Averaged update on {env}, hidden width {hidden}, {engine} engine"
         save_figure(comparisons, title, directory / "compare.png")
         console.print(f"Written: {directory / 'report.json'}, {directory / 'compare.png'}", soft_wrap=True)
+    if not all(row.agrees for comparison in comparisons for row in comparison.rows):
+        raise typer.Exit(1)
 
 
 def _compared(settings: Settings) -> list[Comparison]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     envs = make_envs(settings)
     try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with _progress() as progress:
             tasks = {
                 "transitions": progress.add_task("transitions for TD(0)", total=settings.transitions),
                 "episodes": progress.add_task("episodes for REINFORCE", total=settings.episodes),
             }
             rollout = roll_out(settings, envs, lambda kind, new: progress.advance(tasks[kind], new))
-            cases = (td_case(rollout), reinforce_case(rollout))
-            task = progress.add_task("updates", total=len(cases) * calls(settings.rounds))
-            return [
-                run_comparison(case, settings.engine, settings.rounds, lambda new: progress.advance(task, new))
-                for case in cases
-            ]
     finally:
         envs.close()
+    cases = (td_case(rollout), reinforce_case(rollout))
+    # The bar that refreshes itself has a thread, which would take its time from what is being timed.
+    with _progress(auto_refresh=False) as progress:
+        task = progress.add_task("updates               ", total=len(cases) * calls(settings.rounds))
+
+        def advance(new: int) -> None:
+            progress.update(task, advance=new, refresh=True)
+
+        return [run_comparison(case, settings.engine, settings.rounds, advance) for case in cases]
+
+
+def _progress(*, auto_refresh: bool = True) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), auto_refresh=auto_refresh)

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from persample.cli.cases import BATCH, LOOP, PERSAMPLE
 from persample.cli.compare import Comparison, Row
@@ -33,7 +33,7 @@ def save_figure(comparisons: Sequence[Comparison], title: str, path: Path) -> No
     for (norms, time, memory), comparison in zip(grid, comparisons, strict=True):
         _norms(norms, comparison)
         rows, loop = comparison.rows, comparison.rows[0]
-        speeds = [f"{1e3 * row.median:.3g} ms" + _beside(row, loop, f"{row.speedup:.3g} × faster") for row in rows]
+        speeds = [f"{1e3 * row.median:.3g} ms" + _beside(row, loop, _speed(row.speedup)) for row in rows]
         _bars(time, rows, [1e3 * row.median for row in rows], speeds)
         time.set(xlabel="median time of one update [ms], log scale", title="Time")
         shares = [_mebibytes(row) + _beside(row, loop, f"{row.peak_bytes / loop.peak_bytes:.3g} ×") for row in rows]
@@ -46,6 +46,7 @@ def _norms(axes: Axes, comparison: Comparison) -> None:
     axes.hist(comparison.norms, bins=40, color=_COLORS[PERSAMPLE])
     median = statistics.median(comparison.norms)
     axes.axvline(median, color="black", linewidth=1, linestyle="--", label=f"median {median:.3g}")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     axes.set(
         xlabel="Euclidean norm of a per-sample gradient",
@@ -63,6 +64,10 @@ def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], labels: Sequ
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _speed(ratio: float) -> str:
+    return f"{ratio:.3g} × faster" if ratio >= 1 else f"{1 / ratio:.3g} × slower"
 
 
 def _beside(row: Row, loop: Row, ratio: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +46,23 @@ def table(comparisons: Sequence[Comparison]) -> Table:
     return result
 
 
+def notes(comparisons: Sequence[Comparison]) -> list[str]:
+    """Say what a reader of the table should know.
+
+    Args:
+        comparisons: one per loss.
+
+    Returns:
+        One line each: the batches, and losses whose gradients are all zero, so that their differences mean nothing.
+    """
+    batches = ", ".join(f"{c.loss}: {c.samples} {c.unit}s, {c.parameters} parameters" for c in comparisons)
+    zeros = [c.loss for c in comparisons if not any(c.norms)]
+    return [
+        batches,
+        *(f"{loss}: every gradient is zero (no reward was received); differences mean nothing." for loss in zeros),
+    ]
+
+
 def save_report(settings: Settings, comparisons: Sequence[Comparison], path: Path) -> None:
     """Write down everything that was measured, and on what.
 
@@ -64,7 +83,12 @@ def _record(comparison: Comparison) -> dict[str, Any]:
     record = asdict(comparison)
     record["rows"] = [asdict(row) | {"median_seconds": row.median} for row in comparison.rows]
     norms = record.pop("norms")
-    record["gradient_norms"] = {"min": min(norms), "median": statistics.median(norms), "max": max(norms)}
+    record["gradient_norms"] = {
+        "min": min(norms),
+        "median": statistics.median(norms),
+        "mean": statistics.fmean(norms),
+        "max": max(norms),
+    }
     return record
 
 
@@ -82,9 +106,11 @@ def writable(directory: Path) -> Path:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".persample"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        for name in ("report.json", "compare.png"):
+            if (directory / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, f"{name} is a directory")
     except OSError as error:
         fix = "Choose another one."
         expected, received = "a directory that can be written to", f"{str(directory)!r} ({error.strerror})"
