@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import traceback
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from persample import trees
-from persample.errors import ArgumentError, LossError
+from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.loss import SampleLoss
 from persample.samples import Samples
 
@@ -27,13 +26,12 @@ _VMAP_CAUSES = [
     (
         r"random operation while in randomness error mode",
         "draws random numbers, which randomness='error' refuses",
-        "Pass randomness='different' (each sample its own) or 'same' (all samples the same), or put the module in "
-        "eval mode.",
+        SAY_RANDOMNESS,
     ),
     (
         r"running_mean or running_var|num_batches_tracked|BATCH_NORM",
         "updates the running statistics of {module} in train mode",
-        "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False.",
+        STOP_STATISTICS,
     ),
     (
         r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy",
@@ -89,7 +87,7 @@ def diagnosed(samples: Samples, loss: SampleLoss, *, batched: bool) -> Iterator[
     """
     try:
         yield
-    except (LossError, ArgumentError):
+    except LossError:
         raise
     except RuntimeError as error:
         if _raised_by_user(error.__traceback__):
@@ -121,11 +119,12 @@ def unwritten(loss: SampleLoss, samples: Samples) -> Iterator[None]:
     Raises:
         LossError: if it did; what it wrote stands there then.
     """
-    named = _named(samples, loss)
-    versions = [x._version for _, x in named]
+    tensors = [x for x in (*samples.params, *samples.leaves) if isinstance(x, Tensor)]
+    versions = [x._version for x in tensors]
     yield
-    written = [name for (name, x), version in zip(named, versions, strict=True) if x._version != version]
-    if written:
+    if versions != [x._version for x in tensors]:  # names are looked up only now: every call passes here
+        names = [name for name, _ in _named(samples, loss)]
+        written = [name for name, x, before in zip(names, tensors, versions, strict=True) if x._version != before]
         raise LossError(
             f"loss_fn wrote in place into {', '.join(written)}, which it must leave alone: other samples and later "
             "calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
@@ -151,8 +150,7 @@ def _user_line(tb: TracebackType | None) -> str:
     if not frames:
         return ""
     frame = frames[-1]
-    source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-    return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{source}`"
+    return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{(frame.line or '').strip()}`"
 
 
 def _norm_module(tb: TracebackType | None) -> str:

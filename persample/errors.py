@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+# Advice that is given both at the door and where a loss is seen doing it.
+SAY_RANDOMNESS = (
+    "Pass randomness='different' (each sample its own) or 'same' (all samples the same), "
+    "or put the module in eval mode."
+)
+STOP_STATISTICS = "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False."
+
 
 class ArgumentError(ValueError):
     """An argument of a call was refused before anything was computed."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils import _pytree as pytree
+from workloads import Tied
 
 from persample import ArgumentError, Aux, ClippedSum, LossError, Mean, Norm, Sum, per_sample_grads, set_grads
 
@@ -94,18 +95,6 @@ class TestUntouchedCanFail:
 
 
 # The modules that the grid runs over. Module-level classes, so that they pickle.
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(6, 4)
-        self.mix = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.mix(self.embed(tokens))))
 
 
 class LoRA(nn.Module):

@@ -95,7 +95,7 @@ def gru_cell_loop(dtype):
     return Workload(loss, params, (torch.randn(4, 5, 2, dtype=dtype), torch.randn(4, dtype=dtype)))
 
 
-class _Tied(nn.Module):
+class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(6, 4)
@@ -109,7 +109,7 @@ class _Tied(nn.Module):
 
 def tied_weights(dtype):
     batch = (torch.randint(6, (4, 5)),)
-    return Workload(lambda model, t: F.cross_entropy(model(t[:-1]), t[1:]), _Tied().to(dtype), batch)
+    return Workload(lambda model, t: F.cross_entropy(model(t[:-1]), t[1:]), Tied().to(dtype), batch)
 
 
 def nested_params(dtype):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from persample.errors import ArgumentError
+from persample.errors import STOP_STATISTICS, ArgumentError
 from persample.modules import ParamTree, take_apart
 
 
@@ -45,8 +45,8 @@ def _check_module(module: nn.Module) -> None:
         label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
         if isinstance(part, _NormBase) and part.training and part.track_running_stats:
             expected = "a module that does not update running statistics while it is differentiated"
-            fix = "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False."
-            raise ArgumentError.about("params", expected=expected, received=f"{label} in train mode", fix=fix)
+            received = f"{label} in train mode"
+            raise ArgumentError.about("params", expected=expected, received=received, fix=STOP_STATISTICS)
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             fix = "Build it with sparse=False."
             raise ArgumentError.about("params", expected="dense gradients", received=f"{label}, sparse=True", fix=fix)

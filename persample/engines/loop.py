@@ -9,7 +9,7 @@ import torch
 
 from persample import naive, rng
 from persample.diagnose import diagnosed
-from persample.errors import LossError
+from persample.errors import SAY_RANDOMNESS, LossError
 from persample.gradients import Gradients
 from persample.loss import SampleLoss
 from persample.samples import Samples
@@ -52,10 +52,7 @@ def _rows(loss: SampleLoss, samples: Samples, randomness: str) -> Iterator[tuple
         with diagnosed(samples, loss, batched=False):
             row = naive.value_and_grad(loss, *samples.at(i))
         if randomness == "error" and rng.moved_since(start):
-            raise LossError(
-                "loss_fn drew random numbers, received randomness='error'. Pass randomness='different' (each sample "
-                "its own) or 'same' (all samples the same), or put the module in eval mode."
-            )
+            raise LossError(f"loss_fn drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row
 
 

@@ -54,7 +54,7 @@ class Factor(Protocol):
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:
-    """Return one factor for the samples of all: of their common kind, dense where the kinds differ.
+    """Return one factor for the samples of all, which are of one kind.
 
     Example:
         >>> from persample.factors import Dense
