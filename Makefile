@@ -26,7 +26,7 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 
 test: lint ## lint, then all tests with warnings as errors, docstring and README examples, strict docs
 	$(BIN)/python -m pytest
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir .site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
 bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds

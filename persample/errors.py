@@ -26,7 +26,7 @@ class ArgumentError(ValueError):
         Returns:
             The error, ready to be raised.
 
-        Example:
+        Examples:
             >>> print(ArgumentError.about("chunk_size", expected="a positive int", received="0", fix="Use 1 or more."))
             chunk_size: expected a positive int, received 0. Use 1 or more.
         """

@@ -67,7 +67,7 @@ def per_sample_grads(
         LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
         NotImplementedError: for ``engine="compiled"``, which is not built yet.
 
-    Example:
+    Examples:
         The semi-gradient of TD(0), one row per transition:
 
         >>> from persample import per_sample_grads, stop_gradient

@@ -118,7 +118,7 @@ def merge(left: Any, right: Any) -> Any:
     Returns:
         The tree for all of them.
 
-    Example:
+    Examples:
         >>> a, b = Summed(torch.tensor(1.0)), Summed(torch.tensor(2.0))
         >>> merge({"loss": a}, {"loss": b})["loss"].finish()
         tensor(3.)

@@ -170,7 +170,7 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
     Raises:
         ArgumentError: if a trainable parameter is missing, a name is not one, or a shape differs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> linear = nn.Linear(2, 1, bias=False)
         >>> set_grads(linear, {"weight": torch.ones(1, 2)})

@@ -28,7 +28,7 @@ def value_and_grad(
     Returns:
         The detached loss, the detached aux, and one gradient per parameter: None where the loss does not depend on it.
 
-    Example:
+    Examples:
         >>> value_and_grad(lambda p, x: ((p[0] * x) ** 2, ()), [torch.tensor(2.0)], torch.tensor(3.0))
         (tensor(36.), (), (tensor(36.),))
     """
@@ -52,7 +52,7 @@ def loop(loss_fn: Callable[..., Tensor], params: Any, batch: Sequence[Tensor]) -
     Yields:
         The loss of sample i and its gradient, a tree like the parameters (zeros where the loss ignores one).
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0])
         >>> [grads["w"].item() for _, grads in loop(lambda p, x: p["w"] * x, {"w": torch.tensor(1.0)}, (x,))]
         [1.0, 2.0]
@@ -78,7 +78,7 @@ def stack_mean_backward(losses: Sequence[Tensor], params: Any) -> Any:
     Returns:
         A tree like the parameters; zeros where no loss depends on one. ``.grad`` is left alone.
 
-    Example:
+    Examples:
         >>> w = torch.tensor(2.0, requires_grad=True)
         >>> stack_mean_backward([w * 1.0, w * 3.0], w)
         tensor(2.)
@@ -107,7 +107,7 @@ def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *
     Raises:
         ArgumentError: if ``losses`` has no length and ``n`` is not given.
 
-    Example:
+    Examples:
         >>> w = torch.tensor(2.0, requires_grad=True)
         >>> backward_each((w * k for k in (1.0, 3.0)), w, n=2)
         tensor(2.)

@@ -16,7 +16,7 @@ _BLOCK = 1024
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype in which sums of values of a dtype are accumulated: float32, or float64 for doubles.
 
-    Example:
+    Examples:
         >>> accumulate_dtype(torch.bfloat16), accumulate_dtype(torch.complex128)
         (torch.float32, torch.float64)
     """
@@ -56,7 +56,7 @@ def squared_norms(x: Tensor) -> Tensor:
 
     Blocks are reduced in the tensor's own precision (float32 for half formats) and added up in float64.
 
-    Example:
+    Examples:
         >>> squared_norms(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([25.,  0.], dtype=torch.float64)
     """

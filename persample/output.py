@@ -26,7 +26,7 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
     Returns:
         The tree, with tensors copied where they share memory.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x = torch.zeros(2)
         >>> owned([x, x.expand(3, 2)], [x])[0] is x
@@ -62,7 +62,7 @@ def write_into(out: Any, result: Any) -> Any:
     Raises:
         ArgumentError: if ``out`` does not fit; nothing is written then.
 
-    Example:
+    Examples:
         >>> import torch
         >>> storage = {"w": torch.zeros(2)}
         >>> write_into(storage, {"w": torch.ones(2)}) is storage, storage["w"]

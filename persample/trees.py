@@ -29,7 +29,7 @@ def paths(tree: Any, root: str) -> list[str]:
     Returns:
         One path per leaf, in flattening order.
 
-    Example:
+    Examples:
         >>> paths({"actor": {"w": 1}, "critic": [2]}, "params")
         ["params['actor']['w']", "params['critic'][0]"]
     """
@@ -50,7 +50,7 @@ def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
     Returns:
         One value per leaf of ``spec``, or None if the prefix does not fit.
 
-    Example:
+    Examples:
         >>> broadcast_prefix((None, 0), structure(("theta", {"s": 1, "r": 2})))
         [None, 0, 0]
     """
@@ -76,7 +76,7 @@ def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
     Returns:
         One subtree per leaf of ``spec``, or None if the tree is of another structure.
 
-    Example:
+    Examples:
         >>> leaves_like({"b": 2, "a": 1}, structure({"a": 0, "b": 0}))
         [1, 2]
     """
@@ -96,7 +96,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     Returns:
         The tree with its tensors replaced.
 
-    Example:
+    Examples:
         >>> map_tensors(lambda x: x.tolist(), {"x": torch.zeros(1), "name": "cart"})
         {'x': [0.0], 'name': 'cart'}
     """
@@ -114,7 +114,7 @@ def stop_gradient(tree: Any) -> Any:
     Returns:
         The same tree with detached tensors.
 
-    Example:
+    Examples:
         >>> v = torch.tensor(2.0, requires_grad=True)
         >>> torch.autograd.grad(v * stop_gradient(v), v)
         (tensor(2.),)

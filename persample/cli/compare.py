@@ -110,7 +110,7 @@ def calls(rounds: int) -> int:
     Returns:
         The number of calls.
 
-    Example:
+    Examples:
         >>> calls(rounds=5)
         18
     """

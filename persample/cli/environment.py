@@ -22,7 +22,7 @@ def environment() -> dict[str, str | int | None]:
         Versions of persample, Python, torch, NumPy and gymnasium (None where one is not installed), the processor and
         its logical cores, the threads torch uses, the platform, and the revision of the checkout (None if installed).
 
-    Example:
+    Examples:
         >>> sorted(environment())[:4]
         ['cpu', 'git_revision', 'gymnasium', 'logical_cores']
     """
@@ -47,7 +47,7 @@ def version(package: str) -> str | None:
     Returns:
         The version, or None if it is not installed.
 
-    Example:
+    Examples:
         >>> version("no-such-package-at-all") is None
         True
     """

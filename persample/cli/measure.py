@@ -33,7 +33,7 @@ def time_rounds(
     Returns:
         The seconds of every round, by name.
 
-    Example:
+    Examples:
         >>> seconds = time_rounds({"sum": lambda: torch.ones(10).sum()}, rounds=3)
         >>> len(seconds["sum"]), min(seconds["sum"]) > 0
         (3, True)
@@ -79,7 +79,7 @@ def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu
     Returns:
         The bytes.
 
-    Example:
+    Examples:
         >>> peak_memory(lambda: torch.ones(250) + torch.ones(250))  # both terms and the sum
         3000
     """
@@ -125,7 +125,7 @@ def relative_difference(actual: Mapping[str, torch.Tensor], expected: Mapping[st
     Returns:
         The difference: 0 where both are zero, ∞ where only b is, NaN where anything is NaN.
 
-    Example:
+    Examples:
         >>> relative_difference({"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0, 4.0])})
         0.25
     """

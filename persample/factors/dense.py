@@ -18,7 +18,7 @@ class Dense:
     Args:
         values: the gradients, real, ``[B, *shape]``.
 
-    Example:
+    Examples:
         >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).squared_norms()
         tensor([25.,  1.], dtype=torch.float64)
     """

@@ -56,7 +56,7 @@ class Factor(Protocol):
 def concatenate(factors: Sequence[Factor]) -> Factor:
     """Return one factor for the samples of all, which are of one kind.
 
-    Example:
+    Examples:
         >>> from persample.factors import Dense
         >>> concatenate([Dense(torch.ones(2, 3)), Dense(torch.ones(1, 3))]).materialize().shape
         torch.Size([3, 3])

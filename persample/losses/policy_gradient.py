@@ -31,7 +31,7 @@ def reinforce_loss(
     Raises:
         ArgumentError: if ``reduction`` is none of these.
 
-    Example:
+    Examples:
         >>> logits, a_t = torch.zeros(3, 2), torch.tensor([0, 1, -1])
         >>> reinforce_loss(logits, a_t, torch.tensor([1.0, 1.0, torch.nan]), torch.tensor([True, True, False]))
         tensor(1.3863)

@@ -20,7 +20,7 @@ def discounted_returns(r_t: Tensor, discount_t: Tensor | float, v_t: Tensor | fl
     Returns:
         G₀ … G_{T−1}, ``[T]``.
 
-    Example:
+    Examples:
         >>> discounted_returns(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0]), 9.0)
         tensor([1.7500, 1.5000, 1.0000])
     """

@@ -24,7 +24,7 @@ def td_learning(
     Returns:
         The TD error, ``[]``, unreduced.
 
-    Example:
+    Examples:
         >>> import torch
         >>> td_learning(torch.tensor(1.0), torch.tensor(2.0), 0.5, torch.tensor(4.0))
         tensor(3.)
@@ -53,7 +53,7 @@ def td_loss(
     Returns:
         The squared error, ``[]``, unreduced.
 
-    Example:
+    Examples:
         >>> import torch
         >>> td_loss(torch.tensor(1.0), torch.tensor(2.0), 0.5, torch.tensor(4.0))
         tensor(9.)

@@ -31,7 +31,7 @@ class Dot(Rows):
     Raises:
         ArgumentError: (when used) if the direction's structure or shapes are not those of the parameters.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
@@ -95,7 +95,7 @@ class Project(Rows):
     Raises:
         ArgumentError: if ``dim`` is not a positive int.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> x = torch.eye(3)

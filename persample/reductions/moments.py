@@ -37,7 +37,7 @@ class SecondMoment(Average):
     Of a complex parameter the squares of the real and of the imaginary part are averaged, each in its place. Weights
     as in Mean.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 3.0]), SecondMoment())
@@ -64,7 +64,7 @@ class Variance(Reduction):
     Raises:
         ArgumentError: if ``correction`` is negative or not a number, or (when used) if n does not exceed it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 3.0]), Variance())
@@ -97,7 +97,7 @@ class Variance(Reduction):
 class NoiseScaleEstimate(NamedTuple):
     """What ``NoiseScale`` returns; three 0-d tensors.
 
-    Args:
+    Attributes:
         covariance_trace: tr Σ, the summed variance of one sample's gradient (unbiased).
         squared_mean: the unbiased estimate of ‖E g‖²; may come out negative when noise drowns the mean.
         noise_scale: their ratio, the simple gradient noise scale, in samples.
@@ -117,7 +117,7 @@ class NoiseScale(Reduction):
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> x = torch.tensor([1.0, 3.0])

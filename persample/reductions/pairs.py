@@ -22,7 +22,7 @@ class Gram(Reduction):
 
     Pairs reach across chunks, so the factors of all samples are kept until the end.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Gram())
@@ -47,7 +47,7 @@ def _summed_gram(factors: Sequence[Factor]) -> Tensor:
 class CosineSimilarity(Gram):
     """⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖): the ``[B, B]`` matrix of cosines, 0 where a gradient is zero.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0]])

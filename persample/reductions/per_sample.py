@@ -27,7 +27,7 @@ class Stack(Rows):
 
     Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. ``reduce=None`` means the same.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Stack())
@@ -47,7 +47,7 @@ class Factored(Reduction):
     For contractions of one's own; a factor answers ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``,
     ``dot`` and more (``persample.factors.Factor``). Complex parameters appear as pairs of reals.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Factored()).gram()
@@ -71,7 +71,7 @@ class Norm(Rows):
     Args:
         per_param: return a tree like the parameters instead, with each one's own norms ``[B]``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]), Norm())
@@ -93,7 +93,7 @@ class Norm(Rows):
 class Loss(Rows):
     """ℓᵢ: the losses, ``[B]``, in the dtype the loss returns.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(2.0), torch.tensor([1.0, 3.0]), Loss())
@@ -112,7 +112,7 @@ class Aux(Rows):
     Raises:
         LossError: (when used) if the loss returns no aux.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: (w * x, {"x": x}), torch.tensor(2.0), torch.tensor([1.0, 3.0]), Aux())

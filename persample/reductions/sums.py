@@ -60,7 +60,7 @@ class Sum(_Scaled):
 
     Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Sum())
@@ -75,7 +75,7 @@ class Mean(_Scaled, Average):
     Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32. Weights must not be
     negative and must not sum to 0, and an empty batch has no mean (ArgumentError).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Mean())
@@ -100,7 +100,7 @@ class ClippedSum(_Clipped):
     Raises:
         ArgumentError: if ``max_norm`` is negative or NaN.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedSum(1.0))
@@ -121,7 +121,7 @@ class ClippedMean(_Clipped, Average):
     Raises:
         ArgumentError: if ``max_norm`` is negative or NaN.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedMean(1.0))
@@ -142,7 +142,7 @@ class WeightedSum(_Scaled):
     Raises:
         ArgumentError: if ``weight_fn`` is not callable, fails, or returns anything but one number per norm.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> unit = WeightedSum(lambda norm: 1 / norm)  # every sample counts with length 1

@@ -26,7 +26,7 @@ def make_envs(env_id: str, num_envs: int = 8, **kwargs: Any) -> Envs:
     Raises:
         ArgumentError: if the environment is unknown or lacks a dependency, or ``num_envs`` is less than 1.
 
-    Example:
+    Examples:
         >>> make_envs("CartPole-v1", 2)
         SyncVectorEnv(CartPole-v1, num_envs=2)
     """

@@ -69,7 +69,7 @@ def collect_episodes(
     Raises:
         ArgumentError: if an argument does not fit; it says which and why.
 
-    Example:
+    Examples:
         >>> from persample.rl import categorical_policy, make_envs
         >>> policy = categorical_policy(torch.nn.Linear(4, 2))
         >>> batch = collect_episodes(make_envs("CartPole-v1"), policy, 5, seed=0, max_steps=20)

@@ -24,7 +24,7 @@ def categorical_policy(network: nn.Module) -> Policy:
     Raises:
         ArgumentError: when called, if the logits are not ``[N, A]``.
 
-    Example:
+    Examples:
         >>> always_last = nn.Linear(4, 2)
         >>> _ = nn.init.zeros_(always_last.weight), always_last.bias.data.copy_(torch.tensor([-100.0, 100.0]))
         >>> categorical_policy(always_last)(torch.zeros(3, 4), torch.Generator().manual_seed(0))

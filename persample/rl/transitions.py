@@ -63,7 +63,7 @@ def collect_transitions(
     Raises:
         ArgumentError: if an argument does not fit; it says which and why.
 
-    Example:
+    Examples:
         >>> from persample.rl import categorical_policy, make_envs
         >>> policy = categorical_policy(torch.nn.Linear(4, 2))
         >>> batch = collect_transitions(make_envs("CartPole-v1"), policy, 100, seed=0)
