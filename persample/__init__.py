@@ -8,6 +8,7 @@ tensor([-1., -1.])
 
 from persample import losses, naive
 from persample.errors import ArgumentError, LossError
+from persample.explain import explain
 from persample.grads import per_sample_grads
 from persample.modules import set_grads
 from persample.reductions import (
@@ -51,6 +52,7 @@ __all__ = [
     "Sum",
     "Variance",
     "WeightedSum",
+    "explain",
     "losses",
     "naive",
     "per_sample_grads",

@@ -39,7 +39,12 @@ _VMAP_CAUSES = [
         f"Use torch.where or a mask instead, {_LOOP}.",
     ),
     (
-        r"inplace arithmetic|in-place operation|match the broadcast shape|mutate a captured|exists a Tensor `other`",
+        r"mutate a captured",
+        "writes in place into its arguments, or into a tensor it closed over",
+        "Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first.",
+    ),
+    (
+        r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`",
         "writes per-sample values in place into a tensor that is the same for all samples",
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
     ),

@@ -11,9 +11,9 @@ import torch
 from persample import check, engines, rng, trees
 from persample.diagnose import unwritten
 from persample.errors import LossError
-from persample.gradients import Gradients
+from persample.lift import Lift
 from persample.loss import NOT_CONNECTED
-from persample.merge import AnyOf, merge
+from persample.merge import merge
 from persample.modules import locked
 from persample.output import owned, write_into
 
@@ -87,10 +87,7 @@ def per_sample_grads(
             loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
 
-        def lift(gradients: Gradients) -> Any:
-            return [reduction.lift(gradients) for reduction in wanted], AnyOf(gradients.connected)
-
-        compute = engines.empty if samples.size == 0 else _ENGINES[engine]
+        lift, compute = Lift(wanted), engines.empty if samples.size == 0 else _ENGINES[engine]
         chunks = rng.replayed(samples.chunks(chunk_size), randomness)
         with unwritten(loss, samples):
             lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))

@@ -35,8 +35,8 @@ class Summed:
 
     def finish(self, divisor: Tensor | None = None) -> Tensor:
         """Return the sum, divided before it is rounded to its final dtype."""
-        # The divisor is a float64 0-d tensor: cast, so that it does not promote the sum of a 0-d parameter.
-        return restore(self.value if divisor is None else self.value / divisor.to(self.value.dtype), self.dtype)
+        # In place: a sum as large as the parameters belongs to nobody else, and new memory costs more than dividing.
+        return restore(self.value if divisor is None else self.value.div_(divisor), self.dtype)
 
 
 @dataclass(frozen=True)

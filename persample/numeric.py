@@ -51,6 +51,24 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
 
 
+def beyond_float32(weights: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return which weights ``[B]`` do not exist in a dtype narrower than float64, or None if all do."""
+    if dtype == torch.float64 or is_wrapped(weights):
+        return None
+    if not weights.numel() or _within(weights, 1e-30, 1e30):  # as a rule they are positive
+        return None
+    strange = (weights != 0) & ~((weights.abs() > 1e-30) & (weights.abs() < 1e30))
+    return strange if bool(strange.any()) else None
+
+
+def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return wᵢ xᵢ for ``x [B, ...]`` and ``weights [B]`` float64, in a dtype."""
+    column = weights.view(-1, *[1] * (x.ndim - 1))
+    if beyond_float32(weights, dtype) is not None:
+        return (x.double() * column).to(dtype)
+    return x.to(dtype) * column.to(dtype)
+
+
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared Euclidean norm of every row of ``x [B, ...]`` as ``[B]`` float64.
 
@@ -64,12 +82,21 @@ def squared_norms(x: Tensor) -> Tensor:
     rows = rows.to(accumulate_dtype(x.dtype))
     if is_wrapped(rows):
         return rows.double().square().sum(1)
+    if len(rows) > 1 and rows.stride(0) == 0:  # one row for all samples
+        return squared_norms(rows[:1]).expand(len(rows))
     squared = _blockwise(rows)
     # Squares of numbers below 1e-19 vanish in float32, those above 1e19 overflow: such rows are scaled to 1 first.
-    doubtful = ~((squared > torch.finfo(rows.dtype).tiny ** 0.5) & (squared < torch.inf))
-    if rows.shape[1] and bool(doubtful.any()):
+    least = torch.finfo(rows.dtype).tiny ** 0.5
+    if rows.numel() and not _within(squared, least):
+        doubtful = ~((squared > least) & (squared < torch.inf))
         squared[doubtful] = _scaled(rows[doubtful], squared[doubtful])
     return squared
+
+
+def _within(x: Tensor, least: float, most: float = torch.inf) -> bool:
+    """Return whether all values lie strictly between two bounds; no NaN does."""
+    low, high = x.aminmax()
+    return least < low.item() and high.item() < most
 
 
 def _scaled(rows: Tensor, squared: Tensor) -> Tensor:

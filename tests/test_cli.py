@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from persample.cli import app as cli_app
 from persample.cli import compare
 from persample.cli.app import app
-from persample.cli.cases import METHODS, methods, reinforce_case, td_case
+from persample.cli.cases import FUSED, METHODS, fused_by_loop, methods, reinforce_case, td_case
 from persample.cli.compare import Comparison
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
 from persample.cli.report import notes
@@ -88,7 +88,7 @@ class TestCompare:
         monkeypatch.setattr(compare, "relative_difference", lambda actual, expected: 0.5)
         result = run(*SMALL)
         assert result.exit_code == 1
-        assert result.output.count("5.0e-01 > 1e-05") == 6
+        assert result.output.count("5.0e-01 > 1e-05") == 2 * len(METHODS)
 
     def test_draws_a_picture(self, report):
         picture = (report[1] / "compare.png").read_bytes()
@@ -109,15 +109,16 @@ class TestCompare:
         assert "REINFORCE" in result.output
 
     def test_the_methods_are_not_one_and_the_same(self):
-        """The three ways agree, but each is computed by itself: break one and its difference shows."""
+        """The four ways agree, but each is computed by itself: break one and its difference shows."""
         settings = Settings(episodes=3, hidden=4)
         envs = make_envs(settings)
         rollout = roll_out(settings, envs, lambda kind, new: None)
         envs.close()
         for case in (td_case(rollout), reinforce_case(rollout)):
             updates = {name: call() for name, call in methods(case, "eager").items()}
-            loop = updates[METHODS[0]]
             for name in METHODS[1:]:
+                loop = fused_by_loop(case) if name == FUSED else updates[METHODS[0]]
+                assert updates[name].keys() == loop.keys()
                 assert relative_difference(updates[name], loop) < 1e-5
                 wrong = {key: value * 1.001 for key, value in updates[name].items()}
                 assert relative_difference(wrong, loop) > 1e-4

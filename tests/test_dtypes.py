@@ -91,6 +91,7 @@ def test_complex_gradients_follow_torch():
 
 
 def test_autocast():
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     x = torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16):

@@ -477,21 +477,6 @@ def test_reentrant_checkpoints_work_on_the_loop_as_the_eager_message_promises():
     torch.testing.assert_close(got, 2 * (X @ W)[:, None] * X)
 
 
-@pytest.mark.parametrize("layer", [nn.GRU, nn.RNN, nn.GRUCell], ids=lambda layer: layer.__name__)
-def test_recurrent_layers_are_sent_to_the_loop(layer):
-    model = layer(3, 2)
-
-    def loss(m, x):
-        out = m(x)
-        return (out[0] if isinstance(out, tuple) else out).sum()
-
-    rows = X if layer is nn.GRUCell else X[:, None].expand(4, 5, 3)
-    fails(loss, "engine='loop'", "eager", params=model, batch=(rows,))
-    got = per_sample_grads(loss, model, (rows,), ps.Sum(), engine="loop")
-    expected = torch.autograd.grad(sum(loss(model, row) for row in rows), list(model.parameters()))
-    torch.testing.assert_close(list(got.values()), list(expected))
-
-
 # Normalization that looks at other samples
 
 
@@ -732,5 +717,8 @@ def test_writing_into_the_arguments_is_not_silent(what, engine):
 
     model, x = nn.Linear(3, 1), X.clone()
     name = r"batch\[0\]" if what == "batch" else r"params\['weight'\]"
-    with pytest.raises(LossError, match=f"wrote in place into {name}.*Compute a new tensor"):
+    message = f"wrote in place into {name}"
+    if (what, engine) == ("batch", "eager"):  # torch.func refuses before anything is written
+        message = r"writes in place into its arguments.*`\(x if"
+    with pytest.raises(LossError, match=f"{message}.*Compute a new tensor"):
         per_sample_grads(loss, model, (x,), engine=engine)

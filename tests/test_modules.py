@@ -866,7 +866,6 @@ class TestLSTM:
         for model in (copy.deepcopy(module), restored, module, module.double()):
             close(self.loss(model, x, y), self.loss(never, x, y))
 
-    @pytest.mark.xfail(strict=True, raises=LossError, reason="vmap cannot batch nn.LSTM")
     def test_eager_engine(self):
         module = build(self.lstm)
         with untouched(module):

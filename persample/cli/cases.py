@@ -1,4 +1,4 @@
-"""The two losses of the comparison, each with its parameters, its batch, and three ways to its averaged gradient."""
+"""The two losses of the comparison, each with its parameters, its batch, and four ways to its averaged gradient."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from persample import Mean, naive, per_sample_grads
+from persample import ClippedMean, Mean, Norm, naive, per_sample_grads
 from persample.cli.rollout import Rollout
 from persample.losses import discounted_returns, reinforce_loss, td_loss
 
-LOOP, PERSAMPLE, BATCH = METHODS = ("naive loop", "persample", "batch gradient")
+LOOP, PERSAMPLE, FUSED, BATCH = METHODS = ("naive loop", "persample", "persample, fused", "batch gradient")
+# What the fused call returns beside the averaged gradient, all from one pass.
+BOUND = 1.0
 
 Params = dict[str, Tensor]
 Update = dict[str, Tensor]
@@ -93,7 +95,7 @@ def reinforce_case(rollout: Rollout) -> Case:
 
 
 def methods(case: Case, engine: str) -> dict[str, Callable[[], Update]]:
-    """Write down the averaged gradient in three ways.
+    """Write down the averaged gradient in four ways, one of which computes clipped mean and norms beside it.
 
     Args:
         case: the loss and its batch.
@@ -105,6 +107,7 @@ def methods(case: Case, engine: str) -> dict[str, Callable[[], Update]]:
     return {
         LOOP: lambda: _loop(case),
         PERSAMPLE: lambda: per_sample_grads(case.loss_fn, case.params, case.batch, Mean(), engine=engine),
+        FUSED: lambda: _fused(case, engine),
         BATCH: lambda: _batch(case),
     }
 
@@ -115,6 +118,36 @@ def _loop(case: Case) -> Update:
         for name, total in totals.items():
             total.add_(grads[name])
     return {name: total / case.size for name, total in totals.items()}
+
+
+def _fused(case: Case, engine: str) -> Update:
+    wanted = (Mean(), ClippedMean(BOUND), Norm())
+    means, clipped, norms = per_sample_grads(case.loss_fn, case.params, case.batch, wanted, engine=engine)
+    return {**means, **_renamed(clipped), "norms": norms}
+
+
+def fused_by_loop(case: Case) -> Update:
+    """Compute what the fused call returns in the naive loop.
+
+    Args:
+        case: the loss and its batch.
+
+    Returns:
+        Averaged gradients, averaged clipped gradients, and norms.
+    """
+    rows = [grads for _, grads in naive.loop(case.loss_fn, case.params, case.batch)]
+    norms = [torch.cat([grad.flatten() for grad in row.values()]).norm() for row in rows]
+    scales = [(BOUND / norm).clamp(max=1.0) for norm in norms]
+    means = {name: torch.stack([row[name] for row in rows]).mean(0) for name in case.params}
+    clipped = {
+        name: torch.stack([scale * row[name] for scale, row in zip(scales, rows, strict=True)]).mean(0)
+        for name in case.params
+    }
+    return {**means, **_renamed(clipped), "norms": torch.stack(norms)}
+
+
+def _renamed(update: Update) -> Update:
+    return {f"clipped {name}": value for name, value in update.items()}
 
 
 def _batch(case: Case) -> Update:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from persample import Mean, Norm, per_sample_grads
-from persample.cli.cases import LOOP, METHODS, Case, methods
+from persample.cli.cases import FUSED, LOOP, METHODS, Case, fused_by_loop, methods
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
 
 # Largest relative difference that float32 rounding explains.
@@ -93,7 +93,7 @@ def compare(case: Case, engine: str, rounds: int, progress: Callable[[int], obje
             tuple(seconds[name]),
             peaks[name],
             loop_median / statistics.median(seconds[name]),
-            relative_difference(updates[name], updates[LOOP]),
+            relative_difference(updates[name], fused_by_loop(case) if name == FUSED else updates[LOOP]),
         )
         for name in METHODS
     )
@@ -112,6 +112,6 @@ def calls(rounds: int) -> int:
 
     Examples:
         >>> calls(rounds=5)
-        18
+        24
     """
     return len(METHODS) * (rounds + 1)

@@ -11,11 +11,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from persample.cli.cases import BATCH, LOOP, PERSAMPLE
+from persample.cli.cases import BATCH, FUSED, LOOP, PERSAMPLE
 from persample.cli.compare import Comparison, Row
 
 # Okabe, Ito, "Color Universal Design" (2008): told apart by everyone.
-_COLORS = {LOOP: "#999999", PERSAMPLE: "#0072b2", BATCH: "#e69f00"}
+_COLORS = {LOOP: "#999999", PERSAMPLE: "#0072b2", FUSED: "#56b4e9", BATCH: "#e69f00"}
 
 
 def save_figure(comparisons: Sequence[Comparison], title: str, path: Path) -> None:

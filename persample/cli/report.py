@@ -30,7 +30,8 @@ def table(comparisons: Sequence[Comparison]) -> Table:
     """
     result = Table(
         caption="time: median of the rounds; memory: peak bytes that torch's allocator holds beyond what it held "
-        "before;\nlargest difference: max over parameters of max|update − loop's| / max|loop's|",
+        "before;\nlargest difference: max over parameters of max|update − loop's| / max|loop's|;\n"
+        "fused: mean, mean of gradients clipped to norm 1, and norms, from one pass",
         caption_justify="left",
     )
     for heading in ("loss", "method"):

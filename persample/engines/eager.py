@@ -1,23 +1,28 @@
-"""The eager engine: ``torch.func.vmap`` over ``torch.func.grad``, operation by operation."""
+"""The eager engine: ``torch.func.vmap`` over ``torch.func.vjp``, operation by operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch._C._functorch import peek_interpreter_stack
+from torch.func import vjp, vmap
 
 from persample.diagnose import diagnosed
 from persample.errors import LossError
+from persample.factors import Deferral, factor_of
+from persample.fallback import explained
 from persample.gradients import Gradients
+from persample.lift import Lift
 from persample.loss import NOT_CONNECTED, SampleLoss
+from persample.rewrites import rewritten
 from persample.samples import Samples
 from persample.trees import tree_map
 
 
-def eager(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, randomness: str) -> Any:
+def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:
     """Compute the gradients of all samples at once and lift them.
 
     Args:
@@ -32,23 +37,51 @@ def eager(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, 
     Raises:
         LossError: if the loss depends on no parameter, or does what vmap cannot batch.
     """
+    # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
+    whole = "materialize" in lift.uses or peek_interpreter_stack() is not None
+    deferral = nullcontext() if whole else Deferral(lift.uses, samples.params)
+    grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, deferral)
+    factors = tuple(factor_of(grad, lift.uses) for grad in grads)
+    return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
+
+
+def batched_gradients(
+    loss: SampleLoss, samples: Samples, randomness: str, backward_mode: AbstractContextManager[Any]
+) -> tuple[list[Tensor], Tensor, Any, bool]:
+    """Differentiate the loss of all samples at once.
+
+    Args:
+        loss: the loss of one sample.
+        samples: the chunk, not empty.
+        randomness: as in ``torch.func.vmap``.
+        backward_mode: what the backward pass runs under.
+
+    Returns:
+        The gradients ``[B, *shape]`` of each parameter, the losses, aux, and whether the loss returned any.
+
+    Raises:
+        LossError: if the loss depends on no parameter, or does what vmap cannot batch.
+    """
     has_aux = False
 
-    def one(params: list[Tensor], *rows: Tensor) -> tuple[Tensor, Any]:
+    def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        row = iter(rows)
-        leaves = [next(row) if split else x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True)]
-        value, (aux, has_aux) = loss(params, leaves)
-        if not value.requires_grad:  # under grad: no path from params to the loss
+        with rewritten():
+            value, (aux, has_aux) = loss(params, leaves)
+        if not value.requires_grad:  # under vjp: no path from params to the loss
             raise LossError(NOT_CONNECTED)
         return value, aux
 
+    def one(params: list[Tensor], *rows: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        row = iter(rows)
+        leaves = [next(row) if split else x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True)]
+        value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
+        with backward_mode, torch.no_grad():  # no graph of the backward pass: nobody differentiates it
+            (grads,) = backward(torch.ones_like(value), retain_graph=False)
+        return grads, value, aux[0]
+
     rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]
     dims = ([0 if split else None for split in samples.params_batched], *(0 for _ in rows))
-    with diagnosed(samples, loss, batched=True):
-        gradient = vmap(grad_and_value(one, has_aux=True), in_dims=dims, randomness=randomness)
-        grads, (losses, aux) = gradient(list(samples.params), *rows)
-    aux = tree_map(torch.clone, aux)  # it may be the user's own tensors
-    return lift(
-        Gradients.dense(grads, spec=loss.spec, losses=losses, aux=aux, has_aux=has_aux, weights=samples.weights)
-    )
+    with diagnosed(samples, loss, batched=True), explained():
+        grads, losses, aux = vmap(one, in_dims=dims, randomness=randomness)(list(samples.params), *rows)
+    return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from persample import trees
 from persample.errors import LossError
 from persample.gradients import Gradients
+from persample.lift import Lift
 from persample.loss import SampleLoss
 from persample.samples import Samples
 
 
-def empty(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, randomness: str) -> Any:  # noqa: ARG001
+def empty(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:  # noqa: ARG001
     """Lift gradients of no rows, their shapes taken from one fake sample.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from persample import naive, rng
 from persample.diagnose import diagnosed
 from persample.errors import SAY_RANDOMNESS, LossError
 from persample.gradients import Gradients
+from persample.lift import Lift
 from persample.loss import SampleLoss
 from persample.samples import Samples
 from persample.trees import tree_map
 
 
-def loop(lift: Callable[[Gradients], Any], loss: SampleLoss, samples: Samples, randomness: str) -> Any:
+def loop(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:
     """Compute the gradients of one sample after the other and lift them together.
 
     Args:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from persample import numeric
+from persample.factors.protocol import Factor
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,41 @@ class Dense:
         """The dtype of the gradients."""
         return self.values.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.values.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one gradient."""
+        return tuple(self.values.shape[1:])
+
+    @property
+    def steps(self) -> int:
+        """1: nothing is left to add up."""
+        return 1
+
+    @property
+    def stored(self) -> int:
+        """Numbers stored."""
+        return self.values.numel()
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.values)
+
+    def rows(self, index: slice) -> Dense:
+        """Return the factor of some of the samples."""
+        return Dense(self.values[index])
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         return self.values if out is None else out.copy_(self.values)
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the gradients to ``out [B, *shape]``."""
+        out.add_(self.values)
 
     def zero_rows(self, rows: Tensor) -> Dense:
         """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""
@@ -52,8 +85,8 @@ class Dense:
         if weights is None:
             return self.values.sum(0, dtype=dtype)
         # Scales of huge or tiny gradients may not exist in float32: those rows are added in float64.
-        strange = (weights != 0) & ~((weights.abs() > 1e-30) & (weights.abs() < 1e30))
-        if dtype != torch.float64 and not numeric.is_wrapped(strange) and bool(strange.any()):
+        strange = numeric.beyond_float32(weights, dtype)
+        if strange is not None:
             ordinary = Dense(self.values[~strange]).weighted_sum(weights[~strange], dtype)
             return ordinary + Dense(self.values[strange]).weighted_sum(weights[strange], torch.float64).to(dtype)
         return torch.tensordot(weights.to(dtype), self.values.to(dtype), 1)
@@ -65,10 +98,10 @@ class Dense:
             deviations.sub_(center)
         return Dense(deviations.square_()).weighted_sum(weights, dtype)
 
-    def gram(self) -> Tensor:
-        """Return ⟨gᵢ, gⱼ⟩, ``[B, B]``."""
+    def gram(self, other: Factor | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         rows = self._rows()
-        return rows @ rows.T
+        return rows @ (rows if other is None else Dense(other.materialize())._rows()).T
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
@@ -83,8 +116,14 @@ class Dense:
 
     @classmethod
     def concatenate(cls, factors: Sequence[Dense]) -> Dense:
-        """Return the factor of all samples of several."""
+        """Return the gradients of the samples of all."""
         return cls(torch.cat([factor.values for factor in factors]))
+
+    def merge_uses(self, other: Factor) -> Dense | None:
+        """Return the factor of gᵢ + hᵢ: written out together."""
+        values = self.values.clone()
+        other.add_to(values)
+        return Dense(values)
 
     def _rows(self) -> Tensor:
         """Return the gradients as the rows of one matrix, ``[B, P]``."""

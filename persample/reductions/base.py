@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
@@ -15,9 +15,12 @@ class Reduction:
     A reduction is a frozen dataclass with two methods. ``lift`` turns the gradients of one chunk into a tree of
     mergeable leaves (``Summed``, ``Moments``, ``Stacked`` of ``persample.merge``); ``finish`` turns that tree, merged
     over all chunks, into the result. ``divides_by_weight`` says that the result is an average, so that a call whose
-    weights are negative or sum to ``needs_more_than`` or less is refused before anything is computed.
+    weights are negative or sum to ``needs_more_than`` or less is refused before anything is computed. ``uses`` names
+    the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call: gradients are written out for all
+    samples only if "materialize" is among them, or if that is smaller.
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset({"materialize"})
     divides_by_weight = False
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Dot(Rows):
 
     direction: Any
     stacked: bool = False
+    uses: ClassVar[frozenset[str]] = frozenset({"dot"})
 
     def check(self, spec: ParamSpec) -> None:
         """Refuse a direction that is not like the parameters."""
@@ -105,6 +106,7 @@ class Project(Rows):
 
     dim: int
     seed: int
+    uses: ClassVar[frozenset[str]] = frozenset({"project"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class SecondMoment(Average):
         tensor(5.)
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset({"second_moment"})
+
     def sums(self, gradients: Gradients) -> Any:
         """Return the sums of squares of one chunk."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
@@ -72,6 +74,7 @@ class Variance(Reduction):
     """
 
     correction: float = 1
+    uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
     divides_by_weight = True
 
     def __post_init__(self) -> None:
@@ -125,6 +128,7 @@ class NoiseScale(Reduction):
         tensor(0.6667)
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
     divides_by_weight = True
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class Gram(Reduction):
         tensor([[1., 2.],
                 [2., 4.]])
     """
+
+    uses: ClassVar[frozenset[str]] = frozenset({"gram"})
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the factors."""
@@ -56,6 +58,8 @@ class CosineSimilarity(Gram):
                 [1., 1., 0.],
                 [0., 0., 1.]])
     """
+
+    uses: ClassVar[frozenset[str]] = frozenset({"gram", "squared_norms"})
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the factors and the norms."""

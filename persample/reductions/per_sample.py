@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from persample.errors import LossError
 from persample.gradients import Gradients
@@ -55,6 +55,8 @@ class Factored(Reduction):
                 [2., 4.]])
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset()
+
     def lift(self, gradients: Gradients) -> Any:
         """Return the factors."""
         return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
@@ -79,6 +81,7 @@ class Norm(Rows):
     """
 
     per_param: bool = False
+    uses: ClassVar[frozenset[str]] = frozenset({"squared_norms"})
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the norms."""
@@ -100,6 +103,8 @@ class Loss(Rows):
         tensor([2., 6.])
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset()
+
     def lift(self, gradients: Gradients) -> Any:
         """Return the losses."""
         return Stacked(gradients.losses)
@@ -118,6 +123,8 @@ class Aux(Rows):
         >>> per_sample_grads(lambda w, x: (w * x, {"x": x}), torch.tensor(2.0), torch.tensor([1.0, 3.0]), Aux())
         {'x': tensor([1., 3.])}
     """
+
+    uses: ClassVar[frozenset[str]] = frozenset()
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the stacked aux."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from persample.reductions.base import Average, Total
 
 class _Scaled(Total):
     """Σ wᵢ sᵢ gᵢ for some scale sᵢ of each sample."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum"})
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return the sᵢ for each parameter, ``[B]`` float64, or None for ones."""
@@ -35,6 +37,7 @@ class _Scaled(Total):
 class _Clipped(_Scaled):
     max_norm: float | Tensor
     per_param: bool = False
+    uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
 
     def __post_init__(self) -> None:
         number = isinstance(self.max_norm, Real) or (isinstance(self.max_norm, Tensor) and self.max_norm.ndim == 0)
@@ -151,6 +154,7 @@ class WeightedSum(_Scaled):
     """
 
     weight_fn: Callable[[Tensor], Tensor | float]
+    uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
 
     def __post_init__(self) -> None:
         if not callable(self.weight_fn):

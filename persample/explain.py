@@ -1,0 +1,211 @@
+"""How the gradients of each parameter would be stored, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import check, trees
+from persample.engines.eager import batched_gradients
+from persample.errors import ArgumentError
+from persample.factors import Deferral, Dense, Total, factor_of
+from persample.factors.defer.placeholder import Placeholder, memory
+from persample.lift import Lift
+from persample.modules import locked
+
+_ELEMENTWISE = "elementwise, or a sum"  # of no product of signals and inputs
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the per-sample gradients of one parameter are stored.
+
+    Args:
+        path: the parameter.
+        shape: its shape.
+        factor: the kind of factor, such as "Outer", "Conv", "Embedding", "Outer + Embedding" or "Dense".
+        steps: T, the number of products that one sample's gradient is the sum of.
+        choice: "contract" (reductions work on the factor) or "materialize" (the gradients are written out).
+        stored: bytes of what is stored, for all samples.
+        written: bytes of the gradients written out, for all samples.
+        reason: why the gradients are written out; empty where they are not.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    factor: str
+    steps: int
+    choice: str
+    stored: int
+    written: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` returns: one row per parameter, a table when printed.
+
+    Args:
+        rows: in the order of the parameters.
+    """
+
+    rows: tuple[Storage, ...]
+
+    def __str__(self) -> str:
+        """Return the table."""
+        head = ("parameter", "shape", "factor", "T", "choice", "stored", "written out", "reason")
+        lines = [head] + [
+            (
+                row.path,
+                str(list(row.shape)),
+                row.factor,
+                str(row.steps),
+                row.choice,
+                _size(row.stored),
+                _size(row.written),
+                row.reason,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def explain(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    reduce: Any = None,
+    *,
+    in_dims: Any = (None, 0),
+    keep_batch_dim: bool = False,
+    randomness: str = "error",
+) -> Explanation:
+    """Tell how the eager engine stores the gradients of each parameter for some reductions, and why.
+
+    Runs the loss and its backward pass once on the whole batch; nothing is reduced.
+
+    Args:
+        loss_fn: as in ``per_sample_grads``.
+        params: as in ``per_sample_grads``.
+        batch: as in ``per_sample_grads``, with at least one sample.
+        reduce: as in ``per_sample_grads``.
+        in_dims: as in ``per_sample_grads``.
+        keep_batch_dim: as in ``per_sample_grads``.
+        randomness: as in ``per_sample_grads``.
+
+    Returns:
+        One row per parameter: kind of factor, T, choice, bytes, and for written-out gradients the reason.
+
+    Raises:
+        ArgumentError: as ``per_sample_grads`` does, and for an empty batch.
+        LossError: as ``per_sample_grads`` does.
+
+    Examples:
+        >>> import torch
+        >>> from persample import ClippedMean, explain
+        >>> def loss(params, x):
+        ...     return (params["v"] @ torch.tanh(params["w"] @ x)) ** 2
+        >>> params = {"w": torch.ones(64, 32), "v": torch.ones(64)}
+        >>> print(explain(loss, params, torch.ones(8, 32), ClippedMean(1.0)))
+        parameter    shape     factor  T  choice       stored   written out  reason
+        params['w']  [64, 32]  Outer   1  contract     3.0 KiB  64.0 KiB
+        params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB      elementwise, or a sum
+    """
+    check.check_options(engine="eager", randomness=randomness, chunk_size=None)
+    wanted, _ = check.reductions(reduce)
+    uses = Lift(wanted).uses
+    with torch.inference_mode(False), torch.no_grad(), locked(params):
+        loss, samples = check.check_call(
+            loss_fn, params, batch, wanted, weights=None, in_dims=in_dims, keep_batch_dim=keep_batch_dim
+        )
+        if samples.size == 0:
+            fix = "Pass a batch like those of your calls."
+            raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
+        mode = _Explaining(samples.params)
+        grads, *_ = batched_gradients(loss, samples, randomness, mode)
+        rows = zip(loss.spec.paths, loss.spec.shapes, grads, strict=True)
+        return Explanation(tuple(_storage(path, tuple(shape), grad, mode, uses) for path, shape, grad in rows))
+
+
+class _Explaining(Deferral):
+    """A deferral of every product, whatever its size, that remembers which operation needed a gradient itself."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__((), params)
+        self._reasons: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # memory that is used again would be taken for what it was before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let the operation be, and note what it wrote out.
+
+        Args:
+            func: an operation of aten.
+            types: the subclasses of tensors among the arguments.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the operation returns.
+        """
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in trees.flatten(result)[0]:
+            if isinstance(x, Tensor) and not isinstance(x, Placeholder):
+                if Placeholder in types:
+                    self._reasons[memory(x)] = _needed_by(str(func.overloadpacket))
+                elif func is torch.ops.aten.add.Tensor:
+                    known = [self.reason(arg) for arg in args if isinstance(arg, Tensor)]
+                    self._reasons[memory(x)] = next(
+                        (reason for reason in known if reason != _ELEMENTWISE), _ELEMENTWISE
+                    )
+                self._alive.append(x)
+        return result
+
+    def reason(self, grad: Tensor) -> str:
+        """Return why a gradient is there in full.
+
+        Args:
+            grad: the gradients ``[B, *shape]``.
+
+        Returns:
+            A few words.
+        """
+        if not isinstance(grad, Placeholder):
+            return self._reasons.get(memory(grad), _ELEMENTWISE)
+        if not grad.cell.terms and grad.cell.value is None:
+            return "the loss does not depend on it: zeros, stored once"
+        return _needed_by(grad.cell.filled_by)
+
+
+def _needed_by(operation: str) -> str:
+    return f"{operation or 'adding what is there in full'} needs the gradient itself"
+
+
+def _storage(path: str, shape: tuple[int, ...], grad: Tensor, mode: _Explaining, uses: frozenset[str]) -> Storage:
+    """Return the row of one parameter."""
+    kept, chosen = factor_of(grad, frozenset()), factor_of(grad, uses)
+    if isinstance(kept, Dense):
+        reason = mode.reason(grad)
+    elif isinstance(chosen, Dense):
+        whole = "materialize" in uses
+        reason = "a reduction asks for the gradients themselves" if whole else "no larger than its factors"
+    else:
+        reason = ""
+    kind = " + ".join(type(part).__name__ for part in (kept.parts if isinstance(kept, Total) else (kept,)))
+    choice = "materialize" if isinstance(chosen, Dense) else "contract"
+    width = grad.element_size()
+    return Storage(path, shape, kind, kept.steps, choice, chosen.stored * width, grad.numel() * width, reason)
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes in words."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"

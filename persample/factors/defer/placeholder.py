@@ -1,0 +1,172 @@
+"""Tensors that stand for others not computed yet: chains of views over one shared cell."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import trees
+from persample.factors.defer.terms import Term
+
+Change = Callable[[Term], Term | None]
+
+
+class Watch:
+    """Which cells are computed from which memory, so that they are filled before anybody writes into it."""
+
+    def __init__(self) -> None:
+        self._cells: dict[int, list[weakref.ref[Cell]]] = {}
+
+    def add(self, cell: Cell) -> None:
+        """Watch the memory that a cell is computed from.
+
+        Args:
+            cell: a cell that is not filled.
+        """
+        for term in cell.terms:
+            for tensor in term.tensors:
+                self._cells.setdefault(memory(tensor), []).append(weakref.ref(cell))
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Fill what is computed from the memory of a tensor.
+
+        Args:
+            tensor: what is about to be written into.
+        """
+        if isinstance(tensor, Placeholder):
+            if tensor.cell.value is None:
+                return
+            tensor = tensor.cell.value
+        for reference in self._cells.pop(memory(tensor), ()):
+            cell = reference()
+            if cell is not None:
+                cell.fill("a write in place")
+
+
+def memory(tensor: Tensor) -> int:
+    """Return what identifies the memory of a tensor, of one without any (fake, meta) too.
+
+    Args:
+        tensor: not a placeholder.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+class Cell:
+    """What all views of one placeholder share: its terms, or its value once something needed it.
+
+    Args:
+        terms: what the value is the sum of; none for zeros.
+        meta: a meta tensor of its shape and dtype; it is contiguous.
+        device: where it is.
+        watch: what keeps an eye on the memory it is computed from.
+    """
+
+    __slots__ = ("__weakref__", "device", "filled_by", "meta", "terms", "value", "watch")
+
+    def __init__(self, terms: tuple[Term, ...], meta: Tensor, device: torch.device, watch: Watch) -> None:
+        self.terms, self.meta, self.device, self.watch = terms, meta, device, watch
+        self.value: Tensor | None = None
+        self.filled_by = ""
+        watch.add(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the value."""
+        return self.meta.dtype
+
+    def fill(self, reason: str) -> Tensor:
+        """Return the value, computed the first time it is asked for.
+
+        Args:
+            reason: the operation that needs it.
+        """
+        if self.value is None:
+            self.value = self._computed()
+            self.terms, self.filled_by = (), reason
+        return self.value
+
+    def _computed(self) -> Tensor:
+        if not self.terms:
+            return torch.zeros(self.meta.shape, dtype=self.dtype, device=self.device)
+        value = functools.reduce(torch.add, (term.compute(self.dtype) for term in self.terms)).contiguous()
+        # Never the memory of a tensor that somebody else holds.
+        shared = len(self.terms) == 1 and any(memory(value) == memory(x) for x in self.terms[0].tensors)
+        return value.clone() if shared else value
+
+
+class Placeholder(Tensor):
+    """A view of a cell, with the sizes and strides of the tensor it stands for.
+
+    Args:
+        cell: the cell.
+        meta: the view, taken of the cell's meta tensor; None for the whole of it.
+        chain: the same view as changes of terms.
+    """
+
+    cell: Cell
+    meta: Tensor
+    chain: tuple[Change, ...]
+
+    @staticmethod
+    def __new__(cls, cell: Cell, meta: Tensor | None = None, chain: tuple[Change, ...] = ()) -> Placeholder:
+        """Return a view of a cell."""
+        meta = cell.meta if meta is None else meta
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=cell.dtype,
+            device=cell.device,
+        )
+        self.cell, self.meta, self.chain = cell, meta, chain
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        from persample.factors.defer.rules import act
+
+        return act(func, args, kwargs or {})
+
+    def terms(self) -> list[Term] | None:
+        """Return what the view is the sum of, or None if only its value can tell."""
+        if self.cell.value is not None:
+            return None
+        terms: list[Term] = []
+        for term in self.cell.terms:
+            seen: Term | None = term
+            for change in self.chain:
+                seen = None if seen is None else change(seen)
+            if seen is None:
+                return None
+            terms.append(seen)
+        return terms
+
+    def value(self, reason: str) -> Tensor:
+        """Return the tensor it stands for; an alias of it, so that writing into it is seen through every view.
+
+        Args:
+            reason: the operation that needs it.
+        """
+        value = self.cell.fill(reason)
+        return value.as_strided(self.meta.shape, self.meta.stride(), self.meta.storage_offset())
+
+
+def values_of(tree: Any, reason: str) -> Any:
+    """Replace the placeholders of a tree by the tensors they stand for.
+
+    Args:
+        tree: any pytree.
+        reason: the operation that needs them.
+    """
+    return trees.tree_map(lambda x: x.value(reason) if isinstance(x, Placeholder) else x, tree)

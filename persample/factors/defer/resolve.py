@@ -1,0 +1,41 @@
+"""From what a deferred backward pass left to the factors of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from persample.factors import plan
+from persample.factors.defer.placeholder import Placeholder
+from persample.factors.dense import Dense
+from persample.factors.protocol import Factor
+from persample.factors.total import total
+from persample.numeric import as_real
+
+
+def factor_of(grad: Tensor, uses: Iterable[str]) -> Factor:
+    """Return the factor of one parameter, in the form that suits what is asked of it.
+
+    Args:
+        grad: the gradients ``[B, *shape]``, perhaps a placeholder.
+        uses: the operations of ``Factor`` that the reductions call.
+    """
+    factor = _factor(grad) if isinstance(grad, Placeholder) else None
+    if factor is None:
+        values = grad.value("the result") if isinstance(grad, Placeholder) else grad
+        return Dense(as_real(values))
+    kept = plan.keeps_product(uses, factor.steps, grad.numel(), factor.stored)
+    return factor if kept else Dense(factor.materialize())
+
+
+def _factor(grad: Placeholder) -> Factor | None:
+    terms = grad.terms()
+    if terms is None:
+        return None
+    if not terms:
+        return Dense(torch.zeros(1, *grad.shape[1:], dtype=grad.dtype, device=grad.device).expand(grad.shape))
+    factors = [term.factor(grad.dtype) for term in terms]
+    kept = [factor for factor in factors if factor is not None]
+    return total(kept) if len(kept) == len(factors) else None

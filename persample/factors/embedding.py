@@ -1,0 +1,191 @@
+"""Gradients of embedding tables: for each sample Σₜ e(vₜ) lₜᵀ, only the rows that were looked up are stored."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from persample import numeric
+from persample.factors.dense import Dense
+from persample.factors.layout import Layout
+from persample.factors.outer import Outer
+from persample.factors.plan import BLOCK
+from persample.factors.protocol import Factor
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Per-sample gradients of a table ``[V, *columns]`` that is looked up T times in each sample.
+
+    Args:
+        signals: the gradient of every looked-up row, ``[B, T, D]``.
+        index: which row it was, ``[B, T]``.
+        shape: the shape of the table.
+
+    Examples:
+        >>> factor = Embedding(torch.ones(1, 2, 3), torch.tensor([[4, 4]]), (5, 3))
+        >>> factor.squared_norms().round()  # one row looked up twice: 2² + 2² + 2²
+        tensor([12.], dtype=torch.float64)
+    """
+
+    signals: Tensor
+    index: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients."""
+        return self.signals.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.signals.device
+
+    @property
+    def steps(self) -> int:
+        """T, the number of looked-up rows of one sample."""
+        return self.index.shape[1]
+
+    @property
+    def stored(self) -> int:
+        """Numbers stored."""
+        return self.signals.numel() + self.index.numel()
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.signals)
+
+    def rows(self, index: slice) -> Embedding:
+        """Return the factor of some of the samples."""
+        return replace(self, signals=self.signals[index], index=self.index[index])
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        values = self.signals.new_zeros(len(self), *self.shape) if out is None else out.zero_()
+        self.add_to(values)
+        return values
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the gradients to ``out [B, *shape]``."""
+        offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
+        rows = out.view(len(self) * self.shape[0], self.signals.shape[2])
+        rows.index_add_(0, (self.index + offset).flatten(), self.signals.flatten(0, 1).to(out.dtype))
+
+    def zero_rows(self, rows: Tensor) -> Embedding:
+        """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""
+        return replace(self, signals=self.signals.masked_fill(rows.view(-1, 1, 1), 0))
+
+    def scale_rows(self, scale: Tensor) -> Embedding:
+        """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
+        scaled = self.signals.double() * scale.view(-1, 1, 1)
+        return replace(self, signals=scaled.to(numeric.accumulate_dtype(self.dtype)))
+
+    @cached_property
+    def _distinct(self) -> tuple[Tensor, Tensor]:
+        """Every row of every sample once: the signals added up ``[B·T, D]`` (zeros at the end), and its row ``[B·T]``.
+
+        Rows of the table are numbered through all samples: row v of sample i is i·V + v.
+        """
+        offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
+        rows, order = (self.index + offset).flatten().sort()
+        first = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()]).cumsum(0)
+        signals = self.signals.flatten(0, 1)[order].to(numeric.accumulate_dtype(self.dtype))
+        added = torch.zeros_like(signals).index_add_(0, first, signals)
+        return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖², ``[B]`` float64."""
+        added, rows = self._distinct
+        total = torch.zeros(len(self), dtype=torch.float64, device=added.device)
+        return total.index_add_(0, rows // self.shape[0], numeric.squared_norms(added))
+
+    def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return Σ wᵢ gᵢ, ``[*shape]``."""
+        signals = self.signals.to(dtype) if weights is None else numeric.scaled_rows(self.signals, weights, dtype)
+        table = torch.zeros(self.shape, dtype=dtype, device=signals.device)
+        table.view(self.shape[0], -1).index_add_(0, self.index.flatten(), signals.flatten(0, 1))
+        return table
+
+    def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
+        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``: rows that were not looked up deviate by the center."""
+        added, rows = self._distinct
+        each = torch.ones(len(self), dtype=dtype, device=added.device) if weights is None else weights.to(dtype)
+        sample, row = rows // self.shape[0], rows % self.shape[0]
+        values, scale = added.to(dtype), each[sample][:, None]
+        table = torch.zeros(self.shape[0], values.shape[1], dtype=dtype, device=added.device)
+        if center is None:
+            return table.index_add_(0, row, values.square() * scale).view(self.shape)
+        middle = center.to(dtype).reshape(table.shape)
+        deviation = (values - middle[row]).square() - middle[row].square()
+        return (middle.square() * each.sum()).index_add_(0, row, deviation * scale).view(self.shape)
+
+    def gram(self, other: Factor | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``: of rows that were looked up, a few columns at a time."""
+        other = self if other is None else other
+        dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
+        used, position = self.index.unique(return_inverse=True)
+        opposite = _looked_up(other, used)
+        mine = replace(self, index=position, shape=(len(used), self.signals.shape[2]))
+        step = max(1, 4 * BLOCK // (max(len(self), len(other)) * len(used)))
+        columns = [slice(start, start + step) for start in range(0, self.signals.shape[2], step)]
+        return functools.reduce(
+            torch.add,
+            (Dense(_columns(mine, part).to(dtype)).gram(Dense(_columns(opposite, part).to(dtype))) for part in columns),
+        )
+
+    def dot(self, directions: Tensor) -> Tensor:
+        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
+        signals = self.signals.to(numeric.accumulate_dtype(self.dtype))
+        tables = directions.to(signals.dtype).reshape(len(directions), self.shape[0], -1)
+        return torch.stack([(signals * table[self.index]).sum((1, 2)) for table in tables], 1)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
+        signals = self.signals.to(numeric.accumulate_dtype(self.dtype))
+        return ((signals @ right.to(signals.dtype).T) * left.to(signals.dtype).T[self.index]).sum(1)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Embedding]) -> Embedding:
+        """Return the gradients of the samples of all, padded with zero signals to row 0."""
+        steps = max(factor.steps for factor in factors)
+        signals = torch.cat([pad(factor.signals, (0, 0, 0, steps - factor.steps)) for factor in factors])
+        index = torch.cat([pad(factor.index, (0, steps - factor.steps)) for factor in factors])
+        return cls(signals, index, factors[0].shape)
+
+    def merge_uses(self, other: Factor) -> Embedding | None:
+        """Return the factor of gᵢ + hᵢ: more rows looked up."""
+        if not isinstance(other, Embedding):
+            return None
+        signals, index = torch.cat([self.signals, other.signals], 1), torch.cat([self.index, other.index], 1)
+        return replace(self, signals=signals, index=index)
+
+
+def _looked_up(factor: Factor, used: Tensor) -> Factor:
+    """Return the factor of some rows ``used`` (sorted) of a table's gradients, seen as ``[len(used), D]``."""
+    if isinstance(factor, Embedding):
+        known = torch.searchsorted(used, factor.index.contiguous()).clamp_max(len(used) - 1)
+        signals = factor.signals * (used[known] == factor.index)[..., None]
+        return Embedding(signals, known, (len(used), signals.shape[2]))
+    if isinstance(factor, Outer) and factor.layout.is_matrix:
+        _, _, columns = factor.layout.block
+        return replace(factor, left=factor.left[..., used], layout=Layout.of_matrix(len(used), columns))
+    return Dense(factor.materialize().flatten(2)[:, used])
+
+
+def _columns(factor: Factor, part: slice) -> Tensor:
+    """Write out some columns of a factor of matrices."""
+    if isinstance(factor, Embedding):
+        signals = factor.signals[..., part]
+        return Embedding(signals, factor.index, (factor.shape[0], signals.shape[2])).materialize()
+    if isinstance(factor, Outer):
+        right = factor.right[..., part]
+        layout = Layout.of_matrix(factor.shape[0], right.shape[3])
+        return replace(factor, right=right, layout=layout).materialize()
+    return factor.materialize()[..., part]

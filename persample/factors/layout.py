@@ -1,0 +1,86 @@
+"""Where the entries of a product of small tensors stand in a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How blocks ``[n, G, o, i]`` are laid out as tensors ``[n, *shape]``: axes are split, permuted and merged.
+
+    Args:
+        groups: the axes that G stands for, those along which both operands vary.
+        rows: the axes that o stands for, where only the left one does.
+        columns: the axes that i stands for, where only the right one does.
+        order: for each axis of the result, its place among (groups, rows, columns).
+        shape: the shape of one result, its axes merged or split once more where it differs.
+
+    Examples:
+        >>> import torch
+        >>> layout = Layout((), (2,), (3,), (1, 0), (3, 2))  # a transposed matrix
+        >>> layout.restore(torch.arange(6.0).view(1, 1, 2, 3)).shape
+        torch.Size([1, 3, 2])
+    """
+
+    groups: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of_product(cls, left: Sequence[int], right: Sequence[int], shape: Sequence[int]) -> Layout:
+        """Return the layout of a broadcast product.
+
+        Args:
+            left: sizes of the left operand, 1 where it repeats.
+            right: sizes of the right operand, 1 where it repeats; nowhere are both 1.
+            shape: the shape of the result.
+        """
+        kinds = [0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in zip(left, right, strict=True)]
+        places = sorted(range(len(kinds)), key=lambda axis: (kinds[axis], axis))
+        groups, rows, columns = (
+            tuple(max(left[axis], right[axis]) for axis in places if kinds[axis] == kind) for kind in range(3)
+        )
+        order = tuple(places.index(axis) for axis in range(len(places)))
+        return cls(groups, rows, columns, order, tuple(shape))
+
+    @classmethod
+    def of_matrix(cls, rows: int, columns: int) -> Layout:
+        """Return the layout of a plain matrix."""
+        return cls((), (rows,), (columns,), (0, 1), (rows, columns))
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """G, o and i."""
+        return prod(self.groups), prod(self.rows), prod(self.columns)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether o is the first axis of the shape, and i all the others."""
+        groups, rows, _ = self.block
+        return groups == 1 and self.order == tuple(range(len(self.order))) and rows == (*self.shape, 1)[0]
+
+    def restore(self, blocks: Tensor) -> Tensor:
+        """Return ``[n, *shape]`` from ``[n, G, o, i]``, a view where the strides allow it."""
+        split = blocks.reshape(len(blocks), *self.groups, *self.rows, *self.columns)
+        return split.permute(0, *(axis + 1 for axis in self.order)).reshape(len(blocks), *self.shape)
+
+    def blocks(self, values: Tensor) -> Tensor:
+        """Return ``[n, G, o, i]`` from ``[n, *shape]``: what ``restore`` undoes."""
+        sizes = (*self.groups, *self.rows, *self.columns)
+        split = values.reshape(len(values), *(sizes[axis] for axis in self.order))
+        return split.permute(0, *(axis + 1 for axis in self._sorted())).reshape(len(values), *self.block)
+
+    def operand(self, x: Tensor, size: int) -> Tensor:
+        """Return an operand ``[n, *axes, T]`` of the product as ``[n, G, T, size]``, size being o or i."""
+        moved = x.permute(0, *(axis + 1 for axis in self._sorted()), x.ndim - 1)
+        return moved.reshape(len(x), self.block[0], size, x.shape[-1]).transpose(2, 3)
+
+    def _sorted(self) -> list[int]:
+        return sorted(range(len(self.order)), key=self.order.__getitem__)

@@ -1,0 +1,200 @@
+"""Gradients of weights used in matrix products: for each sample Σₜ lₜ rₜᵀ, signals times inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from persample import numeric
+from persample.factors import blocks, plan
+from persample.factors.dense import Dense
+from persample.factors.layout import Layout
+from persample.factors.protocol import Factor
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Per-sample gradients Σₜ lₜ rₜᵀ, G blocks of them, laid out in the shape of the parameter.
+
+    Args:
+        left: back-propagated signals l, ``[B, G, T, o]``.
+        right: inputs r, ``[B, G, T, i]``.
+        layout: from ``[G, o, i]`` to the parameter's shape.
+        dtype: the dtype of the gradients.
+
+    Examples:
+        >>> l, r = torch.tensor([[[[3.0]]]]), torch.tensor([[[[1.0, 2.0]]]])
+        >>> factor = Outer(l, r, Layout((), (1,), (2,), (0, 1), (1, 2)), l.dtype)
+        >>> factor.materialize(), factor.squared_norms().round()
+        (tensor([[[3., 6.]]]), tensor([45.], dtype=torch.float64))
+    """
+
+    left: Tensor
+    right: Tensor
+    layout: Layout
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.left.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one gradient."""
+        return self.layout.shape
+
+    @property
+    def steps(self) -> int:
+        """T, the number of uses of the parameter within one sample."""
+        return self.left.shape[2]
+
+    @property
+    def stored(self) -> int:
+        """Numbers stored."""
+        return self.left.numel() + self.right.numel()
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.left)
+
+    def rows(self, index: slice) -> Outer:
+        """Return the factor of some of the samples."""
+        return replace(self, left=self.left[index], right=self.right[index])
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        same = out is not None and out.dtype == self.dtype == self.left.dtype == self.right.dtype
+        if out is not None and same and out.is_contiguous() and self.layout.is_matrix:
+            torch.matmul(self.left.mT, self.right, out=out.view(len(self), *self.layout.block))
+            return out
+        # With one step a broadcast multiply writes at the speed of memory, bmm at half of it.
+        product = self.left.mT * self.right if self.steps == 1 else self.left.mT @ self.right
+        values = self.layout.restore(product).to(self.dtype)
+        return values if out is None else out.copy_(values)
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the gradients to ``out [B, *shape]``."""
+        out.add_(self.materialize())
+
+    def zero_rows(self, rows: Tensor) -> Outer:
+        """Return the factor with zeros in the rows where the mask ``[B]`` holds: either operand may hold NaN."""
+        mask = rows.view(-1, 1, 1, 1)
+        return replace(self, left=self.left.masked_fill(mask, 0), right=self.right.masked_fill(mask, 0))
+
+    def scale_rows(self, scale: Tensor) -> Outer:
+        """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
+        dtype = numeric.accumulate_dtype(self.dtype)
+        # Half of the scale goes to each: the whole of it times one of them might overflow.
+        half = scale.double().abs().sqrt().view(-1, 1, 1, 1)
+        sign = scale.sign().view(-1, 1, 1, 1)
+        left, right = (self.left.double() * (half * sign)).to(dtype), (self.right.double() * half).to(dtype)
+        return replace(self, left=left, right=right, dtype=dtype)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖², ``[B]`` float64."""
+        if self.steps == 1:
+            left, right = (numeric.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
+            return (left * right).sum(1)
+        if not plan.gram_is_cheaper(self.steps, *self.layout.block[1:]):
+            return blocks.squared_norms(self)
+        # The T² terms cancel: in float32 they would lose per cents.
+        left, right = self.left.double(), self.right.double()
+        return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)
+
+    def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return Σ wᵢ gᵢ, ``[*shape]``: the product that computes the batch gradient, on scaled signals."""
+        left, right = self.left, self.right
+        if weights is not None and left.numel() <= right.numel():
+            left = numeric.scaled_rows(left, weights, dtype)
+        elif weights is not None:
+            right = numeric.scaled_rows(right, weights, dtype)
+        signals, inputs = _folded(left.to(dtype)), _folded(right.to(dtype))
+        product = (
+            (signals[0].T @ inputs[0])[None] if len(signals) == 1 else signals.mT @ inputs
+        )  # mm is faster than bmm
+        return self.layout.restore(product[None])[0]
+
+    def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
+        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
+        if self.steps > 1 or (center is not None and dtype != torch.float64):
+            return blocks.second_moment(self, weights, dtype, center)
+        squares = replace(self, left=self.left.to(dtype).square(), right=self.right.to(dtype).square())
+        moment = squares.weighted_sum(weights, dtype)
+        if center is not None:  # in float64, where the difference of large numbers keeps 6 digits at mean/std = 1e5
+            total = len(self) if weights is None else weights.sum()
+            moment = moment - 2 * center * self.weighted_sum(weights, dtype) + center.square() * total
+        return moment.clamp_min(0)
+
+    def gram(self, other: Factor | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
+        other = self if other is None else other
+        if not isinstance(other, Outer) or other.layout != self.layout:
+            return blocks.gram(self, other)
+        dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
+        if self.steps == other.steps == 1:
+            left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in _pairs(self, other))
+            return (left * right).sum(0)
+        return functools.reduce(torch.add, (a.gram(b) for a, b in _written_out(self, other, dtype)))
+
+    def dot(self, directions: Tensor) -> Tensor:
+        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: Σₜ lₜᵀ Dₖ rₜ."""
+        dtype = numeric.accumulate_dtype(self.dtype)
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        matrices = self.layout.blocks(directions.to(dtype))
+        return torch.stack([((left @ matrix) * right).sum((1, 2, 3)) for matrix in matrices], 1)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``: both operands are projected by themselves."""
+        if not self.layout.is_matrix:
+            return blocks.project(self, left, right)
+        dtype = numeric.accumulate_dtype(self.dtype)
+        signals, inputs = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
+        return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(1)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Outer]) -> Outer | None:
+        """Return the gradients of the samples of all, those of fewer steps padded with zeros."""
+        if len({factor.layout for factor in factors}) > 1:
+            return None
+        steps = max(factor.steps for factor in factors)
+        left, right = (
+            torch.cat([pad(x, (0, 0, 0, steps - x.shape[2])) for x in operands])
+            for operands in zip(*((factor.left, factor.right) for factor in factors), strict=True)
+        )
+        return replace(factors[0], left=left, right=right)
+
+    def merge_uses(self, other: Factor) -> Outer | None:
+        """Return the factor of gᵢ + hᵢ: more steps."""
+        if not isinstance(other, Outer) or other.layout != self.layout:
+            return None
+        left, right = (torch.cat(pair, dim=2) for pair in _pairs(self, other))
+        return replace(self, left=left, right=right)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """Return ``[G, B·T, n]`` from ``[B, G, T, n]``: samples and steps are one axis to sum over."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _pairs(one: Outer, other: Outer) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return (one.left, other.left), (one.right, other.right)
+
+
+def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple[Dense, Dense]]:
+    """Write two factors out a few rows of the parameter at a time: each entry once, in bounded memory.
+
+    Yields:
+        Some rows of both.
+    """
+    groups, rows, columns = one.layout.block
+    step = max(1, 4 * plan.BLOCK // (max(len(one), len(other)) * groups * columns))
+    for start in range(0, rows, step):
+        index = slice(start, start + step)
+        first, second = (x.left[..., index].mT.to(dtype) @ x.right.to(dtype) for x in (one, other))
+        yield Dense(first), Dense(second)

@@ -1,0 +1,32 @@
+"""What engines do with the gradients of a chunk: hand them to every reduction that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from persample.gradients import Gradients
+from persample.merge import AnyOf
+from persample.reductions import Reduction
+
+
+@dataclass(frozen=True)
+class Lift:
+    """The reductions of one call.
+
+    Args:
+        wanted: the reductions.
+    """
+
+    wanted: Sequence[Reduction]
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The operations of ``persample.factors.Factor`` that the reductions call."""
+        return frozenset().union(*(reduction.uses for reduction in self.wanted))
+
+    def __call__(self, gradients: Gradients) -> Any:
+        """Return the mergeable leaves of every reduction, and whether the loss depends on any parameter."""
+        return [reduction.lift(gradients) for reduction in self.wanted], AnyOf(gradients.connected)

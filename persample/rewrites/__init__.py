@@ -1,0 +1,49 @@
+"""Operations that torch.func cannot batch, or batches in a loop, replaced by compositions of those it batches well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from persample.rewrites.functional import FUNCTIONAL
+from persample.rewrites.lookups import LOOKUPS
+from persample.rewrites.packing import PACKING
+from persample.rewrites.recurrent import RECURRENT
+
+_REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
+
+
+class rewritten(TorchFunctionMode):  # noqa: N801
+    """While it is entered, around a loss under ``torch.func``, its operations are replaced where that helps.
+
+    Exact: up to the order of summation, results and gradients are those of torch.
+
+    Examples:
+        >>> import torch
+        >>> from torch.func import functional_call, grad, vmap
+        >>> gru = torch.nn.GRU(2, 3)
+        >>> def loss(params, x):
+        ...     with rewritten():
+        ...         return functional_call(gru, params, x)[0].sum()
+        >>> grads = vmap(grad(loss), in_dims=(None, 0))(dict(gru.named_parameters()), torch.ones(5, 7, 2))
+        >>> grads["weight_hh_l0"].shape
+        torch.Size([5, 9, 3])
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the replacement of a function, or the function itself.
+
+        Args:
+            func: a function of torch.
+            types: the subclasses of tensors among the arguments.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+        """
+        return _REWRITES.get(func, func)(*args, **(kwargs or {}))
+
+
+__all__ = ["rewritten"]

@@ -1,0 +1,124 @@
+"""Attention on CPUs, whose fused kernel torch.func would call sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from persample.rewrites.rows import differentiated_once
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attention(  # noqa: PLR0917 - as torch's
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Compute scaled dot product attention.
+
+    Args:
+        query: as in torch.
+        key: as in torch.
+        value: as in torch.
+        attn_mask: as in torch.
+        dropout_p: as in torch.
+        is_causal: as in torch.
+        **options: as in torch: scale and enable_gqa.
+
+    Returns:
+        As in torch.
+    """
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    plain = attn_mask is None and not dropout_p and not options.get("enable_gqa") and query.ndim >= 3
+    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == value.shape[-1]
+    if plain and alike and query.dtype != torch.float16 and differentiated_once():
+        return _Fused.apply(query, key, value, is_causal, options.get("scale"))[0]
+    with sdpa_kernel(SDPBackend.MATH):  # composed of operations with a batching rule
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute multi-head attention, inside of which no other rewriting is at work.
+
+    Args:
+        query: as in torch.
+        *args: as in torch.
+        **kwargs: as in torch.
+
+    Returns:
+        As in torch.
+    """
+    if query.device.type != "cpu":
+        return F.multi_head_attention_forward(query, *args, **kwargs)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.multi_head_attention_forward(query, *args, **kwargs)
+
+
+class _FrontAxes(Function):
+    """A function of tensors with any number of leading axes: for vmap, samples are one more of them."""
+
+    apply: Callable[..., tuple[Tensor, ...]]
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def front(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        out = cls.apply(*map(front, args, in_dims))
+        return out, (0,) * len(out)
+
+
+class _Fused(_FrontAxes):
+    """The kernel: attention, and the logarithms of its normalizers."""
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        out, normalizers = _forward(*map(_as_images, (query, key, value)), 0.0, is_causal, scale=scale)
+        return out.reshape(*query.shape[:-1], value.shape[-1]), normalizers.reshape(query.shape[:-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.is_causal, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        return *_Gradients.apply(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+
+
+class _Gradients(_FrontAxes):
+    """The kernel's own gradients, which are not differentiated again."""
+
+    @staticmethod
+    def forward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, normalizers, is_causal, scale = args
+        images = [_as_images(x) for x in (grad, *tensors)]
+        normalizers = normalizers.reshape(images[0].shape[:-1])
+        grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
+        return tuple(x.reshape(like.shape) for x, like in zip(grads, tensors, strict=False))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
+def _as_images(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-3:])
