@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample import check, trees
+from persample import check, rng, trees
 from persample.engines.eager import batched_gradients
 from persample.errors import ArgumentError
-from persample.factors import Deferral, Dense, Total, factor_of
+from persample.factors import Deferral, Dense, Factor, Total, factor_of
 from persample.factors.defer.placeholder import Placeholder, memory
 from persample.lift import Lift
 from persample.modules import locked
@@ -87,7 +87,7 @@ def explain(
 ) -> Explanation:
     """Tell how the eager engine stores the gradients of each parameter for some reductions, and why.
 
-    Runs the loss and its backward pass once on the whole batch; nothing is reduced.
+    Runs the loss and its backward pass twice on the whole batch; nothing is reduced.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -126,17 +126,21 @@ def explain(
         if samples.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        mode = _Explaining(samples.params)
+        # Once to see what every gradient could be kept as, and once as the engine does it.
+        start = rng.snapshot()
+        could, *_ = batched_gradients(loss, samples, randomness, Deferral((), samples.params))
+        rng.rewind(start)
+        mode = _Explaining(uses, samples.params)
         grads, *_ = batched_gradients(loss, samples, randomness, mode)
-        rows = zip(loss.spec.paths, loss.spec.shapes, grads, strict=True)
-        return Explanation(tuple(_storage(path, tuple(shape), grad, mode, uses) for path, shape, grad in rows))
+        pairs = zip(loss.spec.paths, could, grads, strict=True)
+        return Explanation(tuple(_storage(path, factor_of(x, ()), grad, mode, uses) for path, x, grad in pairs))
 
 
 class _Explaining(Deferral):
-    """A deferral of every product, whatever its size, that remembers which operation needed a gradient itself."""
+    """A deferral that remembers which operation needed a gradient itself."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        super().__init__((), params)
+    def __init__(self, uses: frozenset[str], params: Sequence[Tensor]) -> None:
+        super().__init__(uses, params)
         self._reasons: dict[int, str] = {}
         self._alive: list[Tensor] = []  # memory that is used again would be taken for what it was before
 
@@ -185,20 +189,22 @@ def _needed_by(operation: str) -> str:
     return f"{operation or 'adding what is there in full'} needs the gradient itself"
 
 
-def _storage(path: str, shape: tuple[int, ...], grad: Tensor, mode: _Explaining, uses: frozenset[str]) -> Storage:
+def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: frozenset[str]) -> Storage:
     """Return the row of one parameter."""
-    kept, chosen = factor_of(grad, frozenset()), factor_of(grad, uses)
-    if isinstance(kept, Dense):
+    chosen = factor_of(grad, uses)
+    if not isinstance(chosen, Dense):
+        could, reason = chosen, ""
+    elif isinstance(could, Dense):
         reason = mode.reason(grad)
-    elif isinstance(chosen, Dense):
-        whole = "materialize" in uses
-        reason = "a reduction asks for the gradients themselves" if whole else "no larger than its factors"
+    elif "materialize" in uses:
+        reason = "a reduction asks for the gradients themselves"
     else:
-        reason = ""
-    kind = " + ".join(type(part).__name__ for part in (kept.parts if isinstance(kept, Total) else (kept,)))
+        reason = "no larger than its factors"
+    kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, Total) else (could,)))
     choice = "materialize" if isinstance(chosen, Dense) else "contract"
     width = grad.element_size()
-    return Storage(path, shape, kind, kept.steps, choice, chosen.stored * width, grad.numel() * width, reason)
+    stored, written = chosen.stored * width, grad.numel() * width
+    return Storage(path, chosen.shape, kind, could.steps, choice, stored, written, reason)
 
 
 def _size(count: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.numeric import as_real
+from persample.numeric import as_real, exceeds_float32
 from persample.trees import TreeSpec, unflatten
 
 
@@ -103,10 +103,16 @@ class Gradients:
         Returns:
             One sum per parameter, ``[*shape]``, real.
         """
-        triples = zip(self.weighted_factors, scales, dtypes, strict=True)
-        return [factor.weighted_sum(self._coefficients(scale), dtype) for factor, scale, dtype in triples]
+        distinct = {id(scale): self._coefficients(scale) for scale in scales}  # as a rule they are one
+        sums = []
+        for factor, scale, dtype in zip(self.weighted_factors, scales, dtypes, strict=True):
+            coefficients, wide = distinct[id(scale)]
+            sums.append(factor.weighted_sum(coefficients, torch.float64 if wide else dtype).to(dtype))
+        return sums
 
-    def _coefficients(self, scale: Tensor | None) -> Tensor | None:
-        if scale is None or self.weights is None:
-            return self.weights if scale is None else scale
-        return torch.where(self.weights == 0, 0, self.weights * scale)
+    def _coefficients(self, scale: Tensor | None) -> tuple[Tensor | None, bool]:
+        """Return wᵢ sᵢ, and whether float32 is too narrow for them: scales of huge or tiny gradients may be."""
+        if scale is None:
+            return self.weights, False
+        scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
+        return scale, exceeds_float32(scale)

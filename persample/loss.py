@@ -48,12 +48,8 @@ class SampleLoss:
         returned = self.params.call(params, self.fn, self.arguments(leaves))
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
         _check_loss(loss, returned)
-        for path, leaf in zip(trees.paths(aux, "aux"), trees.flatten(aux)[0], strict=True):
-            if not isinstance(leaf, Tensor):
-                raise LossError(
-                    f"loss_fn returned (loss, aux): expected {path} to be a tensor, received {type(leaf).__name__}. "
-                    "Return tensors only, torch.as_tensor(x) for a number."
-                )
+        if returned is not loss:
+            _check_aux(aux)
         return loss, (aux, isinstance(returned, tuple))
 
 
@@ -71,6 +67,15 @@ def _check_loss(loss: Any, returned: Any) -> None:
     else:
         return
     raise LossError(f"loss_fn: expected to return one real scalar tensor, received {received}. {fix}")
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in zip(trees.paths(aux, "aux"), trees.flatten(aux)[0], strict=True):
+        if not isinstance(leaf, Tensor):
+            raise LossError(
+                f"loss_fn returned (loss, aux): expected {path} to be a tensor, received {type(leaf).__name__}. "
+                "Return tensors only, torch.as_tensor(x) for a number."
+            )
 
 
 NOT_CONNECTED = (

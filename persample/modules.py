@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from persample import trees
 from persample.errors import ArgumentError
@@ -30,75 +30,79 @@ def locked(params: Any) -> Iterator[None]:
     parts = {id(part): part for module in modules for part in module.modules()}
     with _locks_guard:
         locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
-    with ExitStack() as held:
-        for lock in locks:
-            held.enter_context(lock)
-        yield
-
-
-@contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass leaves in modules: new or refilled buffers, tensors in attributes (dead by then)."""
-    before = [
-        (slots, dict(slots.items()))
-        for part in module.modules()
-        for slots in (part._parameters, part._buffers, part.__dict__)
-    ]
+    for lock in locks:
+        lock.acquire()
     try:
         yield
     finally:
-        for slots, held in before:
-            for name, value in list(slots.items()):
-                if isinstance(value, Tensor) and value is not held.get(name):
-                    if name in held:
-                        slots[name] = held[name]
-                    else:
-                        del slots[name]
+        for lock in reversed(locks):
+            lock.release()
 
 
-class _Holder(nn.Module):
-    """All modules of one call under one roof, so that ``functional_call`` swaps and restores them together."""
+class _Modules:
+    """All modules of one call, and the slots in which they keep their parameters and buffers.
+
+    Args:
+        modules: the modules.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.given = nn.ModuleList(modules)
-
-    def call(self, tensors: dict[str, Tensor], loss_fn: Callable[..., Any], *args: Any) -> Any:
-        """Call a loss with other tensors in the places of some parameters, and clones in those of the buffers.
-
-        Args:
-            tensors: what to swap in, by the parameter's first name below this holder.
-            loss_fn: the loss.
-            *args: what it is called with.
-
-        Returns:
-            What it returns. The modules are afterwards as they were, whatever the loss did to their buffers.
-        """
-        first_names = dict(self.named_parameters())
-        replaced = {id(first_names[name]): tensor for name, tensor in tensors.items()}
-        replaced |= {id(buffer): buffer.clone() for buffer in self.buffers()}
-        # Every slot once, by what it holds: tied tensors and modules reached under two names stay whole.
-        swapped = {
-            f"{prefix}.{name}": replaced[id(held)]
-            for prefix, part in self.named_modules()
-            for slots in (part._parameters, part._buffers)
+        roof = nn.ModuleList(modules)
+        self.parameters = dict(roof.named_parameters())
+        self._parts = list(roof.modules())
+        first_names = {id(param): name for name, param in self.parameters.items()}
+        # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
+        held_by: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (part._parameters, part._buffers) for part in self._parts
+        ]
+        self._slots = [
+            (slots, name, first_names[id(held)])
+            for slots, _ in held_by
             for name, held in slots.items()
-            if id(held) in replaced
-        }
-        with _restored(self):
-            return functional_call(self, swapped, (loss_fn, *args), tie_weights=False)
+            if held is not None
+        ]
+        self._buffers = [
+            (slots, name, held) for _, slots in held_by for name, held in slots.items() if held is not None
+        ]
 
-    def forward(self, loss_fn: Callable[..., Any], *args: Any) -> Any:
-        """Call the loss while the swapped tensors are in place.
+    @contextmanager
+    def swapped(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put other tensors in the places of some parameters meanwhile, and clones in those of the buffers.
+
+        Undone afterwards is also what a forward pass leaves in modules: new or refilled buffers, tensors in attributes
+        (dead by then).
 
         Args:
-            loss_fn: the loss.
-            *args: what it is called with.
-
-        Returns:
-            What it returns.
+            tensors: what to swap in, by the parameter's first name.
         """
-        return loss_fn(*args)
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (slots, dict(slots)) for part in self._parts for slots in (part._parameters, part._buffers, part.__dict__)
+        ]
+        clones = {id(held): held.clone() for _, _, held in self._buffers}
+        try:
+            for slots, name, first_name in self._slots:
+                if first_name in tensors:
+                    slots[name] = tensors[first_name]
+            for buffers, name, held in self._buffers:
+                buffers[name] = clones[id(held)]
+            yield
+        finally:
+            for slots, values in before:
+                _restore(slots, values)
+
+
+def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
+    if len(slots) == len(held) and all(map(operator.is_, slots.values(), held.values())):
+        return
+    for name, value in list(slots.items()):
+        if isinstance(value, Tensor) and value is not held.get(name):
+            if name in held:
+                slots[name] = held[name]
+            else:
+                del slots[name]
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            slots.setdefault(name, value)
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,14 @@ def take_apart(params: Any) -> ParamTree:
     """
     leaves, spec = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
-    holder = _Holder(modules)
-    trainable = {name: param for name, param in holder.named_parameters() if param.requires_grad}
+    inside = _Modules(modules)
+    trainable = {name: param for name, param in inside.parameters.items() if param.requires_grad}
     pieces = list(leaves)
-    slots: list[int | str] = []  # where a tensor goes, an index into leaves or a name inside the holder
+    slots: list[int | str] = []  # where a tensor goes, an index into leaves or a name inside the modules
     prefixes = iter(range(len(modules)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
-            prefix = f"given.{next(prefixes)}."
+            prefix = f"{next(prefixes)}."
             names = [name for name in trainable if name.startswith(prefix)]
             pieces[index] = {name.removeprefix(prefix): trainable[name] for name in names}
             slots += names
@@ -152,8 +156,8 @@ def take_apart(params: Any) -> ParamTree:
         args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
         if not modules:
             return loss_fn(args, *sample)
-        swapped = {name: value for name, value in placed.items() if isinstance(name, str)}
-        return holder.call(swapped, loss_fn, args, *sample)
+        with inside.swapped({name: value for name, value in placed.items() if isinstance(name, str)}):
+            return loss_fn(args, *sample)
 
     return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, "params")), tuple(modules), call)
 

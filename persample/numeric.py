@@ -51,22 +51,16 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
 
 
-def beyond_float32(weights: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return which weights ``[B]`` do not exist in a dtype narrower than float64, or None if all do."""
-    if dtype == torch.float64 or is_wrapped(weights):
-        return None
-    if not weights.numel() or _within(weights, 1e-30, 1e30):  # as a rule they are positive
-        return None
-    strange = (weights != 0) & ~((weights.abs() > 1e-30) & (weights.abs() < 1e30))
-    return strange if bool(strange.any()) else None
+def exceeds_float32(weights: Tensor) -> bool:
+    """Return whether some weight ``[B]``, other than 0, is too large or too small for float32."""
+    if not weights.numel() or is_wrapped(weights) or _within(weights, 1e-30, 1e30):  # as a rule they are positive
+        return False
+    return bool(((weights != 0) & ~((weights.abs() > 1e-30) & (weights.abs() < 1e30))).any())
 
 
 def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return wᵢ xᵢ for ``x [B, ...]`` and ``weights [B]`` float64, in a dtype."""
-    column = weights.view(-1, *[1] * (x.ndim - 1))
-    if beyond_float32(weights, dtype) is not None:
-        return (x.double() * column).to(dtype)
-    return x.to(dtype) * column.to(dtype)
+    """Return wᵢ xᵢ for ``x [B, ...]`` and ``weights [B]``, in a dtype."""
+    return x.to(dtype) * weights.to(dtype).view(-1, *[1] * (x.ndim - 1))
 
 
 def squared_norms(x: Tensor) -> Tensor:
@@ -108,10 +102,10 @@ def _scaled(rows: Tensor, squared: Tensor) -> Tensor:
 
 def _blockwise(rows: Tensor) -> Tensor:
     blocks, rest = divmod(rows.shape[1], _BLOCK)
-    total = _squared(rows[:, rows.shape[1] - rest :])
-    if blocks:
-        total = total + _squared(rows[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))).sum(1)
-    return total
+    if not blocks:
+        return _squared(rows)
+    whole = _squared(rows[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))).sum(1)
+    return whole + _squared(rows[:, blocks * _BLOCK :]) if rest else whole
 
 
 def _squared(x: Tensor) -> Tensor:

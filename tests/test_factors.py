@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import assert_trees_close
+from oracle import Rows, assert_trees_close
+from test_grid import REDUCTIONS
 
 from persample.factors import Conv, Dense, Embedding, Outer, Total, concatenate, plan, total
 from persample.factors.defer.product import outer
+from persample.gradients import Gradients, ParamSpec
 
 B = 4
 
@@ -134,6 +136,7 @@ def test_equal_kinds_are_merged():
     assert isinstance(total([same, other]), Outer)
     assert_trees_close(total([same, other]).materialize(), same.materialize() + other.materialize(), 1e-12)
     assert isinstance(total([product((6, 1), (1, 4), 2), table()]), Total)
+    assert isinstance(total([Dense(draw(B, 6, 4)), Dense(draw(B, 6, 4))]), Dense)
     assert isinstance(total([Dense(draw(B, 6, 4)), table()]), Dense)
 
 
@@ -193,3 +196,35 @@ def test_blocks_of_any_size(name, monkeypatch):
     monkeypatch.setattr(plan, "BLOCK", 1)
     for operation in names:
         assert_trees_close(OPERATIONS[operation](factor), expected[operation], 1e-9)
+
+
+class Spy:
+    """A factor that notes which operations are called, among those a reduction must announce."""
+
+    def __init__(self, factor, calls):
+        self.factor, self.calls = factor, calls
+
+    def __getattr__(self, name):
+        if name in ANNOUNCED:
+            self.calls.add(name)
+        value = getattr(self.factor, name)
+        if name in {"zero_rows", "scale_rows", "rows"}:
+            return lambda *args: Spy(value(*args), self.calls)
+        return value
+
+    def __len__(self):
+        return len(self.factor)
+
+
+ANNOUNCED = {"materialize", "squared_norms", "weighted_sum", "second_moment", "gram", "dot", "project"}
+
+
+@pytest.mark.parametrize("name", sorted(set(REDUCTIONS) - {"none"}))
+def test_reductions_announce_what_they_ask_of_factors(name):
+    rows = Rows([draw(B, 6, 4)], draw(B), torch.utils._pytree.tree_structure(0))
+    reduction = REDUCTIONS[name][0](rows, torch.float64)
+    calls: set[str] = set()
+    spec = ParamSpec(rows.structure, ("params",), (torch.Size([6, 4]),), (torch.float64,))
+    gradients = Gradients((Spy(product((6, 1), (1, 4), 2), calls),), spec, rows.losses, weights=WEIGHTS.abs())
+    reduction.finish(reduction.lift(gradients))
+    assert calls == reduction.uses

@@ -42,6 +42,8 @@ def spread_dims(argument: str, dims: Any, spec: trees.TreeSpec) -> list[int | No
     Raises:
         ArgumentError: if the dims do not fit the structure or are not ints.
     """
+    if dims is None or type(dims) is int:
+        return [dims] * spec.num_leaves
     if isinstance(dims, tuple | list) and spec.type in (tuple, list):
         dims = spec.type(dims)
     flat = trees.broadcast_prefix(dims, spec)

@@ -85,6 +85,31 @@ def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu
     """
     if torch.device(device).type == "cuda":
         return _peak_memory_cuda(call, torch.device(device))
+    held = peak = 0
+    for nbytes in _allocations(call):
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def largest_allocation(call: Callable[[], object]) -> int:
+    """Measure how many bytes the largest tensor that a call allocates on the CPU has.
+
+    Args:
+        call: the function.
+
+    Returns:
+        The bytes.
+
+    Examples:
+        >>> largest_allocation(lambda: torch.ones(250) + torch.ones(1))
+        1000
+    """
+    return max(_allocations(call), default=0)
+
+
+def _allocations(call: Callable[[], object]) -> list[int]:
+    """Return the bytes that were allocated (negative: freed) on the CPU, in their order."""
     # Without this, kineto writes a line to stderr at every start and stop. It is read once, at the first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -92,12 +117,8 @@ def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu
     del result
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.device_type() == DeviceType.CPU:
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+    ordered = sorted(events, key=lambda event: event.start_ns())
+    return [event.nbytes() for event in ordered if event.device_type() == DeviceType.CPU]
 
 
 def _peak_memory_cuda(call: Callable[[], object], device: torch.device) -> int:

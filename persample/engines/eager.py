@@ -72,16 +72,19 @@ def batched_gradients(
             raise LossError(NOT_CONNECTED)
         return value, aux
 
-    def one(params: list[Tensor], *rows: Tensor) -> tuple[list[Tensor], Tensor, Any]:
-        row = iter(rows)
-        leaves = [next(row) if split else x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True)]
+    given = [*samples.params, *samples.leaves]
+    split = [*samples.params_batched, *samples.leaves_batched]
+
+    def one(*rows: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        row = iter(rows)  # what all samples share does not pass through vmap
+        values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
+        params, leaves = values[: len(samples.params)], values[len(samples.params) :]
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
         with backward_mode, torch.no_grad():  # no graph of the backward pass: nobody differentiates it
             (grads,) = backward(torch.ones_like(value), retain_graph=False)
         return grads, value, aux[0]
 
-    rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]
-    dims = ([0 if split else None for split in samples.params_batched], *(0 for _ in rows))
+    rows = [x for x, batched in zip(given, split, strict=True) if batched]
     with diagnosed(samples, loss, batched=True), explained():
-        grads, losses, aux = vmap(one, in_dims=dims, randomness=randomness)(list(samples.params), *rows)
+        grads, losses, aux = vmap(one, randomness=randomness)(*rows)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors

@@ -84,11 +84,6 @@ class Dense:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         if weights is None:
             return self.values.sum(0, dtype=dtype)
-        # Scales of huge or tiny gradients may not exist in float32: those rows are added in float64.
-        strange = numeric.beyond_float32(weights, dtype)
-        if strange is not None:
-            ordinary = Dense(self.values[~strange]).weighted_sum(weights[~strange], dtype)
-            return ordinary + Dense(self.values[strange]).weighted_sum(weights[strange], torch.float64).to(dtype)
         return torch.tensordot(weights.to(dtype), self.values.to(dtype), 1)
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:

@@ -12,6 +12,14 @@ from torch.nn import functional as F
 
 from persample.rewrites.attention import attention, multi_head
 from persample.rewrites.classification import cross_entropy
+from persample.rewrites.rows import is_batched
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    out = F.linear(input, weight)  # which torch.func takes apart anyway: the sum need not be a second tensor
+    if bias is None or is_batched(bias) or out.dtype != bias.dtype:
+        return out if bias is None else out + bias.to(out.dtype)
+    return out.add_(bias)
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,6 +53,7 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
 
 
 FUNCTIONAL: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head,
     F.cross_entropy: cross_entropy,

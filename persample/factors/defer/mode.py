@@ -49,18 +49,18 @@ class Deferral(TorchDispatchMode):
             What the operation returns.
         """
         kwargs = kwargs or {}
-        if _is_mutable(func):
+        mutable, creator = _known(func)
+        if mutable:
             for written in _written(func, args, kwargs):
                 self._watch.before_write(written)
         if Placeholder not in types:
-            return self._call(func, *args, **kwargs)
+            placeholder = None if creator is None else creator(self, *args, **kwargs)
+            return func(*args, **kwargs) if placeholder is None else placeholder
         placeholder = index_put(self, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
         return act(func, args, kwargs, functools.partial(self._call, func)) if placeholder is None else placeholder
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        creator = CREATORS.get(func)
-        placeholder = None if creator is None else creator(self, *args, **kwargs)
-        return func(*args, **kwargs) if placeholder is None else placeholder
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -97,9 +97,9 @@ class Deferral(TorchDispatchMode):
         return Placeholder(Cell(terms, meta, device, self._watch))
 
 
-@functools.cache
-def _is_mutable(func: Any) -> bool:
-    return func._schema.is_mutable
+@functools.cache  # hashing an operation is the dearest part of looking it up
+def _known(func: Any) -> tuple[bool, Any]:
+    return func._schema.is_mutable, CREATORS.get(func)
 
 
 @functools.cache

@@ -51,6 +51,8 @@ class Numbering:
         Returns:
             The result, or None if nothing is known of the arguments.
         """
+        if not self._known:
+            return None
         known = [self._known[id(x)] for x in args if id(x) in self._known]
         if len(known) != 1:
             return None

@@ -1,0 +1,163 @@
+"""What ``explain`` says, that it is what the engine does, and that plans weigh what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import persample as ps
+from persample import ArgumentError, LossError, explain, per_sample_grads
+from persample.factors import plan
+
+B = 8
+PARAMS = {
+    "embed": torch.randn(60, 7),
+    "w": torch.randn(7, 60),
+    "kernel": torch.randn(5, 3, 3, 3),
+    "bias": torch.randn(60),
+    "masked": torch.randn(60, 50),
+    "square": torch.randn(60, 50),
+    "unused": torch.randn(40, 30),
+    "tied": torch.randn(60, 9),
+}
+BATCH = (torch.randint(60, (B, 4)), torch.randn(B, 1, 3, 4, 4))
+
+
+def loss(p, tokens, image):
+    x = F.embedding(tokens, p["embed"]).mean(0)
+    y = torch.tanh(x @ p["w"] + p["bias"])
+    z = y @ (p["masked"] * torch.bernoulli(torch.full((60, 50), 0.5))) + y @ torch.tanh(p["square"])
+    tied = torch.softmax(F.embedding(tokens, p["tied"])[0] @ p["tied"].T, 0).square().sum()
+    return z.square().sum() + F.conv2d(image, p["kernel"]).square().sum() + tied
+
+
+def table(reduce=None, **options):
+    rows = explain(loss, PARAMS, BATCH, reduce, randomness="same", **options).rows
+    return {row.path.removeprefix("params['").removesuffix("']"): row for row in rows}
+
+
+def test_kinds_steps_and_choices():
+    rows = table(ps.ClippedMean(1.0))
+    assert {name: (row.factor, row.choice) for name, row in rows.items()} == {
+        "embed": ("Embedding", "contract"),
+        "w": ("Outer", "contract"),
+        "kernel": ("Conv", "contract"),
+        "bias": ("Dense", "materialize"),
+        "masked": ("Dense", "materialize"),
+        "square": ("Dense", "materialize"),
+        "unused": ("Dense", "materialize"),
+        "tied": ("Outer + Embedding", "contract"),
+    }
+    assert {name: row.steps for name, row in rows.items() if row.choice == "contract"} == {
+        "embed": 4,
+        "w": 1,
+        "kernel": 4,
+        "tied": 5,
+    }
+    assert [rows[name].reason for name in ("embed", "w", "kernel", "tied")] == [""] * 4
+
+
+def test_every_written_out_gradient_has_its_reason():
+    reasons = {name: row.reason for name, row in table(ps.Norm()).items() if row.choice == "materialize"}
+    assert reasons == {
+        "bias": "elementwise, or a sum",
+        "masked": "aten.mul needs the gradient itself",
+        "square": "aten.tanh_backward needs the gradient itself",
+        "unused": "the loss does not depend on it: zeros, stored once",
+    }
+
+
+def test_bytes():
+    rows = table(ps.Norm())
+    assert rows["w"].stored == 4 * B * (7 + 60)
+    assert rows["w"].written == 4 * B * 7 * 60
+    assert rows["bias"].stored == rows["bias"].written == 4 * B * 60
+
+
+def test_a_stack_asks_for_the_gradients_themselves():
+    rows = table()
+    assert {row.choice for row in rows.values()} == {"materialize"}
+    assert rows["w"].factor == "Outer"
+    assert rows["w"].reason == "a reduction asks for the gradients themselves"
+
+
+def test_what_it_says_is_what_the_engine_does():
+    wanted = (ps.ClippedMean(1.0), ps.Factored())
+    factors = per_sample_grads(loss, PARAMS, BATCH, wanted, randomness="same")[1]
+    for name, row in table(wanted).items():
+        kinds = {type(part).__name__ for part in getattr(factors[name], "parts", (factors[name],))}
+        assert kinds == (set(row.factor.split(" + ")) if row.choice == "contract" else {"Dense"})
+
+
+def test_small_gradients_of_long_samples_are_written_out_and_plain_sums_contracted():
+    model, x = nn.Linear(6, 5), torch.randn(B, 100, 6)
+
+    def square(m, x):
+        return m(x).square().sum()
+
+    (row, _) = explain(square, model, (x,), ps.ClippedMean(1.0)).rows
+    assert (row.factor, row.steps, row.choice, row.reason) == (
+        "Outer",
+        100,
+        "materialize",
+        "no larger than its factors",
+    )
+    assert explain(square, model, (x,), ps.Mean()).rows[0].choice == "contract"
+
+
+def test_prints_a_table():
+    text = str(explain(loss, PARAMS, BATCH, ps.ClippedMean(1.0), randomness="same"))
+    head, *lines = text.splitlines()
+    assert head.split() == ["parameter", "shape", "factor", "T", "choice", "stored", "written", "out", "reason"]
+    assert len(lines) == len(PARAMS)
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
+def test_sizes_in_words(count, text):
+    from persample.explain import _size
+
+    assert _size(count) == text
+
+
+def test_modules_are_left_as_they_are_and_frozen_parameters_are_not_in_the_table():
+    model = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
+    model[0].requires_grad_(requires_grad=False)
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    rows = explain(lambda m, x: m(x).sum(), model, (torch.randn(B, 9),), ps.Norm()).rows
+    assert [row.path for row in rows] == ["params['1.weight']", "params['1.bias']"]
+    for name, p in model.named_parameters():
+        assert p is before[name][0]
+        assert torch.equal(p, before[name][1])
+
+
+def test_bad_input():
+    with pytest.raises(ArgumentError, match="batch: expected at least one sample, received B = 0"):
+        explain(loss, PARAMS, tuple(x[:0] for x in BATCH), ps.Norm())
+    with pytest.raises(ArgumentError, match="randomness"):
+        explain(loss, PARAMS, BATCH, ps.Norm(), randomness="perhaps")
+    with pytest.raises(LossError, match="draws random numbers"):
+        explain(loss, PARAMS, BATCH, ps.Norm())
+    with pytest.raises(ArgumentError, match="reduce"):
+        explain(loss, PARAMS, BATCH, "mean")
+
+
+# The plan
+
+
+def test_products_are_kept_where_they_are_smaller():
+    both = {"squared_norms", "weighted_sum"}
+    assert plan.keeps_product(both, steps=2, written=100, stored=99)
+    assert not plan.keeps_product(both, steps=2, written=100, stored=100)
+    assert plan.keeps_product(both, steps=1, written=1, stored=100)
+    assert plan.keeps_product({"weighted_sum"}, steps=2, written=1, stored=100)
+    assert plan.keeps_product((), steps=2, written=1, stored=100)
+    assert not plan.keeps_product({"weighted_sum", "materialize"}, steps=1, written=100, stored=1)
+    assert plan.keeps_product(both, steps=2, written=2**24 + 1, stored=2**25)
+
+
+def test_inner_products_of_few_steps_beat_blocks():
+    assert plan.gram_is_cheaper(steps=2, rows=256, columns=256)
+    assert not plan.gram_is_cheaper(steps=200, rows=64, columns=64)
