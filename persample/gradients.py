@@ -86,6 +86,14 @@ class Gradients:
         return self.weights.sum()
 
     @cached_property
+    def moments(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each parameter the mean, and Σ wᵢ (gᵢ − mean)², in float64: float32 loses them to cancellation."""
+        n, count = self.total_weight, len(self.factors)
+        means = [torch.where(n > 0, x / n, 0) for x in self.sums([None] * count, [torch.float64] * count)]
+        pairs = zip(self.weighted_factors, means, strict=True)
+        return [(mean, factor.second_moment(self.weights, torch.float64, mean)) for factor, mean in pairs]
+
+    @cached_property
     def weighted_factors(self) -> tuple[Factor, ...]:
         """The factors that sums over samples use: a sample of weight 0 is zeroed, so that even its NaN is gone."""
         if self.weights is None:

@@ -7,6 +7,7 @@ import torch
 from oracle import Rows, assert_trees_close
 from test_grid import REDUCTIONS
 
+from persample import per_sample_grads
 from persample.factors import Conv, Dense, Embedding, Outer, Total, concatenate, plan, total
 from persample.factors.defer.product import outer
 from persample.gradients import Gradients, ParamSpec
@@ -228,3 +229,19 @@ def test_reductions_announce_what_they_ask_of_factors(name):
     gradients = Gradients((Spy(product((6, 1), (1, 4), 2), calls),), spec, rows.losses, weights=WEIGHTS.abs())
     reduction.finish(reduction.lift(gradients))
     assert calls == reduction.uses
+
+
+@pytest.mark.parametrize(
+    ("operation", "reductions"),
+    [
+        ("squared_norms", ["ClippedMean", "ClippedSum-per_param", "Norm", "Norm-per_param", "CosineSimilarity"]),
+        ("second_moment", ["Variance", "NoiseScale"]),
+    ],
+)
+def test_several_reductions_share_their_work(operation, reductions, monkeypatch):
+    calls = []
+    original = getattr(Outer, operation)
+    monkeypatch.setattr(Outer, operation, lambda self, *args: calls.append(operation) or original(self, *args))
+    wanted = [REDUCTIONS[name][0](None, torch.float64) for name in reductions]
+    per_sample_grads(lambda w, x: torch.tanh(w @ x).sum(), draw(6, 4), (draw(B, 4),), wanted)
+    assert calls == [operation]

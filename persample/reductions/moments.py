@@ -17,17 +17,10 @@ from persample.trees import flatten, tree_map
 
 
 def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:
-    """Weight, mean and summed squared deviations of each parameter, in float64: float32 loses them to cancellation."""
+    """Weight, mean and squared deviations of each parameter, these elementwise or added up."""
+    pairs = zip(gradients.moments, gradients.spec.dtypes, strict=True)
     n = gradients.total_weight
-    means = [
-        torch.where(n > 0, total / n, 0)
-        for total in gradients.sums([None] * len(gradients.factors), [torch.float64] * len(gradients.factors))
-    ]
-    moments = []
-    for factor, mean, dtype in zip(gradients.weighted_factors, means, gradients.spec.dtypes, strict=True):
-        m2 = factor.second_moment(gradients.weights, torch.float64, mean)
-        moments.append(Moments(n, mean, m2 if elementwise else m2.sum(), dtype))
-    return moments
+    return [Moments(n, mean, m2 if elementwise else m2.sum(), dtype) for (mean, m2), dtype in pairs]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,15 @@ from torch.nn import functional as F
 
 from persample.rewrites.attention import attention, multi_head
 from persample.rewrites.classification import cross_entropy
-from persample.rewrites.rows import is_batched
+from persample.rewrites.rows import is_batched, unwrapped
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    out = F.linear(input, weight)  # which torch.func takes apart anyway: the sum need not be a second tensor
+    # Of a vector, a matrix-vector product is half as many operations, in a layout that only small tensors bear well.
+    samples = unwrapped(input).numel() // max(1, input.numel())
+    small = input.ndim == 1 and samples > 1 and samples * max(weight.shape) <= _SMALL
+    # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
+    out = torch.mv(weight, input) if small else F.linear(input, weight)
     if bias is None or is_batched(bias) or out.dtype != bias.dtype:
         return out if bias is None else out + bias.to(out.dtype)
     return out.add_(bias)
@@ -52,6 +56,7 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
+_SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
 FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: attention,

@@ -39,6 +39,20 @@ def is_batched(x: Tensor) -> bool:
     return False
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the tensor behind all levels of torch.func, with all samples in it.
+
+    Args:
+        x: a tensor.
+
+    Returns:
+        The plain tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
 class Rows(Function):
     """A function of sequences ``[T, N, ·]`` and of weights that are not batched: for vmap, samples are more rows N."""
 
