@@ -160,7 +160,9 @@ def _user_line(tb: TracebackType | None) -> str:
 
 def _norm_module(tb: TracebackType | None) -> str:
     """Return the name of the normalization layer whose forward raised, as its outermost module calls it."""
-    selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(tb)]
+    # Only of methods: asking a frame for its locals keeps them, and among those of our own is the error itself.
+    methods = [frame for frame, _ in traceback.walk_tb(tb) if "self" in frame.f_code.co_varnames]
+    selves = [frame.f_locals.get("self") for frame in methods]
     modules = [module for module in selves if isinstance(module, nn.Module)]
     norms = [module for module in modules if isinstance(module, _NormBase)]
     if not norms:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.numeric import as_real, exceeds_float32
+from persample.numeric import as_real, exceeds
 from persample.trees import TreeSpec, unflatten
 
 
@@ -123,4 +123,4 @@ class Gradients:
         if scale is None:
             return self.weights, False
         scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
-        return scale, exceeds_float32(scale)
+        return scale, exceeds(scale)

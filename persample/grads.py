@@ -15,6 +15,7 @@ from persample.lift import Lift
 from persample.loss import NOT_CONNECTED
 from persample.merge import merge
 from persample.modules import locked
+from persample.numeric import full_precision
 from persample.output import owned, write_into
 
 _ENGINES = {"eager": engines.eager, "loop": engines.loop}
@@ -93,6 +94,7 @@ def per_sample_grads(
             lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
         if not connected.value:
             raise LossError(NOT_CONNECTED)
-        finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]
+        with full_precision(samples.params[0].device):
+            finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]
         result = owned(trees.unflatten(finished, container), [*samples.params, *samples.leaves])
         return result if out is None else write_into(out, result)

@@ -9,6 +9,7 @@ from typing import Any
 
 from persample.gradients import Gradients
 from persample.merge import AnyOf
+from persample.numeric import full_precision
 from persample.reductions import Reduction
 
 
@@ -29,4 +30,5 @@ class Lift:
 
     def __call__(self, gradients: Gradients) -> Any:
         """Return the mergeable leaves of every reduction, and whether the loss depends on any parameter."""
-        return [reduction.lift(gradients) for reduction in self.wanted], AnyOf(gradients.connected)
+        with full_precision(gradients.losses.device):
+            return [reduction.lift(gradients) for reduction in self.wanted], AnyOf(gradients.connected)

@@ -89,6 +89,9 @@ class _Modules:
         finally:
             for slots, values in before:
                 _restore(slots, values)
+            for part in self._parts:
+                if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
+                    part._init_flat_weights()
 
 
 def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -51,11 +52,17 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
 
 
-def exceeds_float32(weights: Tensor) -> bool:
-    """Return whether some weight ``[B]``, other than 0, is too large or too small for float32."""
-    if not weights.numel() or is_wrapped(weights) or _within(weights, 1e-30, 1e30):  # as a rule they are positive
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which the caller's autocast is off: it is meant for the loss, not for what is made of it."""
+    off = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if off else nullcontext()
+
+
+def exceeds(x: Tensor, bound: float = 1e30) -> bool:
+    """Return whether some entry of ``x [B]``, other than 0, is larger than a bound or smaller than its inverse."""
+    if not x.numel() or is_wrapped(x) or _within(x, 1 / bound, bound):  # as a rule they are positive
         return False
-    return bool(((weights != 0) & ~((weights.abs() > 1e-30) & (weights.abs() < 1e30))).any())
+    return bool(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
 
 
 def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -135,6 +135,19 @@ def check(loss, params, batch, **options):
     return per_sample_grads(loss, params, batch, ps.Factored(), **options)
 
 
+@pytest.mark.parametrize("view", [(1, B), (B, 1)], ids=["across", "along"])
+def test_tables_are_known_by_where_their_numbering_comes_from(view):
+    """With as many tokens as samples, arange(B)·V is the samples' numbering only if it counts the first axis."""
+    signals, tokens = torch.randn(B, B, 9), torch.randint(7, (B, B))
+    with Deferral((), ()):
+        index = tokens + aten.view(aten.arange.start_step(0, B * 7, 7), view)
+        table = aten.embedding_dense_backward(signals, index, B * 7, -1, False)
+    assert (type(table) is Placeholder) == (view == (B, 1))
+    torch.testing.assert_close(
+        table + 0 * torch.ones(()), aten.embedding_dense_backward(signals, index, B * 7, -1, False)
+    )
+
+
 # Random programs
 
 

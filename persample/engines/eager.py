@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.func import vjp, vmap
 
+from persample import rng
 from persample.diagnose import diagnosed
 from persample.errors import LossError
 from persample.factors import Deferral, factor_of
@@ -17,7 +18,8 @@ from persample.fallback import explained
 from persample.gradients import Gradients
 from persample.lift import Lift
 from persample.loss import NOT_CONNECTED, SampleLoss
-from persample.rewrites import rewritten
+from persample.numeric import full_precision
+from persample.rewrites import SecondDerivativeError, composed, rewritten
 from persample.samples import Samples
 from persample.trees import tree_map
 
@@ -41,7 +43,8 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     whole = "materialize" in lift.uses or peek_interpreter_stack() is not None
     deferral = nullcontext() if whole else Deferral(lift.uses, samples.params)
     grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, deferral)
-    factors = tuple(factor_of(grad, lift.uses) for grad in grads)
+    with full_precision(losses.device):
+        factors = tuple(factor_of(grad, lift.uses) for grad in grads)
     return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
 
 
@@ -85,6 +88,13 @@ def batched_gradients(
         return grads, value, aux[0]
 
     rows = [x for x, batched in zip(given, split, strict=True) if batched]
+    start = rng.snapshot() if randomness != "error" else None
     with diagnosed(samples, loss, batched=True), explained():
-        grads, losses, aux = vmap(one, randomness=randomness)(*rows)
+        try:
+            grads, losses, aux = vmap(one, randomness=randomness)(*rows)
+        except SecondDerivativeError:
+            if start is not None:
+                rng.rewind(start)
+            with composed():
+                grads, losses, aux = vmap(one, randomness=randomness)(*rows)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors

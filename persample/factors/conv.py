@@ -84,7 +84,6 @@ class Conv:
         for axis in axes:
             size, dilation = self.shape[2 + axis], self.dilation[axis]
             patches = patches.unfold(3 + axis, (size - 1) * dilation + 1, self.stride[axis])[..., ::dilation]
-            patches = patches.narrow(3 + axis, 0, self.signals.shape[3 + axis])
         # [B, N, C, *out, *k] and [B, N, O, *out] become [B, G, N·out, …]
         kernel = prod(self.shape[1:])
         split = patches.flatten(3, 2 + len(axes)).flatten(4).unflatten(2, (self.groups, -1))

@@ -116,7 +116,7 @@ class Dense:
 
     def merge_uses(self, other: Factor) -> Dense | None:
         """Return the factor of gᵢ + hᵢ: written out together."""
-        values = self.values.clone()
+        values = self.values.clone(memory_format=torch.contiguous_format)
         other.add_to(values)
         return Dense(values)
 

@@ -120,11 +120,22 @@ class Outer:
         )  # mm is faster than bmm
         return self.layout.restore(product[None])[0]
 
+    def _balanced(self) -> Outer:
+        """Return the same with operands of like norms, where squares and products of one alone might not exist."""
+        dtype = numeric.accumulate_dtype(self.dtype)
+        left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+        if dtype == torch.float64 or not any(numeric.exceeds(x, 1e10) for x in (left, right)):
+            return self
+        regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
+        ratio = torch.where(regular, right / left, 1).sqrt().sqrt().view(-1, 1, 1, 1)
+        return replace(self, left=(self.left * ratio).to(dtype), right=(self.right / ratio).to(dtype))
+
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
         if self.steps > 1 or (center is not None and dtype != torch.float64):
             return blocks.second_moment(self, weights, dtype, center)
-        squares = replace(self, left=self.left.to(dtype).square(), right=self.right.to(dtype).square())
+        balanced = self._balanced()
+        squares = replace(self, left=balanced.left.to(dtype).square(), right=balanced.right.to(dtype).square())
         moment = squares.weighted_sum(weights, dtype)
         if center is not None:  # in float64, where the difference of large numbers keeps 6 digits at mean/std = 1e5
             total = len(self) if weights is None else weights.sum()
@@ -138,7 +149,8 @@ class Outer:
             return blocks.gram(self, other)
         dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
         if self.steps == other.steps == 1:
-            left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in _pairs(self, other))
+            pairs = _pairs(self._balanced(), other._balanced())
+            left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in pairs)
             return (left * right).sum(0)
         return functools.reduce(torch.add, (a.gram(b) for a, b in _written_out(self, other, dtype)))
 

@@ -45,7 +45,8 @@ class Factored(Reduction):
     """The per-sample gradients in the form they are stored in: a tree of factors, one per parameter.
 
     For contractions of one's own; a factor answers ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``,
-    ``dot`` and more (``persample.factors.Factor``). Complex parameters appear as pairs of reals.
+    ``dot`` and more (``persample.factors.Factor``). Complex parameters appear as pairs of reals. Factors may share
+    memory with the batch (inputs are kept as they are): clone what you are going to overwrite.
 
     Examples:
         >>> import torch

@@ -10,6 +10,7 @@ from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
 from persample.rewrites.packing import PACKING
 from persample.rewrites.recurrent import RECURRENT
+from persample.rewrites.rows import SecondDerivativeError, composed
 
 _REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
 
@@ -46,4 +47,4 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         return _REWRITES.get(func, func)(*args, **(kwargs or {}))
 
 
-__all__ = ["rewritten"]
+__all__ = ["SecondDerivativeError", "composed", "rewritten"]

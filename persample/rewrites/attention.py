@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from persample.rewrites.rows import differentiated_once
+from persample.rewrites.rows import differentiated_once, refuse_graph
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -44,7 +44,8 @@ def attention(  # noqa: PLR0917 - as torch's
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     plain = attn_mask is None and not dropout_p and not options.get("enable_gqa") and query.ndim >= 3
     alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == value.shape[-1]
-    if plain and alike and query.dtype != torch.float16 and differentiated_once():
+    full = query.numel() > 0 and key.numel() > 0
+    if plain and alike and full and query.dtype != torch.float16 and differentiated_once():
         return _Fused.apply(query, key, value, is_causal, options.get("scale"))[0]
     with sdpa_kernel(SDPBackend.MATH):  # composed of operations with a batching rule
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -101,6 +102,7 @@ class _Fused(_FrontAxes):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        refuse_graph()
         return *_Gradients.apply(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
 
 

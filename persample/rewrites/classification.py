@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from persample.rewrites.rows import differentiated_once
+from persample.rewrites.rows import differentiated_once, is_batched, refuse_graph
 
 # Below this many logits in a sample the calls cost more than the passes.
 _MANY = 2**12
@@ -43,7 +43,8 @@ def cross_entropy(  # noqa: PLR0917 - as torch's
     """
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     classes = not target.is_floating_point() and input.ndim == target.ndim + 1 <= 2 and input.numel() >= _MANY
-    if not (plain and classes and reduction in {"mean", "sum", "none"} and differentiated_once()):
+    known = reduction in {"mean", "sum", "none"} and is_batched(input)
+    if not (plain and classes and known and differentiated_once()):
         settings = weight, size_average, ignore_index, reduce, reduction, label_smoothing
         return F.cross_entropy(input, target, *settings)
     kept = target != ignore_index
@@ -69,6 +70,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        refuse_graph()
         target, log_p = ctx.saved_tensors
         # In place: there is one backward pass, and nothing else reads them.
         signals = log_p.exp_().mul_(grad.unsqueeze(-1))

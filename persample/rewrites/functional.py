@@ -19,6 +19,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     # Of a vector, a matrix-vector product is half as many operations, in a layout that only small tensors bear well.
     samples = unwrapped(input).numel() // max(1, input.numel())
     small = input.ndim == 1 and samples > 1 and samples * max(weight.shape) <= _SMALL
+    small = small and not torch.is_autocast_enabled(input.device.type)  # which does not know mv
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
     out = torch.mv(weight, input) if small else F.linear(input, weight)
     if bias is None or is_batched(bias) or out.dtype != bias.dtype:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch.autograd import Function
+
+_local = threading.local()
+
+
+class SecondDerivativeError(RuntimeError):
+    """Raised by a shortcut whose gradient is recorded, which shows only then (``create_graph=True`` inside a loss)."""
+
+
+@contextmanager
+def composed() -> Iterator[None]:
+    """Replace operations by compositions only, which can be differentiated any number of times."""
+    _local.composed = True
+    try:
+        yield
+    finally:
+        _local.composed = False
+
+
+def refuse_graph() -> None:
+    """Refuse, in a backward pass, to be differentiated again.
+
+    Raises:
+        SecondDerivativeError: if the backward pass is recorded.
+    """
+    if torch.is_grad_enabled():
+        raise SecondDerivativeError
 
 
 def differentiated_once() -> bool:
@@ -17,6 +46,8 @@ def differentiated_once() -> bool:
     Returns:
         Whether second derivatives, and derivatives in forward mode, are out of the question.
     """
+    if getattr(_local, "composed", False):
+        return False
     levels = retrieve_all_functorch_interpreters()
     grads = [level for level in levels if isinstance(level, GradInterpreter)]
     known = all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.rewrites.rows import Plain, Rows, differentiated_once, is_batched
+from persample.rewrites.rows import Plain, Rows, differentiated_once, is_batched, refuse_graph
 
 # (gates of the input, gates of the state, *state) → state, elementwise; the state's first tensor makes its gates.
 Cell = Callable[..., tuple[Tensor, ...]]
@@ -75,6 +75,7 @@ class _Swept(Rows):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_graph()
         gates, products, *initial = Plain.apply(_signals, ctx.cell, *ctx.saved_tensors, *grads)
         return None, gates, products, None, *initial, *(None for _ in grads)
 

@@ -49,6 +49,8 @@ class Deferral(TorchDispatchMode):
             What the operation returns.
         """
         kwargs = kwargs or {}
+        if self._watch.is_filling:
+            return func(*args, **kwargs)
         mutable, creator = _known(func)
         if mutable:
             for written in _written(func, args, kwargs):
@@ -79,7 +81,7 @@ class Deferral(TorchDispatchMode):
             written: numbers in the product.
             *operands: what is multiplied.
         """
-        real = all(x.dtype.is_floating_point and x.dtype == operands[0].dtype for x in operands)
+        real = all(x.dtype.is_floating_point and x.dtype == operands[0].dtype and x.numel() for x in operands)
         if not written or not real or any(memory(x) in self._params for x in operands):
             return False
         return plan.keeps_product(self._uses, steps, written, sum(x.numel() for x in operands))
@@ -110,8 +112,8 @@ def _writes(func: Any) -> tuple[list[int], list[str]]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation writes into."""
+    """Return the tensors that an operation writes into. Placeholders are computed first."""
     places, names = _writes(func)
     written = [args[place] for place in places if place < len(args)] + [kwargs[x] for x in names if x in kwargs]
     flat = [x for group in written for x in (group if isinstance(group, list | tuple) else [group])]
-    return [x for x in flat if isinstance(x, Tensor)]
+    return [x for x in flat if isinstance(x, Tensor) and not isinstance(x, Placeholder)]

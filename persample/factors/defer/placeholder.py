@@ -21,6 +21,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._cells: dict[int, list[weakref.ref[Cell]]] = {}
+        self.is_filling = False  # then nothing is deferred
 
     def add(self, cell: Cell) -> None:
         """Watch the memory that a cell is computed from.
@@ -36,12 +37,8 @@ class Watch:
         """Fill what is computed from the memory of a tensor.
 
         Args:
-            tensor: what is about to be written into.
+            tensor: what is about to be written into, not a placeholder.
         """
-        if isinstance(tensor, Placeholder):
-            if tensor.cell.value is None:
-                return
-            tensor = tensor.cell.value
         for reference in self._cells.pop(memory(tensor), ()):
             cell = reference()
             if cell is not None:
@@ -87,7 +84,11 @@ class Cell:
             reason: the operation that needs it.
         """
         if self.value is None:
-            self.value = self._computed()
+            before, self.watch.is_filling = self.watch.is_filling, True
+            try:
+                self.value = self._computed()
+            finally:
+                self.watch.is_filling = before
             self.terms, self.filled_by = (), reason
         return self.value
 
@@ -137,6 +138,31 @@ class Placeholder(Tensor):
         from persample.factors.defer.rules import act
 
         return act(func, args, kwargs or {})
+
+    # What reads memory without an operation: only the tensor itself has any.
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values."""
+        return self.value("numpy").numpy(*args, **kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values."""
+        return self.value("numpy").__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values."""
+        return self.value("dlpack").__dlpack__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Return the values."""
+        return self.value("tolist").tolist()
+
+    def data_ptr(self) -> int:
+        """Return where the values are."""
+        return self.value("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the values."""
+        return self.value("untyped_storage").untyped_storage()
 
     def terms(self) -> list[Term] | None:
         """Return what the view is the sum of, or None if only its value can tell."""

@@ -81,6 +81,8 @@ class Product(Term):
         """Return a range along one axis."""
         if self.axes != self.shape:
             return None
+        if len(range(*index.indices(self.shape[dim]))) == 0:  # of an axis of size 0, one operand does not know
+            return None
         full = (slice(None),) * dim
         left, right = (x[(*full, index)] if x.shape[dim] == self.shape[dim] else x for x in self.tensors)
         return Product.of(left, right)
@@ -115,7 +117,8 @@ class Product(Term):
             return None
 
         def contracted(x: Tensor) -> Tensor:
-            return (x.movedim(dim - 1, -1) @ matrix).movedim(-1, dim - 1)
+            dtype = torch.promote_types(x.dtype, matrix.dtype)  # the operands may be narrower than what they stand for
+            return (x.movedim(dim - 1, -1).to(dtype) @ matrix.to(dtype)).movedim(-1, dim - 1)
 
         shape = list(self.shape)
         shape[dim] = matrix.shape[1]
@@ -133,8 +136,8 @@ def outer(left: Tensor, right: Tensor, shape: Sequence[int], dtype: torch.dtype)
         shape: the shape of one gradient.
         dtype: the dtype of the gradients.
     """
-    batch = max(len(left), len(right))
-    left, right = left.expand(batch, *left.shape[1:]), right.expand(batch, *right.shape[1:])
+    batch, common = max(len(left), len(right)), torch.promote_types(left.dtype, right.dtype)
+    left, right = (x.to(common).expand(batch, *x.shape[1:]) for x in (left, right))
     single = [axis for axis in range(1, left.ndim - 1) if left.shape[axis] == right.shape[axis] == 1]
     left, right = left.squeeze(single), right.squeeze(single)
     alone = [a > 1 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True) if a == 1 or b == 1]

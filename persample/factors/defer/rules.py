@@ -76,7 +76,8 @@ def _same(func: Any, p: Placeholder, **kwargs: Any) -> Any:  # noqa: ARG001
 
 def _cast(func: Any, p: Placeholder, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:  # noqa: ARG001
     dtype = p.dtype if dtype is None else dtype
-    if not dtype.is_floating_point or kwargs.get("device") not in {None, p.device}:
+    wider = torch.promote_types(p.dtype, dtype) == dtype  # any other cast rounds
+    if not dtype.is_floating_point or not wider or kwargs.get("device") not in {None, p.device}:
         return NotImplemented
     return _mapped(p, lambda term: term, dtype=dtype)
 
@@ -132,9 +133,9 @@ def _add_in_place(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
 
 
 def _zero_row(func: Any, p: Placeholder, number: Any = 0) -> Any:  # noqa: ARG001
-    """Embeddings write zeros into the row of their padding index."""
+    """Embeddings write zeros into the row of their padding index: the same row of every sample's table."""
     terms = p.cell.terms
-    tables = p.cell.value is None and number == 0 and len(p.chain) == 2 and bool(terms)
+    tables = p.cell.value is None and number == 0 and len(p.chain) == 2 and bool(terms) and p.numel() > 0
     if not tables or not all(isinstance(term, Lookups) for term in terms):
         return NotImplemented
     rows, width = terms[0].rows, p.meta.shape[-1]  # type: ignore[attr-defined]
