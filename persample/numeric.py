@@ -54,8 +54,12 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which the caller's autocast is off: it is meant for the loss, not for what is made of it."""
-    off = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if off else nullcontext()
+    return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Return whether operations on a device are under autocast, which not every kind of device knows."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def exceeds(x: Tensor, bound: float = 1e30) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, _nested_tensor_from_mask_left_aligned
 from torch.nn import functional as F
 
+from persample.numeric import is_autocast
 from persample.rewrites.attention import attention, multi_head
 from persample.rewrites.classification import cross_entropy
 from persample.rewrites.rows import is_batched, unwrapped
@@ -19,7 +20,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     # Of a vector, a matrix-vector product is half as many operations, in a layout that only small tensors bear well.
     samples = unwrapped(input).numel() // max(1, input.numel())
     small = input.ndim == 1 and samples > 1 and samples * max(weight.shape) <= _SMALL
-    small = small and not torch.is_autocast_enabled(input.device.type)  # which does not know mv
+    small = small and not is_autocast(input.device)  # which does not know mv
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
     out = torch.mv(weight, input) if small else F.linear(input, weight)
     if bias is None or is_batched(bias) or out.dtype != bias.dtype:
