@@ -11,7 +11,7 @@ from oracle import assert_trees_close, oracle
 from test_grid import REDUCTIONS
 from torch import Tensor, nn
 
-from persample import Factored, per_sample_grads
+from persample import Factored, Norm, per_sample_grads
 from persample.factors import Total
 
 B = 5
@@ -94,3 +94,10 @@ def assert_factors(case):
     for chunk_size in (None, 2):
         factors = per_sample_grads(loss_fn, params, batch, Factored(), chunk_size=chunk_size)
         assert_trees_close([factor.materialize() for factor in factors.values()], grads, *case.tolerance(F64))
+
+
+def assert_found(case):
+    """What is factored, beside norms and where plain sums or one's own contractions are asked for, and its values."""
+    assert kinds(*case.build(), Norm()) == case.kinds
+    assert kinds(*case.build()).items() >= case.kinds.items()
+    assert_factors(case)

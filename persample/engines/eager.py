@@ -88,13 +88,14 @@ def batched_gradients(
         return grads, value, aux[0]
 
     rows = [x for x, batched in zip(given, split, strict=True) if batched]
+    differentiate = vmap(one, randomness=randomness)
     start = rng.snapshot() if randomness != "error" else None
     with diagnosed(samples, loss, batched=True), explained():
         try:
-            grads, losses, aux = vmap(one, randomness=randomness)(*rows)
+            grads, losses, aux = differentiate(*rows)
         except SecondDerivativeError:
             if start is not None:
                 rng.rewind(start)
             with composed():
-                grads, losses, aux = vmap(one, randomness=randomness)(*rows)
+                grads, losses, aux = differentiate(*rows)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors

@@ -17,15 +17,18 @@ from persample.rewrites.rows import is_batched, unwrapped
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    # Of a vector, a matrix-vector product is half as many operations, in a layout that only small tensors bear well.
-    samples = unwrapped(input).numel() // max(1, input.numel())
-    small = input.ndim == 1 and samples > 1 and samples * max(weight.shape) <= _SMALL
-    small = small and not is_autocast(input.device)  # which does not know mv
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
-    out = torch.mv(weight, input) if small else F.linear(input, weight)
+    out = torch.mv(weight, input) if _is_small_vector(input, weight) else F.linear(input, weight)
     if bias is None or is_batched(bias) or out.dtype != bias.dtype:
         return out if bias is None else out + bias.to(out.dtype)
     return out.add_(bias)
+
+
+def _is_small_vector(x: Tensor, weight: Tensor) -> bool:
+    # Of a vector, a matrix-vector product is half as many operations, in a layout that only small tensors bear well.
+    samples = unwrapped(x).numel() // max(1, x.numel())
+    small = x.ndim == 1 and samples > 1 and samples * max(weight.shape) <= _SMALL
+    return small and not is_autocast(x.device)  # which does not know mv
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,7 +1,6 @@
 """Backward passes that leave the last contraction of weight gradients undone."""
 
 from persample.factors.defer.mode import Deferral
-from persample.factors.defer.placeholder import Placeholder
 from persample.factors.defer.resolve import factor_of
 
-__all__ = ["Deferral", "Placeholder", "factor_of"]
+__all__ = ["Deferral", "factor_of"]

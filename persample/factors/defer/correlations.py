@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample.factors.conv import Conv
-from persample.factors.defer.terms import Term
+from persample.factors.defer.terms import SignalTerm
 from persample.factors.outer import Outer
 
 
 @dataclass(frozen=True)
-class Correlations(Term):
+class Correlations(SignalTerm):
     """Kernels of grouped convolutions: signals correlated with inputs, S samples standing among the groups.
 
     Args:
@@ -27,7 +26,6 @@ class Correlations(Term):
         shape: the shape of the tensor, ``kernel`` or a view of it.
     """
 
-    signals: Tensor
     inputs: Tensor
     kernel: tuple[int, ...]
     settings: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -58,11 +56,6 @@ class Correlations(Term):
             return split
         patches = split.patches()
         return replace(patches, layout=replace(patches.layout, shape=self.shape[1:]))
-
-    def scale(self, number: Any) -> Correlations | None:
-        """Return the product with a number."""
-        alone = not isinstance(number, Tensor) or number.ndim == 0
-        return replace(self, signals=self.signals * number) if alone else None
 
     def reshape(self, shape: Sequence[int]) -> Correlations:
         """Return the kernels in another shape."""

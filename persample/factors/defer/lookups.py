@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from persample.factors.defer.terms import Term
+from persample.factors.defer.terms import SignalTerm
 from persample.factors.embedding import Embedding
 
 
 @dataclass(frozen=True)
-class Lookups(Term):
+class Lookups(SignalTerm):
     """Rows added up in S tables of V rows: the gradient of embeddings.
 
     Args:
@@ -25,7 +24,6 @@ class Lookups(Term):
         shape: the shape of the tensor, ``[S·V, D]`` or a view of it.
     """
 
-    signals: Tensor
     index: Tensor
     rows: int
     shape: tuple[int, ...]
@@ -46,11 +44,6 @@ class Lookups(Term):
             return None
         return Embedding(self.signals.to(dtype), self.index, self.shape[1:])
 
-    def scale(self, number: Any) -> Lookups | None:
-        """Return the product with a number."""
-        alone = not isinstance(number, Tensor) or number.ndim == 0
-        return replace(self, signals=self.signals * number) if alone else None
-
     def reshape(self, shape: Sequence[int]) -> Lookups:
         """Return the tables in another shape."""
         return replace(self, shape=tuple(shape))
@@ -61,7 +54,7 @@ class Lookups(Term):
 
 
 @dataclass(frozen=True)
-class SharedLookups(Term):
+class SharedLookups(SignalTerm):
     """Rows added up in one table, in which the samples are some of the columns: the gradient of positions, for example.
 
     Args:
@@ -70,7 +63,6 @@ class SharedLookups(Term):
         shape: the shape of the tensor, ``[V, C]`` or a view of it.
     """
 
-    signals: Tensor
     index: Tensor
     shape: tuple[int, ...]
 
@@ -88,11 +80,6 @@ class SharedLookups(Term):
     def factor(self, dtype: torch.dtype) -> None:  # noqa: ARG002
         """Return None: the first axis are rows."""
         return
-
-    def scale(self, number: Any) -> SharedLookups | None:
-        """Return the product with a number."""
-        alone = not isinstance(number, Tensor) or number.ndim == 0
-        return replace(self, signals=self.signals * number) if alone else None
 
     def reshape(self, shape: Sequence[int]) -> SharedLookups | None:
         """Return the table in another shape, of the same rows."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from persample.factors import plan
 from persample.factors.defer.creators import CREATORS, index_put
 from persample.factors.defer.numbering import Numbering
-from persample.factors.defer.placeholder import Cell, Placeholder, Watch, memory
+from persample.factors.defer.placeholder import Placeholder, Watch, memory, placeholder
 from persample.factors.defer.rules import act
 from persample.factors.defer.terms import Term
 
@@ -56,10 +56,10 @@ class Deferral(TorchDispatchMode):
             for written in _written(func, args, kwargs):
                 self._watch.before_write(written)
         if Placeholder not in types:
-            placeholder = None if creator is None else creator(self, *args, **kwargs)
-            return func(*args, **kwargs) if placeholder is None else placeholder
-        placeholder = index_put(self, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
-        return act(func, args, kwargs, functools.partial(self._call, func)) if placeholder is None else placeholder
+            deferred = None if creator is None else creator(self, *args, **kwargs)
+            return func(*args, **kwargs) if deferred is None else deferred
+        deferred = index_put(self, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
+        return act(func, args, kwargs, functools.partial(self._call, func)) if deferred is None else deferred
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__torch_dispatch__(func, (), args, kwargs)
@@ -95,8 +95,7 @@ class Deferral(TorchDispatchMode):
             dtype: its dtype.
             device: where it is.
         """
-        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return Placeholder(Cell(terms, meta, device, self._watch))
+        return placeholder(terms, shape, dtype, device, self._watch)
 
 
 @functools.cache  # hashing an operation is the dearest part of looking it up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -186,6 +186,22 @@ class Placeholder(Tensor):
         """
         value = self.cell.fill(reason)
         return value.as_strided(self.meta.shape, self.meta.stride(), self.meta.storage_offset())
+
+
+def placeholder(
+    terms: Iterable[Term], shape: Iterable[int], dtype: torch.dtype, device: torch.device, watch: Watch
+) -> Placeholder:
+    """Return the whole of a new cell.
+
+    Args:
+        terms: what it is the sum of; none for zeros.
+        shape: its shape.
+        dtype: its dtype.
+        device: where it is.
+        watch: what keeps an eye on the memory it is computed from.
+    """
+    meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return Placeholder(Cell(tuple(terms), meta, device, watch))
 
 
 def values_of(tree: Any, reason: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample.factors.defer.lookups import Lookups
-from persample.factors.defer.placeholder import Cell, Placeholder, values_of
+from persample.factors.defer.placeholder import Placeholder, placeholder, values_of
 from persample.factors.defer.terms import Given, Term
 from persample.factors.defer.views import VIEWS
 
@@ -51,8 +51,7 @@ def made(
         dtype: its dtype, if not that of ``like``.
     """
     shape, dtype = like.shape if shape is None else shape, like.dtype if dtype is None else dtype
-    meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return Placeholder(Cell(tuple(terms), meta, like.device, like.cell.watch))
+    return placeholder(terms, shape, dtype, like.device, like.cell.watch)
 
 
 def _terms(x: Any) -> list[Term] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,22 @@ class Term:
     def contract(self, dim: int, matrix: Tensor) -> Term | None:  # noqa: ARG002
         """Return the tensor with the axis ``dim`` (-1 or -2) contracted with the first axis of a matrix."""
         return None
+
+
+@dataclass(frozen=True)
+class SignalTerm(Term):
+    """A tensor that is linear in its signals.
+
+    Args:
+        signals: back-propagated signals.
+    """
+
+    signals: Tensor
+
+    def scale(self, number: Any) -> SignalTerm | None:
+        """Return the product with a number."""
+        alone = not isinstance(number, Tensor) or number.ndim == 0
+        return replace(self, signals=self.signals * number) if alone else None
 
 
 @dataclass(frozen=True)
