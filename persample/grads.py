@@ -12,13 +12,14 @@ from persample import check, engines, rng, trees
 from persample.diagnose import unwritten
 from persample.errors import LossError
 from persample.lift import Lift
-from persample.loss import NOT_CONNECTED
+from persample.loss import NOT_CONNECTED, SampleLoss
 from persample.merge import merge
 from persample.modules import locked
 from persample.numeric import full_precision
 from persample.output import owned, write_into
+from persample.samples import Samples
 
-_ENGINES = {"eager": engines.eager, "loop": engines.loop}
+_ENGINES = {"eager": engines.eager, "compiled": engines.compiled, "loop": engines.loop}
 
 
 def per_sample_grads(
@@ -66,7 +67,6 @@ def per_sample_grads(
     Raises:
         ArgumentError: if an argument is of the wrong form; it names the argument and the fix.
         LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
-        NotImplementedError: for ``engine="compiled"``, which is not built yet.
 
     Examples:
         The semi-gradient of TD(0), one row per transition:
@@ -80,6 +80,11 @@ def per_sample_grads(
         >>> per_sample_grads(td_loss, theta, (s_tm1, r_t, s_t))
         tensor([[-7.2000, -3.6000,  7.2000]])
     """
+    call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size)
+    if engine == "compiled" and weights is None:
+        recalled = engines.recall(*call)
+        if recalled is not None:
+            return recalled if out is None else write_into(out, recalled)
     check.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
     wanted, container = check.reductions(reduce)
     # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
@@ -88,13 +93,24 @@ def per_sample_grads(
             loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
 
-        lift, compute = Lift(wanted), engines.empty if samples.size == 0 else _ENGINES[engine]
-        chunks = rng.replayed(samples.chunks(chunk_size), randomness)
+        lift = Lift(wanted)
         with unwritten(loss, samples):
-            lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
-        if not connected.value:
-            raise LossError(NOT_CONNECTED)
-        with full_precision(samples.params[0].device):
-            finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]
+            if engine == "compiled" and 0 < samples.size <= (chunk_size or samples.size):
+                finished = engines.finished(lift, loss, samples, randomness, call)
+            else:
+                finished = _chunk_by_chunk(_ENGINES[engine], lift, loss, samples, randomness, chunk_size)
         result = owned(trees.unflatten(finished, container), [*samples.params, *samples.leaves])
         return result if out is None else write_into(out, result)
+
+
+def _chunk_by_chunk(
+    engine: Any, lift: Lift, loss: SampleLoss, samples: Samples, randomness: str, chunk_size: int | None
+) -> list[Any]:
+    """Compute chunk by chunk, merge and finish: the result of every reduction."""
+    compute = engines.empty if samples.size == 0 else engine
+    chunks = rng.replayed(samples.chunks(chunk_size), randomness)
+    lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
+    if not connected.value:
+        raise LossError(NOT_CONNECTED)
+    with full_precision(samples.params[0].device):
+        return lift.finish(lifted)

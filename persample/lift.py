@@ -19,9 +19,11 @@ class Lift:
 
     Args:
         wanted: the reductions.
+        products: keep products of signals and inputs as such until the last, even where they are asked for whole.
     """
 
     wanted: Sequence[Reduction]
+    products: bool = False
 
     @cached_property
     def uses(self) -> frozenset[str]:
@@ -32,3 +34,7 @@ class Lift:
         """Return the mergeable leaves of every reduction, and whether the loss depends on any parameter."""
         with full_precision(gradients.losses.device):
             return [reduction.lift(gradients) for reduction in self.wanted], AnyOf(gradients.connected)
+
+    def finish(self, lifted: Sequence[Any]) -> list[Any]:
+        """Return the result of every reduction from its leaves, merged over all chunks."""
+        return [reduction.finish(leaves) for reduction, leaves in zip(self.wanted, lifted, strict=True)]

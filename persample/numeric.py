@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Long enough to be as fast as one flat norm, short enough that float32 loses nothing inside a block: over 30 million
 # elements a flat float32 norm errs by 14 000 eps, blocks of this length by less than 0.2 (measured, torch 2.13, CPU).
 _BLOCK = 1024
+_local = threading.local()
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,6 +50,35 @@ def is_wrapped(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def is_traced(x: Tensor) -> bool:
+    """Return whether a tensor stands for any values of its shape, so that nothing can be decided by them."""
+    return isinstance(x, FakeTensor)
+
+
+@contextmanager
+def exceptions_noted() -> Iterator[list[Tensor]]:
+    """Note, while a program is traced, the exceptional cases that it leaves out.
+
+    Yields:
+        0-d bool tensors: where one of them holds, the program's results do not count.
+    """
+    noted: list[Tensor] = []
+    before, _local.noted = getattr(_local, "noted", None), noted
+    try:
+        yield noted
+    finally:
+        _local.noted = before
+
+
+def _holds(exceptional: Tensor) -> bool:
+    """Return whether an exceptional case is there; a program that is traced assumes that it is not."""
+    if not is_traced(exceptional):
+        return bool(exceptional)
+    if getattr(_local, "noted", None) is not None:
+        _local.noted.append(exceptional)
+    return False
+
+
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype of numbers that speak of all parameters at once: the widest real one, float32 at least."""
     return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
@@ -64,9 +96,9 @@ def is_autocast(device: torch.device) -> bool:
 
 def exceeds(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether some entry of ``x [B]``, other than 0, is larger than a bound or smaller than its inverse."""
-    if not x.numel() or is_wrapped(x) or _within(x, 1 / bound, bound):  # as a rule they are positive
+    if not x.numel() or is_wrapped(x) or (not is_traced(x) and _within(x, 1 / bound, bound)):  # as a rule all positive
         return False
-    return bool(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
+    return _holds(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
 
 
 def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,11 +117,13 @@ def squared_norms(x: Tensor) -> Tensor:
     """
     rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
     rows = rows.to(accumulate_dtype(x.dtype))
-    if is_wrapped(rows):
+    if is_wrapped(rows) or (is_traced(rows) and rows.dtype == torch.float32):  # whose squares are all doubles
         return rows.double().square().sum(1)
     if len(rows) > 1 and rows.stride(0) == 0:  # one row for all samples
         return squared_norms(rows[:1]).expand(len(rows))
     squared = _blockwise(rows)
+    if is_traced(rows) and rows.numel():
+        return _scaled(rows, squared)
     # Squares of numbers below 1e-19 vanish in float32, those above 1e19 overflow: such rows are scaled to 1 first.
     least = torch.finfo(rows.dtype).tiny ** 0.5
     if rows.numel() and not _within(squared, least):

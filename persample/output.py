@@ -32,20 +32,21 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
         >>> owned([x, x.expand(3, 2)], [x])[0] is x
         False
     """
-    taken = {_memory(x) for x in inputs if isinstance(x, Tensor)}
+    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
 
     def own(x: Tensor) -> Tensor:
         if is_wrapped(x):
             return x
-        if is_expanded(x) or _memory(x) in taken:
+        if is_expanded(x) or memory(x) in taken:
             x = x.clone(memory_format=torch.contiguous_format)
-        taken.add(_memory(x))
+        taken.add(memory(x))
         return x
 
     return trees.map_tensors(own, result)
 
 
-def _memory(x: Tensor) -> int:
+def memory(x: Tensor) -> int:
+    """Return where the memory of a tensor is, 0 if that cannot be told."""
     return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
 
 

@@ -184,7 +184,7 @@ def test_cancelling_signals_keep_their_norm():
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):
     factor = table(20)
     expected = factor.gram()
-    monkeypatch.setattr("persample.factors.embedding.BLOCK", 1)
+    monkeypatch.setattr(plan, "BLOCK", 0)
     assert_trees_close(factor.gram(), expected, 1e-12)
 
 
@@ -193,8 +193,7 @@ def test_blocks_of_any_size(name, monkeypatch):
     factor = build(name)
     names = ("squared_norms", "second_moment", "gram", "project")
     expected = {operation: OPERATIONS[operation](factor) for operation in names}
-    monkeypatch.setattr("persample.factors.blocks.BLOCK", 30)
-    monkeypatch.setattr(plan, "BLOCK", 1)
+    monkeypatch.setattr(plan, "BLOCK", 30)
     for operation in names:
         assert_trees_close(OPERATIONS[operation](factor), expected[operation], 1e-9)
 

@@ -18,11 +18,8 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
 
     Raises:
         ArgumentError: if one is not of the values it can take.
-        NotImplementedError: for the compiled engine.
     """
     _check_choice("engine", engine, ("eager", "compiled", "loop"))
-    if engine == "compiled":
-        raise NotImplementedError("engine='compiled' is not built yet; use engine='eager' or engine='loop'.")
     _check_choice("randomness", randomness, ("error", "same", "different"))
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size > 0):
         fix = "Pass how many samples to process at a time, or None for all."

@@ -8,9 +8,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from persample.factors import plan
 from persample.factors.dense import Dense
-from persample.factors.plan import BLOCK
 from persample.factors.protocol import Factor
+from persample.numeric import is_traced
 
 
 def written_out(factor: Factor) -> Iterator[tuple[slice, Dense]]:
@@ -22,12 +23,12 @@ def written_out(factor: Factor) -> Iterator[tuple[slice, Dense]]:
     Yields:
         The samples of the block, and their gradients.
     """
-    size, step = len(factor), max(1, BLOCK // max(1, prod(factor.shape)))
+    size, step = len(factor), plan.rows_at_a_time(len(factor), prod(factor.shape))
     buffer: Tensor | None = None
     for start in range(0, size, step):
         index = slice(start, min(start + step, size))
         count = index.stop - index.start
-        buffer = factor.rows(index).materialize(None if buffer is None else buffer[:count])
+        buffer = factor.rows(index).materialize(None if buffer is None or is_traced(buffer) else buffer[:count])
         yield index, Dense(buffer)
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample import numeric
+from persample.factors import plan
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.factors.plan import BLOCK
 from persample.factors.protocol import Factor
 
 
@@ -133,8 +133,9 @@ class Embedding:
         used, position = self.index.unique(return_inverse=True)
         opposite = _looked_up(other, used)
         mine = replace(self, index=position, shape=(len(used), self.signals.shape[2]))
-        step = max(1, 4 * BLOCK // (max(len(self), len(other)) * len(used)))
-        columns = [slice(start, start + step) for start in range(0, self.signals.shape[2], step)]
+        width = self.signals.shape[2]
+        step = plan.rows_at_a_time(width, max(len(self), len(other)) * len(used), share=4)
+        columns = [slice(start, start + step) for start in range(0, width, step)]
         return functools.reduce(
             torch.add,
             (Dense(_columns(mine, part).to(dtype)).gram(Dense(_columns(opposite, part).to(dtype))) for part in columns),

@@ -205,7 +205,7 @@ def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple
         Some rows of both.
     """
     groups, rows, columns = one.layout.block
-    step = max(1, 4 * plan.BLOCK // (max(len(one), len(other)) * groups * columns))
+    step = plan.rows_at_a_time(rows, max(len(one), len(other)) * groups * columns, share=4)
     for start in range(0, rows, step):
         index = slice(start, start + step)
         first, second = (x.left[..., index].mT.to(dtype) @ x.right.to(dtype) for x in (one, other))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 # A gradient larger than this is not written out for all samples only to be a little smaller than its factors.
 _LARGE = 2**24
 # Blocks of this many numbers stay in cache, and are large enough for matrix products at full speed.
 BLOCK = 2**20
+_local = threading.local()
 
 
 def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int) -> bool:
@@ -41,3 +44,37 @@ def gram_is_cheaper(steps: int, rows: int, columns: int) -> bool:
         columns: i.
     """
     return 2 * steps * steps * (rows + columns) < steps * rows * columns
+
+
+def rows_at_a_time(count: int, each: int, share: int = 1) -> int:
+    """Return how many rows to write out at a time: those of a block.
+
+    Args:
+        count: how many there are.
+        each: numbers in one row.
+        share: how many blocks' worth may be written.
+    """
+    totals = getattr(_local, "totals", None)
+    if totals is not None:
+        totals.append(count * each)
+        return max(1, count)
+    return max(1, share * BLOCK // max(1, each))
+
+
+@contextmanager
+def unbroken() -> Iterator[list[int]]:
+    """Write everything at once meanwhile, so that a program for any number of samples has no loop over them.
+
+    Yields:
+        How many numbers were written each time: see ``is_small``.
+    """
+    _local.totals = totals = []
+    try:
+        yield totals
+    finally:
+        _local.totals = None
+
+
+def is_small(numbers: float) -> bool:
+    """Return whether so many numbers may be written out at once."""
+    return numbers <= _LARGE

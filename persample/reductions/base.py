@@ -17,10 +17,12 @@ class Reduction:
     over all chunks, into the result. ``divides_by_weight`` says that the result is an average, so that a call whose
     weights are negative or sum to ``needs_more_than`` or less is refused before anything is computed. ``uses`` names
     the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call: gradients are written out for all
-    samples only if "materialize" is among them, or if that is smaller.
+    samples only if "materialize" is among them, or if that is smaller. ``live`` names the fields whose numbers and
+    tensors may change from call to call without another program of the compiled engine.
     """
 
     uses: ClassVar[frozenset[str]] = frozenset({"materialize"})
+    live: ClassVar[tuple[str, ...]] = ()
     divides_by_weight = False
 
     @property

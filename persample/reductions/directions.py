@@ -42,6 +42,7 @@ class Dot(Rows):
     direction: Any
     stacked: bool = False
     uses: ClassVar[frozenset[str]] = frozenset({"dot"})
+    live: ClassVar[tuple[str, ...]] = ("direction",)
 
     def check(self, spec: ParamSpec) -> None:
         """Refuse a direction that is not like the parameters."""

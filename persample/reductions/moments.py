@@ -68,6 +68,7 @@ class Variance(Reduction):
 
     correction: float = 1
     uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
+    live: ClassVar[tuple[str, ...]] = ("correction",)
     divides_by_weight = True
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ class _Clipped(_Scaled):
     max_norm: float | Tensor
     per_param: bool = False
     uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
+    live: ClassVar[tuple[str, ...]] = ("max_norm",)
 
     def __post_init__(self) -> None:
         number = isinstance(self.max_norm, Real) or (isinstance(self.max_norm, Tensor) and self.max_norm.ndim == 0)

@@ -1,0 +1,75 @@
+"""From a graph of aten operations to compiled code."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def lower(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
+    """Compile a graph with Inductor, the compiler behind ``torch.compile``.
+
+    Its own entry point is called, below the guards of ``torch.compile``: what they would check is in our key. Where no
+    code can be made, one warning says so, and the graph is run operation by operation.
+
+    Args:
+        graph: a flat graph of aten operations without state.
+        mode: the mode of the inputs.
+        inputs: fake tensors like those it will be called with.
+
+    Returns:
+        A function from a list of tensors (which it empties) to the outputs.
+    """
+    flat = functional(graph, mode, inputs)
+    try:
+        return _compiled(flat, mode, inputs)
+    except Exception as error:  # noqa: BLE001 (whatever goes wrong in a compiler, the graph is right)
+        warnings.warn(_advice(error), RuntimeWarning, stacklevel=2)
+        return lambda tensors: graph(*tensors)
+
+
+def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
+    """Return the same graph without writes in place, and in the operations that Inductor knows.
+
+    Args:
+        graph: a flat graph of aten operations.
+        mode: the mode of the inputs.
+        inputs: fake tensors like those it will be called with.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    with mode:
+        return make_fx(torch.func.functionalize(graph), decomposition_table=select_decomp_table())(*inputs)
+
+
+def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(mode):
+        joint_graph_passes(graph)
+        code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
+    return code
+
+
+def _advice(error: Exception) -> str:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if isinstance(error, InvalidCxxCompiler) or isinstance(error.__cause__, InvalidCxxCompiler):
+        reason = "found no C++ compiler. Install one (Debian: apt install g++), or point CXX to it"
+    else:
+        reason = f"failed in torch's compiler ({type(error).__name__}: {str(error).splitlines()[0]})"
+    return (
+        f"engine='compiled' {reason}. The traced program runs operation by operation meanwhile: the same results, faster "
+        "than engine='eager' and slower than compiled code."
+    )

@@ -1,0 +1,115 @@
+"""Trees of the form of one seen before, taken apart and put together without looking further: pytrees cost more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from persample.engines.compiled.packing import Slot, unpack
+
+_TENSORS = {Tensor, nn.Parameter, nn.Buffer}
+_CONSTANTS = {int, float, bool, str, bytes, complex, type(None)}
+Take = Callable[[Any, list[Any]], bool]
+
+
+def taker(tree: Any, leaf: Callable[[Any], Take | None]) -> Take | None:
+    """Return a function that appends the leaves of a tree to a list, and says whether it has the form of this one.
+
+    Args:
+        tree: tuples, lists and dicts, nested, of leaves.
+        leaf: does the same for a leaf, or returns None for what it does not know.
+
+    Returns:
+        The function, or None if there is something else in the tree.
+    """
+    kind = type(tree)
+    if kind in {tuple, list}:
+        children = [taker(child, leaf) for child in tree]
+        return None if None in children else _row(kind, children)
+    if kind is dict:
+        children = [taker(child, leaf) for child in tree.values()]
+        return None if None in children else _dict(list(tree), children)
+    return leaf(tree)
+
+
+def tensor(x: Any) -> Take | None:
+    """Return a taker of a tensor, or of a constant equal to this one.
+
+    Args:
+        x: the leaf.
+    """
+    if type(x) in _TENSORS:
+        return any_of(_TENSORS)
+    return equal(x) if type(x) in _CONSTANTS else None
+
+
+def equal(x: Any) -> Take:
+    """Return a taker of nothing, that asks for an equal constant, or else for the same object.
+
+    Args:
+        x: the leaf.
+    """
+    if type(x) in _CONSTANTS:
+        return lambda y, _: type(y) is type(x) and y == x
+    return lambda y, _: y is x
+
+
+def any_of(kinds: Container[type]) -> Take:
+    """Return a taker of a leaf of some classes.
+
+    Args:
+        kinds: the classes.
+    """
+
+    def take(x: Any, leaves: list[Any]) -> bool:
+        leaves.append(x)
+        return type(x) in kinds
+
+    return take
+
+
+def _row(kind: type, children: Sequence[Any]) -> Take:
+    count = len(children)
+
+    def take(x: Any, leaves: list[Any]) -> bool:
+        if type(x) is not kind or len(x) != count:
+            return False
+        for child, value in zip(children, x):  # noqa: B905 (equal lengths, and in a hurry)
+            if not child(value, leaves):
+                return False
+        return True
+
+    return take
+
+
+def _dict(names: Sequence[Any], children: Sequence[Any]) -> Take:
+    def take(x: Any, leaves: list[Any]) -> bool:
+        if type(x) is not dict or list(x) != names:
+            return False
+        for child, value in zip(children, x.values()):  # noqa: B905 (equal lengths, and in a hurry)
+            if not child(value, leaves):
+                return False
+        return True
+
+    return take
+
+
+def maker(outline: Any) -> Callable[[Sequence[Tensor]], Any]:
+    """Return what ``unpack`` does, specialized.
+
+    Args:
+        outline: a tree with slots.
+    """
+    kind = type(outline)
+    if kind is Slot:
+        return itemgetter(outline.index)
+    if kind not in {list, tuple, dict}:
+        return lambda tensors: unpack(outline, tensors)
+    made = [maker(child) for child in (outline.values() if kind is dict else outline)]
+    if kind is dict:
+        pairs = list(zip(outline, made, strict=True))
+        return lambda tensors: {name: child(tensors) for name, child in pairs}
+    return lambda tensors: kind([child(tensors) for child in made])

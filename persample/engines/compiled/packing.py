@@ -1,0 +1,87 @@
+"""Trees of results, partial results and factors as flat lists of tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from persample import trees
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor.
+
+    Args:
+        index: which of the tensors.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A dataclass (a mergeable leaf, a factor) with slots for its tensors.
+
+    Args:
+        kind: the class.
+        parts: what its fields hold.
+    """
+
+    kind: type
+    parts: tuple[Any, ...]
+
+
+def pack(tree: Any) -> tuple[list[Tensor], Any]:
+    """Take the tensors out of a tree.
+
+    Args:
+        tree: a pytree of tensors and of dataclasses that hold tensors.
+
+    Returns:
+        The tensors, and the tree with slots in their places.
+
+    Examples:
+        >>> import torch
+        >>> from persample.merge import Summed
+        >>> tensors, outline = pack({"sum": Summed(torch.tensor(1.0))})
+        >>> unpack(outline, [torch.tensor(2.0)])["sum"].value
+        tensor(2.)
+    """
+    tensors: list[Tensor] = []
+
+    def taken(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            return Slot(len(tensors) - 1)
+        if type(x) is tuple:
+            return tuple(map(taken, x))
+        if is_dataclass(x) and not isinstance(x, type):
+            return Made(type(x), tuple(taken(getattr(x, field.name)) for field in fields(x)))
+        return x
+
+    return tensors, trees.tree_map(taken, tree)
+
+
+def unpack(outline: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put tensors in the slots that ``pack`` left.
+
+    Args:
+        outline: a tree with slots.
+        tensors: one per slot.
+
+    Returns:
+        The tree.
+    """
+
+    def put(x: Any) -> Any:
+        if isinstance(x, Slot):
+            return tensors[x.index]
+        if isinstance(x, Made):
+            return x.kind(*map(put, x.parts))
+        return tuple(map(put, x)) if type(x) is tuple else x
+
+    return trees.tree_map(put, outline)

@@ -1,0 +1,200 @@
+"""A compiled program: what it was traced from, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch._dynamo.source import ConstantSource
+
+from persample import trees
+from persample.engines.compiled.lower import Run, lower
+from persample.engines.compiled.packing import unpack
+from persample.engines.compiled.reads import Reads
+from persample.engines.compiled.sizes import Varying, unified
+from persample.engines.compiled.task import Task
+from persample.factors import plan
+from persample.engines.compiled.trace import Format, Traced, trace
+from persample.output import memory
+
+
+class DoubtfulError(ArithmeticError):
+    """Raised by a program for numbers so large or small that it was not made for them."""
+
+
+@dataclass
+class Program:
+    """Compiled code with what surrounds it.
+
+    Args:
+        run: the code.
+        captured: the tensors behind its last inputs: numbers of those that were read, or tensors held as they are.
+        values: of tensors that were read, the values that the code relies on.
+        outline: what makes the result of the outputs.
+        noted: whether the last output tells that the others do not count.
+        fits: whether the sizes of a call are among those it was made for.
+    """
+
+    run: Run
+    captured: list[int | Tensor]
+    values: list[tuple[int | Tensor, Any]]
+    outline: Any
+    noted: bool
+    fits: Callable[[Sequence[Format]], bool]
+    _shared: list[int] | None = field(default=None)
+
+    def holds(self, reads: Reads) -> bool:
+        """Return whether the values that it relies on are what they were.
+
+        Args:
+            reads: what the loss reads now.
+        """
+        return all(_found(x, reads).item() == value for x, value in self.values)
+
+    def inputs(self, reads: Reads) -> list[Tensor]:
+        """Return its last inputs.
+
+        Args:
+            reads: what the loss reads now.
+        """
+        return [_found(x, reads) for x in self.captured]
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """Return the result.
+
+        Args:
+            tensors: all inputs.
+        """
+        return unpack(self.outline, self.outputs(tensors))
+
+    def outputs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Run the code.
+
+        Args:
+            tensors: all inputs.
+
+        Returns:
+            The tensors of the result, none of which shares memory with an input or with another.
+
+        Raises:
+            DoubtfulError: if the numbers are too large or too small for it.
+        """
+        given = None if self._shared is not None else [memory(x) for x in tensors]
+        outputs = list(self.run(tensors))
+        if self.noted and outputs.pop():
+            raise DoubtfulError
+        if given is not None:
+            self._shared = _sharing(outputs, given)
+        for place in self._shared or ():
+            outputs[place] = outputs[place].clone()
+        return outputs
+
+
+def static(task: Task, reads: Reads) -> Program:
+    """Compile a program for the sizes of one task.
+
+    Args:
+        task: what to compute.
+        reads: what its loss reads.
+    """
+    formats = [Format.of(x) for x in task.tensors]
+    traced = trace(task, lambda: [f.empty() for f in formats])
+    mode = FakeTensorMode()
+    with mode:
+        inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
+    return _program(traced, lower(traced.graph, mode, inputs), reads, lambda other: list(other) == formats)
+
+
+def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
+    """Compile a program for all values of some sizes.
+
+    Args:
+        task: what to compute.
+        reads: what its loss reads.
+        varying: which sizes vary.
+
+    Returns:
+        The program, or None where no one graph serves all sizes.
+    """
+    formats = [Format.of(x) for x in task.tensors]
+
+    def at(sizes: Sequence[Any]) -> list[Tensor]:
+        return [f.empty(*form) for f, form in zip(formats, varying.forms(formats, sizes), strict=True)]
+
+    points, now = varying.points(), varying.of(formats)
+    with plan.unbroken() as written:
+        traces = [trace(task, lambda: at(point)) for point in points]
+    graph = unified([traced.graph for traced in traces], varying)
+    first = traces[0]
+    if now is None or graph is None or not all(_is_alike(traced, first) for traced in traces):
+        return None
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    with mode:
+        inputs = at([_symbol(env, place, hint) for place, hint in enumerate(now)])
+        inputs += [Format.of(x).empty() for x in first.captured]
+    run = lower(graph, mode, inputs)
+    fixed = varying.fixed(formats)
+
+    def fits(other: Sequence[Format]) -> bool:
+        sizes = varying.of(other)
+        if sizes is None or varying.fixed(other) != fixed:
+            return False
+        share = max(size / point for size, point in zip(sizes, points[-1], strict=True))
+        return plan.is_small(max(written, default=0) * share) and _allows(env, sizes)
+
+    return _program(first, run, reads, fits) if fits(formats) else None
+
+
+def _program(traced: Traced, run: Run, reads: Reads, fits: Callable[[Sequence[Format]], bool]) -> Program:
+    places = {id(x): place for place, x in enumerate(reads.tensors)}
+    captured = [places.get(id(x), x) for x in traced.captured]
+    values = [(places.get(id(x), x), value) for x, value in traced.values]
+    return Program(run, captured, values, traced.outline, traced.noted, fits)
+
+
+def _is_alike(one: Traced, other: Traced) -> bool:
+    """Return whether two traces differ in nothing but their graphs; constants made on the way have equal values."""
+    facts = [(trees.flatten(x.outline), x.noted, [(id(y), value) for y, value in x.values]) for x in (one, other)]
+    pairs = list(zip(one.captured, other.captured, strict=False))
+    same = len(one.captured) == len(other.captured) and all(x is y or _is_equal(x, y) for x, y in pairs)
+    return facts[0] == facts[1] and same
+
+
+def _is_equal(x: Tensor, y: Tensor) -> bool:
+    return Format.of(x) == Format.of(y) and torch.equal(x, y)
+
+
+def _found(x: int | Tensor, reads: Reads) -> Tensor:
+    return x if isinstance(x, Tensor) else reads.tensors[x]
+
+
+def _symbol(env: ShapeEnv, number: int, hint: int) -> Any:
+    source = ConstantSource(f"size{number}")
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _allows(env: ShapeEnv, sizes: Sequence[int]) -> bool:
+    """Return whether what the compiler took for granted about the sizes holds for some."""
+    if min(sizes) < 2 or env.replacements:
+        return False
+    values = dict(zip(env.backed_var_to_val, sizes, strict=False))
+    conditions = [guard.expr for guard in env.guards]
+    return all(bool(condition.xreplace(values)) for condition in conditions)
+
+
+def _sharing(outputs: Sequence[Tensor], taken: Sequence[int]) -> list[int]:
+    """Return which outputs share memory with an input, or with an output before them."""
+    seen, shared = set(taken), []
+    for place, x in enumerate(outputs):
+        if x.numel() and memory(x) in seen:
+            shared.append(place)
+        seen.add(memory(x))
+    return shared

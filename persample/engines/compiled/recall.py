@@ -1,0 +1,204 @@
+"""Calls like one before: the program is run at once, after the few comparisons that show that it is the right one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
+from torch._C._functorch import peek_interpreter_stack
+
+from persample import trees
+from persample.engines.compiled.cache import on_clear
+from persample.engines.compiled.matching import Take, any_of, equal, maker, taker, tensor
+from persample.engines.compiled.program import DoubtfulError, Program
+from persample.engines.compiled.reads import Reads
+from persample.engines.compiled.state import settings
+from persample.engines.compiled.task import Task, as_input
+from persample.engines.compiled.trace import Format
+from persample.reductions import Reduction
+
+_MOST = 64
+_MOST_OF_ONE = 4
+_calls: OrderedDict[Any, list[Recalled]] = OrderedDict()
+on_clear(_calls.clear)
+
+
+@dataclass
+class Match:
+    """What a call must be like.
+
+    Args:
+        options: the arguments that are compared as they are.
+        params: takes the parameters apart; a module must be the same one.
+        batch: takes the batch apart.
+        reduce: takes the reductions apart, and compares what is fixed in them.
+        fixed: the parameters of a module.
+        numbers: numbers and tensors in the reductions, and what was made of them.
+        captured: the program's last inputs.
+        guards: what torch checks of all inputs.
+        settings: those of torch.
+    """
+
+    options: tuple[Any, ...]
+    params: Take
+    batch: Take
+    reduce: Take
+    fixed: list[Tensor]
+    numbers: list[tuple[Any, Tensor]]
+    captured: list[Tensor]
+    guards: Any
+    settings: Any
+
+    def inputs(self, params: Any, batch: Any, reduce: Any, options: tuple[Any, ...]) -> list[Tensor] | None:
+        """Return the program's inputs, or None if the call is another one.
+
+        Args:
+            params: as in ``per_sample_grads``.
+            batch: the same.
+            reduce: the same.
+            options: the arguments that are compared as they are.
+        """
+        tensors, numbers = [*self.fixed], list[Any]()
+        if options != self.options or not self.params(params, tensors) or not self.batch(batch, tensors):
+            return None
+        if not self.reduce(reduce, numbers):
+            return None
+        for number, (value, made) in zip(numbers, self.numbers):  # noqa: B905 (as many, and in a hurry)
+            known = number is value and not isinstance(value, Tensor)
+            tensors.append(made if known else as_input(number, made.device))
+        tensors += self.captured
+        alike = self.guards.check(*tensors) and settings(tensors[0].device) == self.settings
+        return tensors if alike and _is_plain() else None
+
+
+@dataclass
+class Recalled:
+    """A call that may come again.
+
+    Args:
+        program: its program.
+        reads: what its loss reads.
+        match: what the call must be like.
+        result: makes the result of the program's outputs.
+    """
+
+    program: Program
+    reads: Reads
+    match: Match
+    result: Callable[[Sequence[Tensor]], Any]
+
+    def __call__(self, *call: Any) -> Any:
+        """Return the result of a call, or None if it is not like this one.
+
+        Args:
+            *call: params, batch, reduce and options, as for ``recall``.
+        """
+        tensors = self.match.inputs(*call)
+        if tensors is None or not self.reads.hold() or not self.program.holds(self.reads):
+            return None
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as no_grad does, without a context
+        try:
+            return self.result(self.program.outputs(tensors))
+        except DoubtfulError:
+            return None
+        finally:
+            torch._C._set_grad_enabled(recording)
+
+
+def recall(loss_fn: Any, params: Any, batch: Any, reduce: Any, options: tuple[Any, ...]) -> Any:
+    """Return the result of a call like one before, or None if it is not known to be one.
+
+    Args:
+        loss_fn: as in ``per_sample_grads``.
+        params: the same.
+        batch: the same.
+        reduce: the same.
+        options: the arguments that are compared as they are.
+    """
+    try:
+        known = _calls.get(loss_fn, ())
+    except TypeError:  # not hashable
+        return None
+    for call in known:
+        result = call(params, batch, reduce, options)  # no result is None: there is always something asked for
+        if result is not None:
+            return result
+    return None
+
+
+def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) -> None:
+    """Remember a call, if the next one like it can be told by a few comparisons.
+
+    Args:
+        task: what was computed.
+        program: by which program.
+        reads: what its loss reads.
+        call: loss_fn, params, batch, reduce and options, as for ``recall``.
+    """
+    loss_fn, params, batch, reduce, options = call
+    is_module = isinstance(params, nn.Module)
+    fixed = [p for p in params.parameters() if p.requires_grad] if is_module else []
+    takes = equal(params) if is_module else taker(params, tensor), taker(batch, tensor), taker(reduce, _reduction)
+    given, found = [*fixed], list[Any]()
+    if not all(t and t(x, y) for t, x, y in zip(takes, call[1:], (given, given, found), strict=False)):
+        return
+    mine, device = task.tensors, task.samples.params[0].device
+    if not _is_plain() or len(given) + len(found) != len(mine) or not all(map(_is_same, given, mine)):
+        return
+    captured, numbers = program.inputs(reads), list(zip(found, mine[len(given) :], strict=True))
+    guards = TensorGuards(
+        *given, *(made for _, made in numbers), *captured, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    )
+    result = maker(trees.unflatten(program.outline, trees.structure(reduce)))
+    match = Match(options, *takes, fixed, numbers, captured, guards, settings(device))
+    try:
+        known = _calls.setdefault(loss_fn, [])
+    except TypeError:
+        return
+    _calls[loss_fn] = [Recalled(program, reads, match, result), *known][:_MOST_OF_ONE]
+    _calls.move_to_end(loss_fn)
+    while len(_calls) > _MOST:
+        _calls.popitem(last=False)
+
+
+def _reduction(x: Any) -> Take | None:
+    """Return a taker of the live fields of a reduction of the same class, and equal in what else it says."""
+    if not isinstance(x, Reduction):
+        return equal(x)
+    kind, live = type(x), x.live
+    fixed = [(name, equal(value)) for name, value in vars(x).items() if name not in live]
+    fields = [(name, taker(getattr(x, name), _number)) for name in live]
+    if any(take is None for _, take in fields):
+        return None
+    parts: list[tuple[str, Any]] = [*fixed, *fields]
+
+    def take(y: Any, numbers: list[Any]) -> bool:
+        if type(y) is not kind:
+            return False
+        for name, part in parts:
+            if not part(getattr(y, name), numbers):
+                return False
+        return True
+
+    return take
+
+
+def _number(x: Any) -> Take | None:
+    return any_of({int, float}) if type(x) in {int, float} else tensor(x)
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are the same to a program."""
+    return x.data_ptr() == y.data_ptr() and Format.of(x) == Format.of(y)
+
+
+def _is_plain() -> bool:
+    """Return whether nothing is around that a program would have to be run differently for."""
+    inside = peek_interpreter_stack() is not None or torch.is_inference_mode_enabled() or torch.is_autocast_enabled()
+    return not inside and not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,25 @@
+"""Settings of torch that decide what a program computes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+
+def settings(device: torch.device) -> tuple[Hashable, ...]:
+    """Return the settings that a compiled program depends on: dtypes, devices, autocast, threads, precision, kernels.
+
+    Args:
+        device: where the parameters are.
+    """
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,  # slow to ask
+        autocast and (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

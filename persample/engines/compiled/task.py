@@ -1,0 +1,132 @@
+"""What a program computes, as a function of one flat list of tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import trees
+from persample.engines.eager import eager
+from persample.lift import Lift
+from persample.loss import SampleLoss
+from persample.numeric import full_precision
+from persample.reductions import Reduction
+from persample.samples import Samples
+
+
+@dataclass(frozen=True)
+class Task:
+    """One chunk of one call.
+
+    Args:
+        lift: what to do with the gradients.
+        loss: the loss of one sample.
+        samples: the chunk, not empty.
+        randomness: as in ``torch.func.vmap``.
+        finishes: compute the results themselves, not only what chunks are merged from.
+    """
+
+    lift: Lift
+    loss: SampleLoss
+    samples: Samples
+    randomness: str
+    finishes: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the program is called with."""
+        leaves = [x for x in self.samples.leaves if isinstance(x, Tensor)]
+        weights = [] if self.samples.weights is None else [self.samples.weights]
+        return [*self.samples.params, *leaves, *weights, *self._live[0]]
+
+    @property
+    def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
+        device = self.samples.params[0].device
+        numbers, structure = trees.flatten([live_fields(reduction) for reduction in self.lift.wanted])
+        return [as_input(x, device) for x in numbers], structure
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the program was made for beside the formats of its tensors, by name."""
+        loss, samples = self.loss, self.samples
+        wanted = {f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.lift.wanted)}
+        return {"loss_fn": loss.fn, "params": loss.params.modules, **wanted} | {
+            "batch": tuple(None if isinstance(x, Tensor) else x for x in samples.leaves)
+        }
+
+    @property
+    def structure(self) -> Hashable:
+        """How the tensors are arranged."""
+        loss, samples = self.loss, self.samples
+        return (
+            (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
+            (samples.params_batched, samples.leaves_batched, samples.weights is None),
+            (self.randomness, self.finishes, self._live[1]),
+        )
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Compute with other tensors.
+
+        Args:
+            tensors: like ``self.tensors``, perhaps of other sizes.
+
+        Returns:
+            The finished results, or what ``lift`` returns.
+        """
+        given, (live, structure) = iter(tensors), self._live
+        params = tuple(next(given) for _ in self.samples.params)
+        leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.samples.leaves)
+        weights = None if self.samples.weights is None else next(given)
+        fields = trees.unflatten([next(given) for _ in live], structure)
+        lift = Lift([_changed(r, new) for r, new in zip(self.lift.wanted, fields, strict=True)], products=True)
+        split = [*self.samples.params_batched, *self.samples.leaves_batched]
+        size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
+        samples = replace(self.samples, size=size, params=params, leaves=leaves, weights=weights)
+        lifted, connected = eager(lift, self.loss, samples, self.randomness)
+        if not self.finishes:
+            return lifted, connected
+        with full_precision(params[0].device):
+            return lift.finish(lifted)
+
+
+def as_input(x: Any, device: torch.device) -> Tensor:
+    """Return a number or tensor of a reduction as an input of a program.
+
+    Args:
+        x: the number or tensor.
+        device: where the parameters are.
+    """
+    if isinstance(x, Tensor):
+        return x.detach().to(device)
+    return torch.tensor(x, dtype=torch.float64, device=device)
+
+
+def live_fields(reduction: Reduction) -> dict[str, Any]:
+    """Return the numbers and tensors of a reduction that may change from call to call.
+
+    Args:
+        reduction: the reduction.
+    """
+    return {name: getattr(reduction, name) for name in reduction.live}
+
+
+def fixed_fields(reduction: Reduction) -> tuple[Any, ...]:
+    """Return a reduction's class and what else of it a program is made for.
+
+    Args:
+        reduction: the reduction.
+    """
+    fixed = {name: x for name, x in vars(reduction).items() if name not in reduction.live}
+    return type(reduction), fixed
+
+
+def _changed(reduction: Reduction, fields: dict[str, Any]) -> Reduction:
+    changed = copy.copy(reduction)  # not made anew: fields were checked, and tensors that are traced cannot be
+    for name, value in fields.items():
+        object.__setattr__(changed, name, value)
+    return changed

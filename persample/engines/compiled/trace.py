@@ -1,0 +1,143 @@
+"""From a function of tensors to one flat graph of aten operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from persample.engines.compiled.packing import pack
+from persample.numeric import exceptions_noted, is_expanded
+
+
+class Format(NamedTuple):
+    """What a program must know of a tensor that it is given.
+
+    Attributes:
+        shape: its sizes.
+        stride: its strides.
+        dtype: its dtype.
+        device: where it is.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Format:
+        """Return the format of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+    def empty(self, shape: Sequence[Any] | None = None, stride: Sequence[Any] | None = None) -> Tensor:
+        """Return a tensor of this format, or of another size, that holds anything."""
+        sizes, steps = shape or self.shape, stride or self.stride
+        return torch.empty_strided(sizes, steps, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as a graph.
+
+    Args:
+        graph: from the inputs, then the captured tensors, to the tensors of the result, then whether it counts not.
+        captured: tensors that the function took from elsewhere.
+        values: numbers that it read from such tensors, and relied on.
+        outline: what makes the result of its tensors.
+        noted: whether the last output tells of exceptional cases, in which the others do not count.
+    """
+
+    graph: GraphModule
+    captured: list[Tensor]
+    values: list[tuple[Tensor, Any]]
+    outline: Any
+    noted: bool
+
+
+class _Values(TorchDispatchMode):
+    """Lets values of tensors be read that are not traced: those that the loss closed over."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read: list[tuple[Tensor, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Read a value, or let the operation be.
+
+        Args:
+            func: an operation of aten.
+            types: the subclasses of tensors among the arguments.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the operation returns.
+        """
+        if func is not torch.ops.aten._local_scalar_dense.default or isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        with untraced():
+            value = args[0].item()
+        self.read.append((args[0], value))
+        return value
+
+
+@contextmanager
+def untraced() -> Any:
+    """Compute with real tensors meanwhile, in the midst of a trace.
+
+    Yields:
+        Nothing.
+    """
+    with _disable_current_modes(), disable_proxy_modes_tracing():
+        yield
+
+
+def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]]) -> Traced:
+    """Trace a function.
+
+    Args:
+        function: from tensors to a tree of tensors and of dataclasses that hold some.
+        inputs: makes tensors of the formats that the function will be called with, in whose place fake ones are traced.
+
+    Returns:
+        Its graph.
+    """
+    outline, noted, values = None, False, _Values()
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        nonlocal outline, noted
+        with exceptions_noted() as exceptions, values:
+            results, outline = pack(function(list(tensors)))
+            noted = bool(exceptions)
+            results = [x.clone(memory_format=torch.contiguous_format) if is_expanded(x) else x for x in results]
+            return [*results, torch.stack(exceptions).any()] if noted else results
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = make_fx(flat)(*inputs())
+    captured = _lifted(graph)
+    return Traced(graph, captured, values.read, outline, noted)
+
+
+def _lifted(graph: GraphModule) -> list[Tensor]:
+    """Make the tensors that a graph holds its last inputs, and return them."""
+    nodes = {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    inputs: dict[int, tuple[Any, Tensor]] = {}
+    for node, tensor in nodes.items():
+        if id(tensor) not in inputs:
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"captured_{len(inputs)}")
+            inputs[id(tensor)] = last, tensor
+        node.replace_all_uses_with(inputs[id(tensor)][0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [tensor for _, tensor in inputs.values()]
