@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Long enough to be as fast as one flat norm, short enough that float32 loses nothing inside a block: over 30 million
 # elements a flat float32 norm errs by 14 000 eps, blocks of this length by less than 0.2 (measured, torch 2.13, CPU).
@@ -68,6 +69,13 @@ def exceptions_noted() -> Iterator[list[Tensor]]:
         yield noted
     finally:
         _local.noted = before
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Compute with real tensors meanwhile, also in the midst of a trace."""
+    with _disable_current_modes():
+        yield
 
 
 def _holds(exceptional: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
-from persample.numeric import as_real
+from persample.numeric import as_real, untraced
 from persample.reductions.per_sample import Rows
 from persample.trees import leaves_like, structure
 
@@ -127,6 +127,7 @@ class Project(Rows):
 
     def _signs(self, path: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        left, right = (torch.randint(0, 2, (self.dim, n), generator=generator) for n in (rows, columns))
-        return left * 2.0 - 1.0, right * 2.0 - 1.0
+        with untraced():  # constants: a program must not draw them again
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            left, right = (torch.randint(0, 2, (self.dim, n), generator=generator) for n in (rows, columns))
+            return left * 2.0 - 1.0, right * 2.0 - 1.0

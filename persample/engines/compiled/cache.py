@@ -20,6 +20,11 @@ _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
 _lock = threading.RLock()
+Facts = tuple[tuple[str, Hashable], ...]
+
+
+class UntraceableError(Exception):
+    """Raised for what cannot be traced, the first time and every time after."""
 
 
 @dataclass
@@ -29,16 +34,18 @@ class Family:
     Args:
         programs: the programs, the latest last.
         seen: the formats that they were made for.
-        one_size_only: no one program serves all sizes.
+        failure: why there is no program.
+        is_frozen: no one program serves all numbers of samples.
     """
 
     programs: list[Program] = field(default_factory=list)
     seen: list[list[Format]] = field(default_factory=list)
-    one_size_only: bool = False
+    failure: str = ""
+    is_frozen: bool = False
 
 
 _families: OrderedDict[Hashable, Family] = OrderedDict()
-_histories: OrderedDict[Hashable, list[Reads]] = OrderedDict()  # by the loss's code: what each compilation was made for
+_histories: OrderedDict[Hashable, list[Facts]] = OrderedDict()  # what each compilation of a loss was made for
 _clearers: list[Callable[[], None]] = []
 
 
@@ -62,70 +69,86 @@ def compilations() -> int:
     return sum(len(family.programs) for family in _families.values())
 
 
-def program_of(task: Task) -> tuple[Program, Reads]:
+def program_of(task: Task) -> tuple[Program | None, Reads]:
     """Return the program of a task, compiled if there is none yet, and what its loss reads now.
 
     Args:
         task: what to compute.
+
+    Returns:
+        The program, or None where so many samples should be filled up to a power of two; and what is read.
+
+    Raises:
+        UntraceableError: if there can be no program.
     """
     with _lock:
         now = reads(task.constants)
         formats = [Format.of(x) for x in task.tensors]
         kinds = tuple((len(f.shape), f.dtype, f.device) for f in formats)
-        key = (now.key, task.structure, kinds, settings(formats[0].device))
-        family = _families.setdefault(key, Family())
-        _families.move_to_end(key)
-        found = next((p for p in reversed(family.programs) if p.fits(formats) and p.holds(now)), None)
-        if found is None:
-            try:
-                found = _compiled(family, task, now, formats)
-            finally:
-                if not family.programs:
-                    del _families[key]
+        family = _kept(_families, (now.key, task.structure, kinds, settings(formats[0].device)), Family)
+        found = next((p for p in reversed(family.programs) if p.fits(task, formats) and p.holds(now)), None)
+        if found is None and not (family.is_frozen and _filled(task.samples.size) > task.samples.size):
+            if family.failure:
+                raise UntraceableError(family.failure)
             _notice(task, now)
-        while len(_families) > _MOST_FAMILIES:
-            _families.popitem(last=False)
+            found = _compiled(family, task, now, formats)
         return found, now
 
 
-def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> Program:
-    program = None
-    for before in reversed(family.seen):
-        varying = Varying.between(before, formats)
-        if varying is not None:
-            program = dynamic(task, now, varying)
-            break
-    program = static(task, now) if program is None else program
+def _kept(table: OrderedDict[Any, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return an entry of a table of bounded size, which is now the latest."""
+    entry = table.setdefault(key, make())
+    table.move_to_end(key)
+    while len(table) > _MOST_FAMILIES:
+        table.popitem(last=False)
+    return entry
+
+
+def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> Program | None:
+    changes = (Varying.between(before, formats) for before in reversed(family.seen))
+    varying = next((change for change in changes if change is not None), None)
+    try:
+        program = None if varying is None else dynamic(task, now, varying)
+        if program is None and varying is not None and varying.is_batch_only(task):
+            family.is_frozen = True
+            if _filled(task.samples.size) > task.samples.size:
+                return None
+        program = static(task, now) if program is None else program
+    except Exception as error:
+        # As text: its traceback would keep the batch alive.
+        family.failure = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        raise UntraceableError(family.failure) from error
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]
     return program
 
 
+def _filled(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
 def _notice(task: Task, now: Reads) -> None:
-    """Warn if one loss is compiled again and again, and say what changes."""
+    """Warn if one loss is compiled again and again for the same reductions, and say what changes."""
     code = getattr(task.loss.fn, "__code__", type(task.loss.fn))
-    history = _histories.setdefault(code, [])
-    _histories.move_to_end(code)
-    while len(_histories) > _MOST_FAMILIES:
-        _histories.popitem(last=False)
-    history.append(now)
+    history = _kept(_histories, (code, tuple(map(type, task.lift.wanted)), task.finishes), list)
+    history.append(now.key)
     if len(history) == _OFTEN:
-        cause = _difference(history[-2], now)
         warnings.warn(
-            f"engine='compiled' compiled the same loss_fn {_OFTEN} times: {cause}. Every compilation costs seconds. Pass "
-            "what changes in batch (unbatched, with None in in_dims) or as a tensor, or use engine='eager'.",
+            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time: {_difference(*history[-2:])}. Every "
+            "compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a tensor, or "
+            "use engine='eager'.",
             RuntimeWarning,
             stacklevel=6,
         )
 
 
-def _difference(before: Reads, now: Reads) -> str:
-    for (path, old), (other, new) in zip(before.facts, now.facts, strict=False):
+def _difference(before: Facts, now: Facts) -> str:
+    for (path, old), (other, new) in zip(before, now, strict=False):
         if path != other:
             return f"it reads {other} now, and {path} before"
         if old != new:
             return f"{path} changed"
-    return "the sizes or dtypes of its inputs, the reductions or torch's settings change"
+    return "sizes, dtypes or strides of params or batch, or settings of torch, change"
 
 
 def on_clear(forget: Callable[[], Any]) -> None:

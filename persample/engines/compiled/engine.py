@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from persample.engines.compiled.cache import program_of
+from persample.engines.compiled.cache import UntraceableError, program_of
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.reads import Reads
 from persample.engines.compiled.recall import remember
-from persample.engines.compiled.task import Task
+from persample.engines.compiled.task import Task, filled_up
 from persample.engines.eager import eager
 from persample.errors import LossError
 from persample.lift import Lift
 from persample.loss import SampleLoss
+from persample.merge import Stacked
 from persample.numeric import full_precision
 from persample.samples import Samples
+from persample.trees import tree_map
 
 
 def compiled(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:
@@ -67,7 +71,7 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
         task: what to compute.
 
     Returns:
-        The result, and, where code was run, the program and what its loss reads.
+        The result, and, where its own code was run, the program and what its loss reads.
 
     Raises:
         LossError: as ``compiled`` does.
@@ -76,13 +80,10 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
         return _eagerly(task), None, None
     try:
         program, reads = program_of(task)
-    except Exception as error:
-        _eagerly(task)  # what is wrong with the loss itself is said there
-        raise LossError(
-            f"loss_fn cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. "
-            "Its program must not depend on values of params or batch (.item(), .unique(), a mask as an index). Use "
-            "torch.where, or engine='eager' or 'loop'."
-        ) from error
+    except UntraceableError as error:
+        return _without(task, error), None, None
+    if program is None:
+        return _filled_up(task), None, None
     with full_precision(task.samples.params[0].device):
         try:
             return program([*task.tensors, *program.inputs(reads)]), program, reads
@@ -91,8 +92,36 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
 
 
 def _eagerly(task: Task) -> Any:
-    lifted, connected = eager(task.lift, task.loss, task.samples, task.randomness)
+    return _finish(task, *eager(task.lift, task.loss, task.samples, task.randomness))
+
+
+def _finish(task: Task, lifted: Any, connected: Any) -> Any:
     if not task.finishes:
         return lifted, connected
     with full_precision(task.samples.params[0].device):
         return task.lift.finish(lifted)
+
+
+def _without(task: Task, error: UntraceableError) -> Any:
+    """Compute what no program can: finish by itself, if that is what depends on values, else refuse."""
+    if task.finishes:
+        return _finish(task, *compiled(task.lift, task.loss, task.samples, task.randomness))
+    _eagerly(task)  # what is wrong with the loss itself is said here
+    raise LossError(
+        f"loss_fn cannot be compiled ({error}). A program must not depend on values of params or batch (.item(), "
+        ".unique(), a bool mask as an index) or change what it closed over. Use torch.where, or engine='eager' or 'loop'."
+    ) from error
+
+
+def _filled_up(task: Task) -> Any:
+    """Compute with more samples than there are, the last one repeated with weight 0, and leave those out again."""
+    size = task.samples.size
+    lifted, connected = _computed(replace(task, samples=filled_up(task.samples), finishes=False))[0]
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, Stacked):
+            return leaf
+        rows = leaf.rows
+        return replace(leaf, rows=rows[:size] if isinstance(rows, Tensor) else rows.rows(slice(0, size)))
+
+    return _finish(task, tree_map(first, lifted), connected)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
-def lower(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
+def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
     """Compile a graph with Inductor, the compiler behind ``torch.compile``.
 
     Its own entry point is called, below the guards of ``torch.compile``: what they would check is in our key. Where no
@@ -23,13 +23,13 @@ def lower(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) ->
 
     Args:
         graph: a flat graph of aten operations without state.
+        flat: the same, made functional.
         mode: the mode of the inputs.
         inputs: fake tensors like those it will be called with.
 
     Returns:
         A function from a list of tensors (which it empties) to the outputs.
     """
-    flat = functional(graph, mode, inputs)
     try:
         return _compiled(flat, mode, inputs)
     except Exception as error:  # noqa: BLE001 (whatever goes wrong in a compiler, the graph is right)

@@ -13,13 +13,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch._dynamo.source import ConstantSource
 
-from persample import trees
-from persample.engines.compiled.lower import Run, lower
+from persample.engines.compiled.lower import Run, functional, lower
 from persample.engines.compiled.packing import unpack
 from persample.engines.compiled.reads import Reads
-from persample.engines.compiled.sizes import Varying, unified
+from persample.engines.compiled.sizes import Sizes, Varying
 from persample.engines.compiled.task import Task
-from persample.factors import plan
 from persample.engines.compiled.trace import Format, Traced, trace
 from persample.output import memory
 
@@ -46,7 +44,7 @@ class Program:
     values: list[tuple[int | Tensor, Any]]
     outline: Any
     noted: bool
-    fits: Callable[[Sequence[Format]], bool]
+    fits: Callable[[Task, Sequence[Format]], bool]
     _shared: list[int] | None = field(default=None)
 
     def holds(self, reads: Reads) -> bool:
@@ -108,7 +106,8 @@ def static(task: Task, reads: Reads) -> Program:
     mode = FakeTensorMode()
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
-    return _program(traced, lower(traced.graph, mode, inputs), reads, lambda other: list(other) == formats)
+    run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
+    return _program(traced, run, reads, lambda _, other: other == formats)
 
 
 def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
@@ -122,53 +121,32 @@ def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
     Returns:
         The program, or None where no one graph serves all sizes.
     """
-    formats = [Format.of(x) for x in task.tensors]
-
-    def at(sizes: Sequence[Any]) -> list[Tensor]:
-        return [f.empty(*form) for f, form in zip(formats, varying.forms(formats, sizes), strict=True)]
-
-    points, now = varying.points(), varying.of(formats)
-    with plan.unbroken() as written:
-        traces = [trace(task, lambda: at(point)) for point in points]
-    graph = unified([traced.graph for traced in traces], varying)
-    first = traces[0]
-    if now is None or graph is None or not all(_is_alike(traced, first) for traced in traces):
+    family = Sizes.of(task, varying)
+    if family is None:
         return None
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     with mode:
-        inputs = at([_symbol(env, place, hint) for place, hint in enumerate(now)])
-        inputs += [Format.of(x).empty() for x in first.captured]
-    run = lower(graph, mode, inputs)
-    fixed = varying.fixed(formats)
+        now = varying.of(family.formats) or ()
+        inputs = family.inputs([_symbol(env, place, hint) for place, hint in enumerate(now)])
+        inputs += [Format.of(x).empty() for x in family.traced.captured]
+    flat = functional(family.graph, mode, inputs)
+    if not _allows(env, now):
+        return None
+    run = lower(family.graph, flat, mode, inputs)
 
-    def fits(other: Sequence[Format]) -> bool:
-        sizes = varying.of(other)
-        if sizes is None or varying.fixed(other) != fixed:
-            return False
-        share = max(size / point for size, point in zip(sizes, points[-1], strict=True))
-        return plan.is_small(max(written, default=0) * share) and _allows(env, sizes)
+    def fits(other: Task, formats: Sequence[Format]) -> bool:
+        sizes = family.sizes(formats)
+        return sizes is not None and _allows(env, sizes) and family.holds(other, sizes)
 
-    return _program(first, run, reads, fits) if fits(formats) else None
+    return _program(family.traced, run, reads, fits) if fits(task, family.formats) else None
 
 
-def _program(traced: Traced, run: Run, reads: Reads, fits: Callable[[Sequence[Format]], bool]) -> Program:
+def _program(traced: Traced, run: Run, reads: Reads, fits: Callable[[Task, Sequence[Format]], bool]) -> Program:
     places = {id(x): place for place, x in enumerate(reads.tensors)}
     captured = [places.get(id(x), x) for x in traced.captured]
     values = [(places.get(id(x), x), value) for x, value in traced.values]
     return Program(run, captured, values, traced.outline, traced.noted, fits)
-
-
-def _is_alike(one: Traced, other: Traced) -> bool:
-    """Return whether two traces differ in nothing but their graphs; constants made on the way have equal values."""
-    facts = [(trees.flatten(x.outline), x.noted, [(id(y), value) for y, value in x.values]) for x in (one, other)]
-    pairs = list(zip(one.captured, other.captured, strict=False))
-    same = len(one.captured) == len(other.captured) and all(x is y or _is_equal(x, y) for x, y in pairs)
-    return facts[0] == facts[1] and same
-
-
-def _is_equal(x: Tensor, y: Tensor) -> bool:
-    return Format.of(x) == Format.of(y) and torch.equal(x, y)
 
 
 def _found(x: int | Tensor, reads: Reads) -> Tensor:

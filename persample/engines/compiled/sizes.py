@@ -1,21 +1,24 @@
-"""One graph for many sizes: traced at a few, with every number that depends on them found by comparing the graphs.
+"""One program for many sizes: traced at a few, with every number that depends on them found by comparing the graphs.
 
-Torch's own symbolic shapes are frozen by most batching rules of torch.func; two traces at different sizes are not.
+Torch's own symbolic shapes are frozen by most batching rules of torch.func; traces at different sizes are not.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch import Tensor
+from torch.fx import GraphModule
 
 from persample import trees
-from persample.engines.compiled.trace import Format
+from persample.engines.compiled.task import Task
+from persample.engines.compiled.trace import Format, Traced, trace
+from persample.engines.compiled.unify import unified
+from persample.factors import plan
 
 # Primes, so that no other size is likely to be a multiple; as many pairs as sizes may vary independently.
 _SIZES = ((1009, 1013, 1019), (1511, 1523, 1531))
@@ -48,6 +51,19 @@ class Varying:
                     groups.setdefault(sizes, []).append((place, axis))
         return cls(tuple(map(tuple, groups.values()))) if 0 < len(groups) <= len(_SIZES) else None
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """One place of each size."""
+        return [places[0] for places in self.symbols]
+
+    def is_batch_only(self, task: Task) -> bool:
+        """Return whether all that varies is the number of samples, which the loss does not see.
+
+        Args:
+            task: the task whose inputs vary.
+        """
+        return all(axis == 0 and task.batched[place] for places in self.symbols for place, axis in places)
+
     def of(self, formats: Sequence[Format]) -> tuple[int, ...] | None:
         """Return the sizes in a call, or None if those that should be alike are not.
 
@@ -77,13 +93,109 @@ class Varying:
             for place, axis in places:
                 shapes[place][axis] = size
         moved = {place for places in self.symbols for place, _ in places}
-        strides = [contiguous(shape) if n in moved else f.stride for n, (f, shape) in enumerate(zip(formats, shapes))]  # noqa: B905
+        strides = [contiguous(x) if n in moved else f.stride for n, (f, x) in enumerate(zip(formats, shapes, strict=True))]
         return list(zip(map(tuple, shapes), strides, strict=True))
 
     def points(self) -> list[tuple[int, ...]]:
         """Return at which sizes to trace: the corners that a formula is found from, and one more to check it."""
         used = _SIZES[: len(self.symbols)]
         return [*itertools.product(*(sizes[:2] for sizes in used)), tuple(sizes[2] for sizes in used)]
+
+
+@dataclass
+class Sizes:
+    """A task as one graph for many sizes.
+
+    Args:
+        varying: what varies.
+        formats: of the inputs, at some sizes.
+        traces: one at each of ``varying.points()``.
+        graph: the graph for all sizes.
+        written: how many numbers it writes out at a time, at the last of the points.
+        checked: sizes that the graph is known to hold for, where the loss itself sees them and may branch on them.
+    """
+
+    varying: Varying
+    formats: list[Format]
+    traces: list[Traced]
+    graph: GraphModule
+    written: int
+    checked: set[tuple[int, ...]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, task: Task, varying: Varying) -> Sizes | None:
+        """Return the graph of a task for all sizes, or None where there is no one graph.
+
+        Args:
+            task: what to compute.
+            varying: which sizes vary.
+        """
+        formats, points = [Format.of(x) for x in task.tensors], varying.points()
+        with plan.unbroken() as written:
+            traces = [trace(task, lambda: _at(formats, varying, point)) for point in points]
+        graph = unified([traced.graph for traced in traces], points, varying.places)
+        if graph is None or varying.of(formats) is None or not all(_is_alike(x, traces[0]) for x in traces):
+            return None
+        return cls(varying, formats, traces, graph, max(written, default=0))
+
+    @property
+    def traced(self) -> Traced:
+        """One of the traces: but for sizes they are alike."""
+        return self.traces[0]
+
+    def inputs(self, sizes: Sequence[Any]) -> list[Tensor]:
+        """Return tensors like the inputs at some sizes.
+
+        Args:
+            sizes: one for each independent size.
+        """
+        return _at(self.formats, self.varying, sizes)
+
+    def sizes(self, formats: Sequence[Format]) -> tuple[int, ...] | None:
+        """Return the sizes in a call, or None if it is not one of these.
+
+        Args:
+            formats: of the inputs of the call.
+        """
+        alike = self.varying.fixed(formats) == self.varying.fixed(self.formats)
+        return self.varying.of(formats) if alike else None
+
+    def holds(self, task: Task, sizes: tuple[int, ...]) -> bool:
+        """Return whether the graph is that of a task at some sizes.
+
+        Args:
+            task: a task of these.
+            sizes: one for each independent size.
+        """
+        points = self.varying.points()
+        share = max(size / point for size, point in zip(sizes, points[-1], strict=True))
+        if not plan.is_small(self.written * share):
+            return False
+        if self.varying.is_batch_only(task) or sizes in self.checked:
+            return True
+        with plan.unbroken():
+            again = trace(task, lambda: self.inputs(sizes))
+        graphs = [traced.graph for traced in [*self.traces, again]]
+        if not _is_alike(again, self.traced) or unified(graphs, [*points, sizes], self.varying.places) is None:
+            return False
+        self.checked.add(sizes)
+        return True
+
+
+def _at(formats: Sequence[Format], varying: Varying, sizes: Sequence[Any]) -> list[Tensor]:
+    return [f.empty(*form) for f, form in zip(formats, varying.forms(formats, sizes), strict=True)]
+
+
+def _is_alike(one: Traced, other: Traced) -> bool:
+    """Return whether two traces differ in nothing but their graphs; constants made on the way have equal values."""
+    facts = [(trees.flatten(x.outline), x.noted, [(id(y), value) for y, value in x.values]) for x in (one, other)]
+    pairs = list(zip(one.captured, other.captured, strict=False))
+    same = len(one.captured) == len(other.captured) and all(x is y or _is_equal(x, y) for x, y in pairs)
+    return facts[0] == facts[1] and same
+
+
+def _is_equal(x: Tensor, y: Tensor) -> bool:
+    return Format.of(x) == Format.of(y) and torch.equal(x, y)
 
 
 def contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -97,107 +209,6 @@ def contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
         strides.insert(0, strides[0] * last if strides else 1)
         last = size
     return tuple(strides)
-
-
-def unified(graphs: Sequence[GraphModule], varying: Varying) -> GraphModule | None:
-    """Return the graph for all sizes, or None if the graphs differ in more than numbers that follow from the sizes.
-
-    Args:
-        graphs: traced at ``varying.points()``.
-        varying: what varies.
-    """
-    rows = list(zip(*(graph.graph.nodes for graph in graphs), strict=False))
-    if len({len(graph.graph.nodes) for graph in graphs}) > 1:
-        return None
-    result, known = Graph(), [dict[Node, Node]() for _ in graphs]
-    inputs = [node for node in graphs[0].graph.nodes if node.op == "placeholder"]
-    sizes: list[Node] = []
-    for row in rows:
-        if row[0].op != "placeholder" and not sizes:
-            sizes = [
-                result.call_function(torch.ops.aten.sym_size.int, (known[0][inputs[places[0][0]]], places[0][1]))
-                for places in varying.symbols
-            ]
-        if len({(node.op, node.target) for node in row}) > 1:
-            return None
-        arguments = _merged(row, known, _Formulas(result, sizes))
-        if arguments is None:
-            return None
-        new = result.create_node(row[0].op, row[0].target, *arguments, name=row[0].name)
-        for node, nodes in zip(row, known, strict=True):
-            nodes[node] = new
-    return GraphModule(torch.nn.Module(), result)
-
-
-class _Formulas:
-    """Numbers that follow from the sizes, as nodes of a graph.
-
-    Args:
-        graph: where to.
-        sizes: the nodes of the sizes.
-    """
-
-    def __init__(self, graph: Graph, sizes: Sequence[Node]) -> None:
-        self._graph, self._sizes = graph, sizes
-
-    def __call__(self, values: Sequence[int]) -> Node | None:
-        """Return the node of the number that has these values at the points, or None if no simple formula fits."""
-        used = _SIZES[: len(self._sizes)]
-        *corners, check = values
-        table = dict(zip(itertools.product((0, 1), repeat=len(used)), corners, strict=True))
-        # a + bX + cY + dXY: successive differences along each size.
-        coefficients = dict(table)
-        for axis, (low, high, _) in enumerate(used):
-            for corner in [corner for corner in table if corner[axis] == 0]:
-                upper = (*corner[:axis], 1, *corner[axis + 1 :])
-                slope, rest = divmod(coefficients[upper] - coefficients[corner], high - low)
-                if rest:
-                    return None
-                coefficients[upper] = slope
-                coefficients[corner] -= slope * low
-        terms = {corner: n for corner, n in coefficients.items() if n}
-        third = [sizes[2] for sizes in used]
-        if check != sum(n * _product(third, corner) for corner, n in terms.items()):
-            return None
-        total: Any = 0
-        for corner, n in terms.items():
-            term: Any = n
-            for size, present in zip(self._sizes, corner, strict=True):
-                if present:
-                    term = size if term == 1 else self._graph.call_function(operator.mul, (term, size))
-            total = term if total == 0 else self._graph.call_function(operator.add, (total, term))
-        return total
-
-
-def _product(sizes: Sequence[int], present: Sequence[int]) -> int:
-    result = 1
-    for size, here in zip(sizes, present, strict=True):
-        result *= size if here else 1
-    return result
-
-
-def _merged(row: Sequence[Node], known: Sequence[dict[Node, Node]], formula: _Formulas) -> tuple[Any, Any] | None:
-    flat = [trees.flatten((list(node.args), dict(node.kwargs))) for node in row]
-    if any(structure != flat[0][1] for _, structure in flat):
-        return None
-    merged: list[Any] = []
-    for values in zip(*(leaves for leaves, _ in flat), strict=True):
-        if isinstance(values[0], Node):
-            nodes = {nodes.get(value) for value, nodes in zip(values, known, strict=True)}
-            if len(nodes) > 1:
-                return None
-            merged.append(nodes.pop())
-        elif all(type(x) is type(values[0]) and x == values[0] for x in values):
-            merged.append(values[0])
-        elif all(type(x) is int for x in values):
-            node = formula(values)
-            if node is None:
-                return None
-            merged.append(node)
-        else:
-            return None
-    args, kwargs = trees.unflatten(merged, flat[0][1])
-    return tuple(args), kwargs
 
 
 def _is_contiguous(f: Format) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from persample import trees
 from persample.engines.eager import eager
@@ -43,6 +44,13 @@ class Task:
         leaves = [x for x in self.samples.leaves if isinstance(x, Tensor)]
         weights = [] if self.samples.weights is None else [self.samples.weights]
         return [*self.samples.params, *leaves, *weights, *self._live[0]]
+
+    @property
+    def batched(self) -> list[bool]:
+        """Which of the tensors hold one row per sample, on axis 0."""
+        samples, leaves = self.samples, zip(self.samples.leaves, self.samples.leaves_batched, strict=True)
+        split = [*samples.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
+        return [*split, *([] if samples.weights is None else [True]), *([False] * len(self._live[0]))]
 
     @property
     def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
@@ -92,6 +100,25 @@ class Task:
             return lifted, connected
         with full_precision(params[0].device):
             return lift.finish(lifted)
+
+
+def filled_up(samples: Samples) -> Samples:
+    """Return more samples, the last one repeated with weight 0 until their number is a power of two.
+
+    Args:
+        samples: at least one.
+    """
+    size = samples.size
+    full = 1 << (size - 1).bit_length()
+    index = torch.arange(full, device=samples.params[0].device).clamp_max(size - 1)
+
+    def more(values: Sequence[Any], batched: Sequence[bool]) -> tuple[Any, ...]:
+        return tuple(x[index] if split else x for x, split in zip(values, batched, strict=True))
+
+    weights = torch.ones(size, dtype=torch.float64, device=index.device) if samples.weights is None else samples.weights
+    params, leaves = more(samples.params, samples.params_batched), more(samples.leaves, samples.leaves_batched)
+    weights = pad(weights, (0, full - size))
+    return replace(samples, size=full, params=params, leaves=leaves, weights=weights)
 
 
 def as_input(x: Any, device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.packing import pack
-from persample.numeric import exceptions_noted, is_expanded
+from persample.numeric import exceptions_noted, is_expanded, untraced
 
 
 class Format(NamedTuple):
@@ -88,17 +87,6 @@ class _Values(TorchDispatchMode):
             value = args[0].item()
         self.read.append((args[0], value))
         return value
-
-
-@contextmanager
-def untraced() -> Any:
-    """Compute with real tensors meanwhile, in the midst of a trace.
-
-    Yields:
-        Nothing.
-    """
-    with _disable_current_modes(), disable_proxy_modes_tracing():
-        yield
 
 
 def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]]) -> Traced:

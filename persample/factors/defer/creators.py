@@ -91,8 +91,9 @@ def _embedding(  # noqa: PLR0917 (as torch's)
         return None
     signals = grad.reshape(samples, -1, grad.shape[-1])
     if by_frequency:
-        _, place, counts = index.unique(return_inverse=True, return_counts=True)
-        signals = signals / counts[place].view(samples, -1, 1)
+        ones = torch.ones_like(index, dtype=grad.dtype).flatten()
+        counts = ones.new_zeros(tables).index_add_(0, index.flatten(), ones)
+        signals = signals / counts[index].view(samples, -1, 1)
     return _made(mode, Lookups(signals, index.reshape(samples, -1) % rows, rows, shape), grad)
 
 
