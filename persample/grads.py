@@ -10,12 +10,10 @@ import torch
 
 from persample import check, engines, rng, trees
 from persample.diagnose import unwritten
-from persample.errors import LossError
 from persample.lift import Lift
-from persample.loss import NOT_CONNECTED
+from persample.loss import NotConnectedError
 from persample.merge import merge
 from persample.modules import locked
-from persample.numeric import full_precision
 from persample.output import owned, write_into
 
 _ENGINES = {"eager": engines.eager, "loop": engines.loop}
@@ -93,8 +91,7 @@ def per_sample_grads(
         with unwritten(loss, samples):
             lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
         if not connected.value:
-            raise LossError(NOT_CONNECTED)
-        with full_precision(samples.params[0].device):
-            finished = [reduction.finish(leaves) for reduction, leaves in zip(wanted, lifted, strict=True)]
+            raise NotConnectedError
+        finished = lift.finish(lifted, samples.params[0].device)
         result = owned(trees.unflatten(finished, container), [*samples.params, *samples.leaves])
         return result if out is None else write_into(out, result)

@@ -12,18 +12,19 @@ from persample.errors import STOP_STATISTICS, ArgumentError
 from persample.modules import ParamTree, take_apart
 
 
-def check_params(params: Any) -> ParamTree:
+def check_params(params: Any, *, batch_statistics: bool = False) -> ParamTree:
     """Return the parameters taken apart; refuse what cannot be differentiated.
 
     Args:
         params: what the user passed.
+        batch_statistics: modules may normalize with the statistics of a batch.
 
     Raises:
         ArgumentError: if a leaf is no floating tensor, none is there, or a module cannot be used sample by sample.
     """
     tree = take_apart(params)
     for module in tree.modules:
-        _check_module(module)
+        _check_module(module, batch_statistics=batch_statistics)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
         if is_lazy(leaf):
             fix = "Run one forward pass first, so that lazy modules learn their shapes."
@@ -40,10 +41,11 @@ def check_params(params: Any) -> ParamTree:
     return tree
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: nn.Module, *, batch_statistics: bool) -> None:
     for name, part in module.named_modules():
         label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
-        if isinstance(part, _NormBase) and part.training and part.track_running_stats:
+        updates = isinstance(part, _NormBase) and part.training and part.track_running_stats
+        if updates and not batch_statistics:
             expected = "a module that does not update running statistics while it is differentiated"
             received = f"{label} in train mode"
             raise ArgumentError.about("params", expected=expected, received=received, fix=STOP_STATISTICS)
