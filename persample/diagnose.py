@@ -109,7 +109,9 @@ def diagnosed(samples: Samples, loss: SampleLoss, *, batched: bool) -> Iterator[
                     "devices": _formats(samples, loss, "device"),
                 }
                 where = _user_line(error.__traceback__)
-                raise LossError(f"{loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}") from error
+                raise LossError(
+                    f"{loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
+                ) from error
         raise
 
 

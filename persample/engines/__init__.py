@@ -3,5 +3,6 @@
 from persample.engines.eager import eager
 from persample.engines.empty import empty
 from persample.engines.loop import loop
+from persample.engines.whole import whole
 
-__all__ = ["eager", "empty", "loop"]
+__all__ = ["eager", "empty", "loop", "whole"]
