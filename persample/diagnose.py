@@ -133,8 +133,8 @@ def unwritten(loss: SampleLoss, samples: Samples) -> Iterator[None]:
         names = [name for name, _ in _named(samples, loss)]
         written = [name for name, x, before in zip(names, tensors, versions, strict=True) if x._version != before]
         raise LossError(
-            f"{loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples and later "
-            "calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
+            f"{loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples and "
+            "later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
         )
 
 

@@ -6,7 +6,7 @@ system. Its solution takes as many passes as there are batch norms, and so does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,22 @@ from persample.merge import Moments
 from persample.numeric import accumulate_dtype
 
 RULES = ("refuse", "chunk", "full")
+_SIGNATURE = inspect.signature(F.batch_norm)
 
 
 class _InTrainMode(TorchFunctionMode):
     """Sees every batch norm that normalizes with the statistics of what it is given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm and _arguments(*args, **kwargs)["training"]:
-            return self.normalize(**_arguments(*args, **kwargs))
-        return func(*args, **kwargs)
+        if func is F.batch_norm:
+            bound = _SIGNATURE.bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            if bound.arguments["training"]:
+                return self.normalize(**bound.arguments)
+        return func(*args, **(kwargs or {}))
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
 
     def normalize(self, **arguments: Any) -> Tensor:
         """Return what stands in the place of ``F.batch_norm``."""
@@ -39,7 +45,7 @@ class _InTrainMode(TorchFunctionMode):
 class Refused(_InTrainMode):
     """Batch norm in train mode is an error, also where no module among the parameters shows it at the door."""
 
-    def normalize(self, **arguments: Any) -> Tensor:  # noqa: ARG002
+    def normalize(self, **_: Any) -> Tensor:
         """Refuse.
 
         Raises:
@@ -77,26 +83,24 @@ class Statistics:
 
 
 class FullBatch(_InTrainMode):
-    """Batch norms use given statistics, in the order in which they are called; without any, those of the chunk.
+    """Batch norms use known statistics, in the order in which they are called; where there are none, the chunk's.
 
-    Args:
-        known: one for each of the first batch norms.
+    ``known`` holds those of the first batch norms, ``seen`` the moments that the last forward pass came by.
     """
 
-    def __init__(self, known: Sequence[Statistics] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.known = list(known)
+        self.known: list[Statistics] = []
         self.seen: list[Moments] = []
         self._terms: list[Tensor] = []
 
-    def __enter__(self) -> FullBatch:
-        """Begin a forward pass."""
+    def begin(self) -> None:
+        """Forget the forward pass before."""
         self.seen, self._terms = [], []
-        super().__enter__()
-        return self
 
+    @property
     def terms(self) -> Tensor | float:
-        """Return what the last forward pass contributed to L through the statistics."""
+        """What the last forward pass contributed to L through the statistics."""
         return sum(self._terms, start=0.0)
 
     def normalize(self, **arguments: Any) -> Tensor:
@@ -114,19 +118,6 @@ class FullBatch(_InTrainMode):
         weight, bias = arguments["weight"], arguments["bias"]
         normal = normal if weight is None else normal * _like(values, weight)
         return (normal if bias is None else normal + _like(values, bias)).to(x.dtype)
-
-
-def _arguments(
-    input: Tensor,  # noqa: A002 (torch's own name)
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> dict[str, Any]:
-    return dict(locals())
 
 
 def _like(values: Tensor, channels: Tensor) -> Tensor:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped
 from torch.nn.modules.module import register_module_forward_hook
 
 from persample import rng, trees
-from persample.composite.encode import Encode
 from persample.composite.replay import NotReplayedError
 from persample.composite.towers import Tower
 from persample.errors import LossError
 from persample.numeric import is_wrapped
-from persample.samples import Samples
 
 _FIX = (
     "Let it draw from the global streams of torch, NumPy or random, which are replayed, and not from a generator of "
@@ -23,7 +23,7 @@ _FIX = (
 
 
 def not_replayed(
-    error: NotReplayedError, path: str, tower: Tower, encode: Encode, chunk: Samples, start: rng.Streams
+    error: NotReplayedError, path: str, tower: Tower, encode: Callable[[], object], start: rng.Streams
 ) -> LossError:
     """Return the error that names the module.
 
@@ -31,15 +31,14 @@ def not_replayed(
         error: what was seen.
         path: the leaf of z that differs.
         tower: the encoder.
-        encode: how a chunk is encoded.
-        chunk: the samples.
+        encode: encodes the chunk.
         start: where to set the random streams before each call.
     """
     runs = []
     for recording in (torch.no_grad(), torch.enable_grad()):
         start.go_back()
         with recording:
-            runs.append(_outputs(tower, encode, chunk))
+            runs.append(_outputs(tower, encode))
     name = next((name for (name, a), (_, b) in zip(*runs, strict=False) if not _equal(a, b)), None)
     where = f"module {name}" if name else f"{tower.encoder.called} itself, outside of any module,"
     return LossError(
@@ -49,7 +48,7 @@ def not_replayed(
     )
 
 
-def _outputs(tower: Tower, encode: Encode, chunk: Samples) -> list[tuple[str, list[Tensor]]]:
+def _outputs(tower: Tower, encode: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:
     """Return what every module returned, in the order in which they finished: inner ones first."""
     modules = tower.encoder.params.modules
     names = {part: name for module in modules for name, part in module.named_modules() if name}
@@ -62,7 +61,7 @@ def _outputs(tower: Tower, encode: Encode, chunk: Samples) -> list[tuple[str, li
 
     handle = register_module_forward_hook(note)
     try:
-        encode(tower.encoder, chunk)
+        encode()
     finally:
         handle.remove()
     return found
@@ -70,7 +69,7 @@ def _outputs(tower: Tower, encode: Encode, chunk: Samples) -> list[tuple[str, li
 
 def _physical(x: Tensor) -> Tensor:
     while is_wrapped(x):
-        x = torch._C._functorch.get_unwrapped(x)
+        x = get_unwrapped(x)
     return x
 
 

@@ -59,17 +59,17 @@ def _moments(tower: Tower, mode: FullBatch) -> list[Moments]:
     return total
 
 
-def solve_adjoint(losses: Tower, mode: FullBatch, replay_from: rng.Streams, processes: Processes) -> None:
+def solve_adjoint(losses: Tower, mode: FullBatch, replay: Replay, processes: Processes) -> None:
     """Find how L depends on the statistics of all batch norms, one more from the last to the first in every pass.
 
     Args:
         losses: ⟨z, dL/dz⟩ and the terms of the mode, and the samples.
         mode: receives the derivatives.
-        replay_from: where the random streams stand before every pass.
+        replay: sets the random streams for every pass.
         processes: which of them the samples are spread over.
     """
     for _ in mode.known:
-        by = processes.merged(processes.together(lambda: _derivatives(losses, mode, Replay(replay_from))))
+        by = processes.merged(processes.together(lambda: _derivatives(losses, mode, replay)))
         pairs = zip(by[::2], by[1::2], strict=True)
         mode.known = [
             replace(one, by_mean=by_mean.value, by_variance=by_variance.value)

@@ -111,29 +111,29 @@ def composite_grads(
         keep_batch_dim=keep_batch_dim,
         group=group,
     )
-    wanted, container = check_reductions(reduce, batched=batched, accumulate=accumulate)
+    wanted, asked = check_reductions(reduce, batched=batched, accumulate=accumulate)
     statistics = batch_norm != "refuse"
 
-    def door() -> tuple[list[Tower], trees.TreeSpec, Head]:
+    def door() -> tuple[list[Tower], Head]:
         options = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim, "chunk_size": chunk_size}
-        towers, structure = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **options)
-        head = build_head(loss_fn, loss_params)
+        towers, container = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **options)
+        head = build_head(loss_fn, loss_params, container)
         check_parameters(towers[0].encoder, head.params, wanted, accumulate=accumulate)
-        return towers, structure, head
+        return towers, head
 
     # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
     with torch.inference_mode(False), torch.no_grad(), locked((params, loss_params)):
         here = Processes(group)
-        towers, structure, head = here.together(door)
+        towers, head = here.together(door)
         tree, own = towers[0].encoder.params, towers[0].samples.params
         here = replace(here, device=own[0].device)
         passes = [Passes(tower, "batched" if batched else engine, batch_norm, here) for tower in towers]
         watch = Watch() if statistics else None
-        loss, loss_grads, lifted = two_passes(passes, structure, head, wanted, watch, here)
+        loss, loss_grads, lifted = two_passes(passes, head, wanted, watch, here)
         if watch is not None:
             watch.write(tree.modules, here)
         finished = Lift(wanted).finish(lifted, here.device)
-        grads = owned(trees.unflatten(finished, container), own)
+        grads = owned(trees.unflatten(finished, asked), own)
         if accumulate:
             add_grads(tree, grads)
             if head.params is not None:

@@ -21,16 +21,18 @@ class Head:
     Args:
         loss_fn: from (loss_params, z), or from z alone, to L.
         params: its parameters taken apart; None if it has none.
+        towers: the container of the encoders, that of their z.
     """
 
     loss_fn: Callable[..., Any]
     params: ParamTree | None
+    towers: trees.TreeSpec
 
-    def differentiate(self, z: Any) -> tuple[Tensor, Any, list[Tensor | None]]:
+    def differentiate(self, of_towers: Sequence[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
         """Compute L and its derivatives.
 
         Args:
-            z: of all samples.
+            of_towers: z of all samples, of every tower.
 
         Returns:
             The detached loss, the gradients of the loss parameters (a tree like them; None without), and dL/dz, one
@@ -39,7 +41,7 @@ class Head:
         Raises:
             LossError: if g does not return a real scalar, or does not depend on z.
         """
-        leaves, structure = trees.flatten(z)
+        leaves, structure = trees.flatten(trees.unflatten(list(of_towers), self.towers))
         own = list(self.params.tensors) if self.params else []
         places = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
 
@@ -63,12 +65,13 @@ class Head:
         return self.loss_fn(z) if self.params is None else self.params.call(own, self.loss_fn, (z,))
 
 
-def build_head(loss_fn: Any, loss_params: Any) -> Head:
+def build_head(loss_fn: Any, loss_params: Any, towers: trees.TreeSpec) -> Head:
     """Return the loss and its parameters.
 
     Args:
         loss_fn: the user's loss.
         loss_params: its own parameters, or None.
+        towers: the container of the encoders.
 
     Raises:
         ArgumentError: if the loss is no function, or a parameter cannot be differentiated.
@@ -76,7 +79,7 @@ def build_head(loss_fn: Any, loss_params: Any) -> Head:
     if not callable(loss_fn):
         fix = "Pass a function of z, or of (loss_params, z)."
         raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
-    return Head(loss_fn, None if loss_params is None else check.check_params(loss_params, name="loss_params"))
+    return Head(loss_fn, None if loss_params is None else check.check_params(loss_params, name="loss_params"), towers)
 
 
 def _checked(loss: Any) -> Tensor:

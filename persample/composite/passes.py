@@ -52,7 +52,7 @@ class Passes:
 
     @property
     def size(self) -> int:
-        """n."""
+        """The number of samples."""
         return self._tower.samples.size
 
     @property
@@ -84,10 +84,10 @@ class Passes:
         """
         self._replay = Replay(self._start)
         self._used = any(cotangent is not None for cotangent in cotangents)
-        further = self._mode.terms if self._solves else lambda: 0.0
+        further = (lambda: self._mode.terms) if self._solves else lambda: 0.0
         self._losses = contributions(self._tower, self._z, cotangents, self._replay, further)
-        if self._solves:
-            solve_adjoint(self._losses, self._mode, self._start, self._processes)
+        if self._solves and self._used:
+            solve_adjoint(self._losses, self._mode, self._replay, self._processes)
 
     def second(self, wanted: Sequence[Reduction]) -> Any:
         """Return the leaves of every reduction, merged over all chunks, and whether z depends on any parameter.
@@ -112,7 +112,8 @@ class Passes:
             return _zeros(lift, encoder, chunk)
         except NotReplayedError as error:
             path = trees.paths(self._z, "z")[error.leaf]
-            raise not_replayed(error, path, self._tower, self._encode, self._own(chunk), self._start) from None
+            encode = functools.partial(self._encode, self._tower.encoder, self._own(chunk))
+            raise not_replayed(error, path, self._tower, encode, self._start) from None
 
     def _own(self, chunk: Samples) -> Samples:
         """Return a chunk without what was added to the inputs."""
@@ -128,6 +129,7 @@ def _under(mode: Any, tower: Tower) -> Tower:
     fn = tower.encoder.fn
 
     def encode(params: Any, *sample: Any) -> Any:
+        mode.begin()
         with mode:
             return fn(params, *sample)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from persample import check, rng, trees
+from persample import check, rng
 from persample.composite.buffers import Watch
 from persample.composite.head import Head
 from persample.composite.passes import Passes
@@ -25,18 +25,12 @@ _NOT_CONNECTED = (
 
 
 def two_passes(
-    passes: Sequence[Passes],
-    structure: trees.TreeSpec,
-    head: Head,
-    wanted: Sequence[Reduction],
-    watch: Watch | None,
-    here: Processes,
+    passes: Sequence[Passes], head: Head, wanted: Sequence[Reduction], watch: Watch | None, here: Processes
 ) -> tuple[Tensor, Any, list[Any]]:
     """Encode, differentiate the loss, encode again and back-propagate.
 
     Args:
         passes: of every tower.
-        structure: the container of the towers.
         head: the loss.
         wanted: the reductions.
         watch: notes what the first pass leaves in buffers, if they are to be kept.
@@ -50,7 +44,7 @@ def two_passes(
     """
     sizes = here.facts([one.size for one in passes])  # by rank
     check.check_averages(wanted, None, sum(map(sum, sizes)))
-    z = trees.unflatten([_encoded(one, watch, here) for one in passes], structure)
+    z = [_encoded(one, watch, here) for one in passes]
     loss, loss_grads, cotangents = here.together(lambda: _differentiated(head, z, here))
     after = rng.Streams.now()
     try:
@@ -71,7 +65,7 @@ def _encoded(passes: Passes, watch: Watch | None, here: Processes) -> Any:
     return here.gathered(here.together(lambda: passes.first(watch)))
 
 
-def _differentiated(head: Head, z: Any, here: Processes) -> tuple[Tensor, Any, list[Tensor | None]]:
+def _differentiated(head: Head, z: Sequence[Any], here: Processes) -> tuple[Tensor, Any, list[Tensor | None]]:
     before = None if here.group is None else rng.snapshot()
     found = head.differentiate(z)
     if before is not None and rng.moved_since(before):
