@@ -128,26 +128,28 @@ def test_no_samples(way):
     assert [g.shape for g in grads.values()] == [p.shape for p in model.parameters()]
 
 
+def encode_pair(towers, query, passage):
+    return {"query": towers["query"](query), "passage": towers["passage"](passage)}
+
+
+def two_towers(*, tied):
+    query = mlp()
+    return nn.ModuleDict({"query": query, "passage": query if tied else build(lambda: nn.Linear(5, 4), seed=1)})
+
+
 class TestTowers:
-    def encode(self, towers, query, passage):
-        return {"query": towers["query"](query), "passage": towers["passage"](passage)}
-
-    def towers(self, *, tied):
-        query = mlp()
-        return nn.ModuleDict({"query": query, "passage": query if tied else build(lambda: nn.Linear(5, 4), seed=1)})
-
     @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
     @pytest.mark.parametrize("way", WAYS)
     def test_of_pairs_with_a_temperature(self, way, tied):
-        towers, inputs, scale = self.towers(tied=tied), (draw(7, 5), draw(7, 5, seed=1)), draw(1)[0].requires_grad_()
-        expected = graph(info_nce, sample_by_sample(self.encode, towers, inputs), towers, scale)
-        assert_same(composite_grads(self.encode, info_nce, towers, inputs, loss_params=scale, **WAYS[way]), expected)
+        towers, inputs, scale = two_towers(tied=tied), (draw(7, 5), draw(7, 5, seed=1)), draw(1)[0].requires_grad_()
+        expected = graph(info_nce, sample_by_sample(encode_pair, towers, inputs), towers, scale)
+        assert_same(composite_grads(encode_pair, info_nce, towers, inputs, loss_params=scale, **WAYS[way]), expected)
 
     @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
     @pytest.mark.parametrize("way", WAYS)
     def test_with_samples_of_their_own(self, way, tied):
         """Three queries, eleven passages: encoders in a dict."""
-        towers, scale = self.towers(tied=tied), draw(1)[0].requires_grad_()
+        towers, scale = two_towers(tied=tied), draw(1)[0].requires_grad_()
         inputs = {"passage": draw(11, 5, seed=1), "query": draw(3, 5)}
         encoders = {"query": lambda towers, x: towers["query"](x), "passage": lambda towers, x: towers["passage"](x)}
         z = {name: sample_by_sample(encoders[name], towers, (x,)) for name, x in inputs.items()}
@@ -156,7 +158,7 @@ class TestTowers:
 
     @pytest.mark.parametrize("way", WAYS)
     def test_one_of_them_frozen(self, way):
-        towers, scale = self.towers(tied=False), draw(1)[0].requires_grad_()
+        towers, scale = two_towers(tied=False), draw(1)[0].requires_grad_()
         towers["passage"].requires_grad_(requires_grad=False)
         encoders = (lambda towers, x: towers["query"](x), lambda towers, x: towers["passage"](x))
         inputs = (draw(4, 5), draw(6, 5, seed=1))
@@ -171,7 +173,7 @@ class TestTowers:
         assert not any(name.startswith("passage") for name in ours)
 
     def test_one_that_the_loss_does_not_look_at(self):
-        towers = self.towers(tied=False)
+        towers = two_towers(tied=False)
         encoders = (lambda towers, x: towers["query"](x), lambda towers, x: towers["passage"](x))
         _, grads = composite_grads(encoders, lambda z: uniformity(z[0]), towers, (draw(4, 5), draw(6, 5)))
         assert all((g == 0).all() == name.startswith("passage") for name, g in grads.items())
