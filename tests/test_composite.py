@@ -8,37 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from oracle import assert_trees_close
+from coupled import F64, assert_same, build, draw, encode_pair, graph, info_nce, mlp, two_towers, uniformity
 from torch import nn
 from torch.nn import functional as F
 
 import persample as ps
 from persample import LossError, composite_grads, per_sample_grads
 from persample.cli.measure import peak_memory
-
-F64 = torch.float64
-EXACT = 1e-9
-
-
-def draw(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def build(make, seed=0):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return make().double()
-
-
-def mlp(dropout=0.0):
-    return build(
-        lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 4))
-    )
-
-
-def uniformity(z):
-    """Couples all samples with all others."""
-    return torch.logsumexp((z @ z.mT).flatten(), 0)
 
 
 def list_wise_softmax(z):
@@ -48,26 +24,6 @@ def list_wise_softmax(z):
 
 def of_means(z):
     return torch.sin(z.mean(0)).prod() + z.square().mean(0).log().sum()
-
-
-def info_nce(log_scale, z):
-    q, p = F.normalize(z["query"], dim=-1), F.normalize(z["passage"], dim=-1)
-    return F.cross_entropy(log_scale.exp() * q @ p.mT, torch.arange(len(q)))
-
-
-def graph(loss, z, params, loss_params=None):
-    """The plain graph: one backward pass through everything. ``params`` is a module or a tree of leaves."""
-    named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-    named = {name: p for name, p in named.items() if p.requires_grad}
-    own = [] if loss_params is None else [loss_params]
-    value = loss(*own, z)
-    grads = torch.autograd.grad(value, [*named.values(), *own], allow_unused=True, materialize_grads=True)
-    tree = dict(zip(named, grads, strict=False))
-    return value.detach(), tree if loss_params is None else (tree, grads[-1])
-
-
-def assert_same(actual, expected, rtol=EXACT, atol=1e-13):
-    assert_trees_close(actual, expected, rtol, atol)
 
 
 def sample_by_sample(encode, params, inputs):
@@ -126,15 +82,6 @@ def test_no_samples(way):
     assert loss == 2
     assert {name: g.abs().sum().item() for name, g in grads.items()} == dict.fromkeys(grads, 0)
     assert [g.shape for g in grads.values()] == [p.shape for p in model.parameters()]
-
-
-def encode_pair(towers, query, passage):
-    return {"query": towers["query"](query), "passage": towers["passage"](passage)}
-
-
-def two_towers(*, tied):
-    query = mlp()
-    return nn.ModuleDict({"query": query, "passage": query if tied else build(lambda: nn.Linear(5, 4), seed=1)})
 
 
 class TestTowers:

@@ -6,24 +6,10 @@ import copy
 
 import pytest
 import torch
-from test_composite import EXACT, assert_same, build, draw, graph, uniformity
+from coupled import EXACT, Residual, assert_same, build, draw, graph, uniformity
 from torch import nn
 
 from persample import ArgumentError, LossError, composite_grads
-
-
-class Residual(nn.Module):
-    """Two batch norms on a path, a third beside it, and dropout between."""
-
-    def __init__(self, momentum=0.1):
-        super().__init__()
-        self.first, self.second = nn.Conv1d(2, 3, 2), nn.Linear(9, 4)
-        self.norm1, self.norm2 = nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(4, momentum=momentum)
-        self.beside, self.drop = nn.BatchNorm1d(2, momentum=momentum, affine=False), nn.Dropout(0.3)
-
-    def forward(self, x):
-        h = self.drop(torch.tanh(self.norm1(self.first(x))))
-        return self.norm2(self.second(h.flatten(1))) + self.beside(x).mean(-1).repeat(1, 2)
 
 
 def encode(model, x):

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from test_composite import draw, mlp, uniformity
+from coupled import draw, mlp, uniformity
 from torch import nn
 
 import persample as ps
@@ -66,7 +66,7 @@ def test_averages_of_no_samples():
 
 def test_accumulating_into_what_was_computed():
     w = draw(5).requires_grad_()
-    with pytest.raises(ArgumentError, match="params: expected a leaf tensor.*received one that was computed"):
+    with pytest.raises(ArgumentError, match=r"params: expected a leaf tensor.*received one that was computed"):
         call(params=2 * w, accumulate=True)
     with pytest.raises(ArgumentError, match="loss_params: expected a leaf tensor"):
         call(params=w, loss_fn=lambda t, z: t * z.sum(), loss_params=torch.tensor(1.0), accumulate=True)

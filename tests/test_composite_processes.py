@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_composite import assert_same, build, draw, encode_pair, info_nce, two_towers, uniformity
-from test_composite_batch_norm import Residual
+from coupled import Residual, assert_same, build, draw, encode_pair, info_nce, two_towers, uniformity
 from torch import nn
 
 import persample as ps
@@ -133,9 +132,17 @@ def count_reductions(rank, group):
     return len(calls)
 
 
+def error_of(step, *args):
+    try:
+        step(*args)
+    except Exception as error:  # noqa: BLE001 (what it is, is the test)
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def run(rank, folder):
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = dt.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, RANKS, rank)
     group, found = dist.group.WORLD, {}
     for name, case in CASES.items():
@@ -144,10 +151,7 @@ def run(rank, folder):
     found["batch-norm-chunk"] = batch_norm([4, 3], rank, group, "chunk")
     found["reductions-of-gradients"] = count_reductions(rank, group)
     for name, step in FAILURES.items():
-        try:
-            step(rank, group)
-        except Exception as error:  # noqa: BLE001 (what it is, is the test)
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = error_of(step, rank, group)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -205,7 +209,7 @@ def test_an_error_on_one_is_an_error_on_all(found, name, own, others):
 class TestGroup:
     def test_that_is_none(self):
         for group in ("world", object()):
-            with pytest.raises(ArgumentError, match="group: expected a process group or None.*init_process_group"):
+            with pytest.raises(ArgumentError, match=r"group: expected a process group or None.*init_process_group"):
                 composite_grads(lambda w, x: w * x, uniformity, draw(5), draw(3, 5), group=group)
 
     def test_of_one_process(self, tmp_path):
