@@ -99,7 +99,7 @@ def composite_grads(
         >>> weight, x = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])
         >>> loss, (grads, loss_grads) = composite_grads(encode, info_nce, weight, x, loss_params=torch.tensor(0.0))
         >>> loss
-        tensor(0.4514)
+        tensor(0.6125)
         >>> grads.shape, loss_grads.shape
         (torch.Size([2, 2]), torch.Size([]))
     """
