@@ -11,6 +11,7 @@ import transformers
 from coupled import F64, assert_same, build, draw, encode_pair, graph, info_nce, mlp, two_towers, uniformity
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample import LossError, composite_grads, per_sample_grads
@@ -505,6 +506,19 @@ class TestMemory:
         assert many < self.peaks(self.by_graph)[1] / 1.5
 
     @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+    def test_of_z_that_is_a_part_of_what_the_model_returns(self, batched):
+        """The first of 64 tokens, say: the others are gone after each chunk."""
+
+        def ours(model, x):
+            tokens = x[..., None, :].expand(*x.shape[:-1], 64, 32)
+            return composite_grads(
+                lambda m, x: m[:-1](x)[..., 0, :2], self.loss, model, tokens, batched=batched, chunk_size=16
+            )
+
+        few, many = self.peaks(ours, sizes=(64, 256))
+        assert many < 1.1 * few  # 12 MiB more otherwise
+
+    @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
     def test_follows_the_chunk(self, batched):
         def ours(chunk_size):
             return lambda model, x: composite_grads(
@@ -520,6 +534,16 @@ class TestMemory:
 
         few, many = self.peaks(ours, sizes=(4, 16))
         assert many < few + 4096
+
+
+@pytest.mark.parametrize("way", ["loop", "batched"])
+def test_an_encoder_with_checkpoints_of_its_own(way):
+    model, x = mlp(dropout=0.4), draw(7, 5)
+    torch.manual_seed(3)
+    expected = graph(uniformity, TestRandomness.plain(model, x, WAYS[way]), model)
+    torch.manual_seed(3)
+    found = composite_grads(lambda m, x: checkpoint(m, x, use_reentrant=False), uniformity, model, x, **WAYS[way])
+    assert_same(found, expected)
 
 
 def test_one_more_forward_pass_and_no_more():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from coupled import EXACT, Residual, assert_same, build, draw, graph, uniformity
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from persample import ArgumentError, LossError, composite_grads
 
@@ -245,6 +246,22 @@ class TestRefused:
     def test_by_default_with_the_name_and_the_choice(self, make, options):
         with pytest.raises(ArgumentError, match=r"params: .*BatchNorm1d.*batch_norm='chunk' or batch_norm='full'"):
             composite_grads(encode, uniformity_of_channels, build(make), X, **options)
+
+    @pytest.mark.parametrize("rule", ["chunk", "full"])
+    def test_checkpoints_that_would_recompute_with_other_statistics(self, rule):
+        model = build(Residual)
+        before = buffers(model)
+        with pytest.raises(LossError, match="encode_fn checkpoints activations"):
+            composite_grads(
+                lambda m, x: checkpoint(m, x, use_reentrant=False),
+                uniformity,
+                model,
+                X,
+                batched=True,
+                batch_norm=rule,
+                chunk_size=4,
+            )
+        assert_untouched(model, before)
 
     def test_where_no_module_shows_it(self):
         norm = nn.BatchNorm1d(4).double()

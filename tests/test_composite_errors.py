@@ -32,6 +32,7 @@ def call(encode_fn=encode, loss_fn=uniformity, params=None, inputs=X, **options)
         ({"batch_norm": "full"}, "batch_norm: expected 'refuse' for single samples, received full. Pass batched=True"),
         ({"chunk_size": 0}, "chunk_size: expected a positive int or None, received 0"),
         ({"batched": True, "keep_batch_dim": True}, "keep_batch_dim: expected one of the two"),
+        ({"batched": True, "in_dims": (0, 0), "params": X}, r"in_dims\[0\]: expected None, received 0"),
         ({"reduce": ps.Loss()}, r"reduce: expected reductions of gradients .* received Loss\(\)"),
         ({"reduce": {"a": ps.Sum(), "b": ps.Aux()}}, r"received Aux\(\). Leave it out"),
         ({"reduce": "mean"}, "reduce: expected reductions such as Mean"),

@@ -20,6 +20,10 @@ from persample.merge import Moments
 from persample.numeric import accumulate_dtype
 
 RULES = ("refuse", "chunk", "full")
+RECOMPUTED = (
+    "encode_fn checkpoints activations: what is recomputed in the backward pass would not find the statistics and the "
+    "buffers of the forward pass. With batch_norm='chunk' and 'full' leave checkpointing off; chunk_size bounds memory."
+)
 _SIGNATURE = inspect.signature(F.batch_norm)
 
 

@@ -33,8 +33,14 @@ def first_pass(tower: Tower, encode: Encode) -> Any:
         z: a tree of detached tensors ``[n, ...]`` in memory of their own.
     """
     with unwritten(tower.encoder, tower.samples):
-        pieces = [encode(tower.encoder, chunk) for chunk in tower.chunks()]
-    return trees.tree_map(lambda *rows: torch.cat([row.detach() for row in rows]), *pieces)
+        pieces = [trees.tree_map(_compact, encode(tower.encoder, chunk)) for chunk in tower.chunks()]
+    return trees.tree_map(lambda *rows: torch.cat(rows), *pieces)
+
+
+def _compact(z: Tensor) -> Tensor:
+    """Return z alone: as the view it may be (of one token's states), it keeps everything beside it in memory."""
+    alone = z.untyped_storage().nbytes() == z.numel() * z.element_size()
+    return z.detach() if alone else z.detach().clone(memory_format=torch.contiguous_format)
 
 
 def at_once(encoder: SampleLoss, samples: Samples) -> Any:

@@ -115,8 +115,13 @@ def composite_grads(
     statistics = batch_norm != "refuse"
 
     def door() -> tuple[list[Tower], Head]:
-        options = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim, "chunk_size": chunk_size}
-        towers, container = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **options)
+        shape: Any = {
+            "in_dims": in_dims,
+            "keep_batch_dim": keep_batch_dim,
+            "batched": batched,
+            "chunk_size": chunk_size,
+        }
+        towers, container = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **shape)
         head = build_head(loss_fn, loss_params, container)
         check_parameters(towers[0].encoder, head.params, wanted, accumulate=accumulate)
         return towers, head

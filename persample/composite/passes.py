@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from persample import engines, rng, trees
-from persample.composite.batch_norm import FullBatch, Refused
+from persample.composite.batch_norm import RECOMPUTED, FullBatch, Refused
 from persample.composite.buffers import Watch
 from persample.composite.culprit import not_replayed
 from persample.composite.encode import at_once, first_pass, one_by_one, whole
@@ -18,6 +19,7 @@ from persample.composite.processes import Processes
 from persample.composite.replay import NotReplayedError, Replay, Replayed, contributions, tolerance
 from persample.composite.towers import Tower
 from persample.diagnose import unwritten
+from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.lift import Lift
 from persample.loss import NotConnectedError, SampleLoss
@@ -49,6 +51,8 @@ class Passes:
             # No samples have no statistics, and torch's own batch norm refuses them.
             self._mode = Refused() if alone else FullBatch() if self._solves or not tower.samples.size else None
         self._tower = _under(self._mode, tower)
+        if batch_norm != "refuse":
+            self._tower = _computed_once(self._tower)
 
     @property
     def size(self) -> int:
@@ -132,6 +136,22 @@ def _under(mode: Any, tower: Tower) -> Tower:
         mode.begin()
         with mode:
             return fn(params, *sample)
+
+    return tower.calling(encode)
+
+
+def _computed_once(tower: Tower) -> Tower:
+    """Return a tower that refuses to be recomputed in its backward pass."""
+    fn = tower.encoder.fn
+
+    def encode(params: Any, *sample: Any) -> Any:
+        try:
+            with disable_saved_tensors_hooks(RECOMPUTED):
+                return fn(params, *sample)
+        except RuntimeError as error:
+            if str(error) != RECOMPUTED:
+                raise
+            raise LossError(RECOMPUTED) from error
 
     return tower.calling(encode)
 

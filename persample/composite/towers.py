@@ -51,6 +51,7 @@ def build_towers(
     in_dims: Any,
     keep_batch_dim: bool,
     chunk_size: int | None,
+    batched: bool,
     batch_statistics: bool,
 ) -> tuple[list[Tower], trees.TreeSpec]:
     """Return the towers, and the container that their encoders came in.
@@ -62,6 +63,7 @@ def build_towers(
         in_dims: the batch axes of ``params`` and of the inputs.
         keep_batch_dim: each sample keeps an axis of 1.
         chunk_size: how many samples are encoded at a time.
+        batched: the encoders take chunks.
         batch_statistics: batch norm may be in train mode.
 
     Raises:
@@ -91,6 +93,9 @@ def build_towers(
             batch_statistics=batch_statistics,
         )
         towers.append(Tower(*parts, chunk_size))
+        if batched and any(towers[-1].samples.params_batched):
+            fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
+            raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)
     return towers, container
 
 
