@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from coupled import F64, assert_same, build, draw, encode_pair, graph, info_nce, mlp, two_towers, uniformity
+from tensordict import TensorDict
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutput
 
 import persample as ps
 from persample import LossError, composite_grads, per_sample_grads
@@ -475,6 +477,47 @@ class TestBert:
         assert_same(found, expected)
 
 
+class TestEncoders:
+    """Layers and containers of other packages."""
+
+    @pytest.mark.parametrize("way", ["default", "chunks", "loop", "batched"])
+    def test_recurrent(self, way):
+        model, x = build(lambda: nn.GRU(5, 4, batch_first=True)), draw(6, 3, 5)
+        expected = graph(uniformity, model(x)[0][:, -1], model)
+        assert_same(composite_grads(lambda m, x: m(x)[0][..., -1, :], uniformity, model, x, **WAYS[way]), expected)
+
+    @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+    def test_transformer_with_a_fast_path_without_a_graph(self, training):
+        model, x = build(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)), draw(6, 3, 8)
+        model.train(training)
+        torch.manual_seed(1)
+        expected = graph(uniformity, torch.cat([model(chunk)[:, 0] for chunk in x.split(4)]), model)
+        torch.manual_seed(1)
+        found = composite_grads(lambda m, x: m(x)[:, 0], uniformity, model, x, batched=True, chunk_size=4)
+        assert_same(found, expected)
+
+    def test_that_differentiates_itself(self):
+        def encode(w, x):
+            return torch.func.grad(lambda x: torch.tanh(w * x).sum())(x)
+
+        w, x = draw(5).requires_grad_(), draw(6, 5)
+        value, expected = graph(uniformity, w * (1 - torch.tanh(x * w).square()), {"w": w})
+        loss, grads = composite_grads(encode, uniformity, w, x, chunk_size=4)
+        assert_same((loss, {"w": grads}), (value, expected))
+
+    @pytest.mark.parametrize("way", ["default", "keep_batch_dim", "loop", "batched"])
+    def test_tensordicts_in_and_a_model_output_out(self, way):
+        model, x = mlp(), draw(6, 5)
+        inputs = TensorDict({"nested": TensorDict({"x": x}, batch_size=[6])}, batch_size=[6])
+        expected = graph(uniformity, model(x), model)
+
+        def encode(model, inputs):
+            return BaseModelOutput(last_hidden_state=model(inputs["nested", "x"]))
+
+        found = composite_grads(encode, lambda z: uniformity(z.last_hidden_state), model, inputs, **WAYS[way])
+        assert_same(found, expected)
+
+
 class TestMemory:
     """Counted bytes: beyond z, dL/dz and the graph of the loss, memory is that of one chunk."""
 
@@ -517,6 +560,19 @@ class TestMemory:
 
         few, many = self.peaks(ours, sizes=(64, 256))
         assert many < 1.1 * few  # 12 MiB more otherwise
+
+    @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+    def test_under_autocast(self, batched):
+        """Whose cache keeps casts of all parameters until it is left."""
+
+        def ours(model, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return composite_grads(
+                    lambda m, x: m(x), lambda z: self.loss(z.float()), model, x, batched=batched, chunk_size=16
+                )
+
+        few, many = self.peaks(ours, sizes=(64, 256))
+        assert many < 1.1 * few
 
     @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
     def test_follows_the_chunk(self, batched):

@@ -46,6 +46,7 @@ class Replay:
         for item in items:
             self._next.go_back()
             yield item
+            torch.clear_autocast_cache()  # which holds casts of every chunk's handles of the parameters
 
     def forward_done(self) -> None:
         """Note where the streams stand after a forward pass."""
