@@ -129,6 +129,15 @@ class TestTowers:
         assert all((g == 0).all() == name.startswith("passage") for name, g in grads.items())
 
 
+def test_gradients_of_the_loss_parameters_own_their_memory():
+    shift = torch.zeros(3, dtype=F64)
+    _, (_, grad) = composite_grads(
+        lambda w, x: w * x, lambda shift, z: z.sum() + shift.sum(), draw(5), draw(4, 5), loss_params=shift
+    )
+    grad[0] = 2  # of a sum it is one number, expanded
+    assert grad.tolist() == [2, 1, 1]
+
+
 def test_parameters_of_the_loss_as_a_module():
     model, head, x = mlp(), build(lambda: nn.Linear(4, 1)), draw(6, 5)
     head.bias.requires_grad_(requires_grad=False)

@@ -138,7 +138,8 @@ def composite_grads(
         if watch is not None:
             watch.write(tree.modules, here)
         finished = Lift(wanted).finish(lifted, here.device)
-        grads = owned(trees.unflatten(finished, asked), own)
+        given = [*own, *(leaf for tower in towers for leaf in tower.samples.leaves)]
+        grads, loss_grads = owned((trees.unflatten(finished, asked), loss_grads), given)
         if accumulate:
             add_grads(tree, grads)
             if head.params is not None:

@@ -46,13 +46,13 @@ class Passes:
         self._processes = processes
         self._solves = batch_norm == "full"
         self._mode: Any = None
-        if way == "batched":
-            alone = batch_norm == "refuse"
-            # No samples have no statistics, and torch's own batch norm refuses them.
-            self._mode = Refused() if alone else FullBatch() if self._solves or not tower.samples.size else None
-        self._tower = _under(self._mode, tower)
         if batch_norm != "refuse":
-            self._tower = _computed_once(self._tower)
+            tower = _computed_once(tower)
+        elif way == "batched":
+            self._mode = Refused()
+        if self._solves or (batch_norm == "chunk" and not tower.samples.size):  # torch's own refuses no samples
+            self._mode = FullBatch()
+        self._tower = _under(self._mode, tower)
 
     @property
     def size(self) -> int:
