@@ -7,6 +7,7 @@ tensor([-1., -1.])
 """
 
 from persample import losses, naive
+from persample.composite import composite_grads
 from persample.errors import ArgumentError, LossError
 from persample.explain import explain
 from persample.grads import per_sample_grads
@@ -52,6 +53,7 @@ __all__ = [
     "Sum",
     "Variance",
     "WeightedSum",
+    "composite_grads",
     "explain",
     "losses",
     "naive",

@@ -109,7 +109,9 @@ def diagnosed(samples: Samples, loss: SampleLoss, *, batched: bool) -> Iterator[
                     "devices": _formats(samples, loss, "device"),
                 }
                 where = _user_line(error.__traceback__)
-                raise LossError(f"loss_fn {happened.format(**facts)}{where}. {fix} torch said: {error}") from error
+                raise LossError(
+                    f"{loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
+                ) from error
         raise
 
 
@@ -131,14 +133,14 @@ def unwritten(loss: SampleLoss, samples: Samples) -> Iterator[None]:
         names = [name for name, _ in _named(samples, loss)]
         written = [name for name, x, before in zip(names, tensors, versions, strict=True) if x._version != before]
         raise LossError(
-            f"loss_fn wrote in place into {', '.join(written)}, which it must leave alone: other samples and later "
-            "calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
+            f"{loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples and "
+            "later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
         )
 
 
 def _named(samples: Samples, loss: SampleLoss) -> list[tuple[str, Tensor]]:
     """Return the tensors that a loss is called with, and their names."""
-    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), "batch")
+    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), loss.given)
     named = [*zip(loss.spec.paths, samples.params, strict=True), *zip(batch, samples.leaves, strict=True)]
     return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
 

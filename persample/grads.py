@@ -10,12 +10,10 @@ import torch
 
 from persample import check, engines, rng, trees
 from persample.diagnose import unwritten
-from persample.errors import LossError
 from persample.lift import Lift
-from persample.loss import NOT_CONNECTED, SampleLoss
+from persample.loss import NotConnectedError, SampleLoss
 from persample.merge import merge
 from persample.modules import locked
-from persample.numeric import full_precision
 from persample.output import owned, write_into
 from persample.samples import Samples
 
@@ -111,6 +109,5 @@ def _chunk_by_chunk(
     chunks = rng.replayed(samples.chunks(chunk_size), randomness)
     lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
     if not connected.value:
-        raise LossError(NOT_CONNECTED)
-    with full_precision(samples.params[0].device):
-        return lift.finish(lifted)
+        raise NotConnectedError
+    return lift.finish(lifted, samples.params[0].device)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from persample.gradients import Gradients
 from persample.merge import AnyOf
 from persample.numeric import full_precision
@@ -35,6 +37,7 @@ class Lift:
         with full_precision(gradients.losses.device):
             return [reduction.lift(gradients) for reduction in self.wanted], AnyOf(gradients.connected)
 
-    def finish(self, lifted: Sequence[Any]) -> list[Any]:
-        """Return the result of every reduction from its leaves, merged over all chunks."""
-        return [reduction.finish(leaves) for reduction, leaves in zip(self.wanted, lifted, strict=True)]
+    def finish(self, lifted: Sequence[Any], device: torch.device) -> list[Any]:
+        """Return the result of every reduction, from its leaves merged over all chunks."""
+        with full_precision(device):
+            return [reduction.finish(leaves) for reduction, leaves in zip(self.wanted, lifted, strict=True)]

@@ -26,6 +26,8 @@ class SampleLoss:
         batched: which of its leaves hold one row per sample.
         unpack: the batch is a plain tuple or list, passed as positional arguments.
         keep_batch_dim: each sample arrives with a leading axis of 1.
+        called: what the caller calls the function, for messages.
+        given: what the caller calls the batch, for messages.
     """
 
     fn: Callable[..., Any]
@@ -35,6 +37,8 @@ class SampleLoss:
     batched: tuple[bool, ...]
     unpack: bool
     keep_batch_dim: bool
+    called: str = "loss_fn"
+    given: str = "batch"
 
     def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return what follows ``params`` in a call of the user's loss."""
@@ -43,9 +47,13 @@ class SampleLoss:
         sample = trees.unflatten(list(leaves), self.batch)
         return sample if self.unpack else (sample,)
 
+    def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+        """Return what the user's function returns for one sample."""
+        return self.params.call(params, self.fn, self.arguments(leaves))
+
     def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
         """Return the loss of one sample, and beside it (aux, whether the loss returned any)."""
-        returned = self.params.call(params, self.fn, self.arguments(leaves))
+        returned = self.returned(params, leaves)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
         _check_loss(loss, returned)
         if returned is not loss:
@@ -84,3 +92,10 @@ NOT_CONNECTED = (
     "(stop_gradient, no_grad, .item()), or the parameters sit in a module hidden in a plain Python list (use "
     "nn.ModuleList). Compute the loss from the first argument."
 )
+
+
+class NotConnectedError(LossError):
+    """The loss depends on no parameter."""
+
+    def __init__(self, message: str = NOT_CONNECTED) -> None:
+        super().__init__(message)

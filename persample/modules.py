@@ -127,11 +127,12 @@ class ParamTree:
     call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
 
 
-def take_apart(params: Any) -> ParamTree:
+def take_apart(params: Any, name: str = "params") -> ParamTree:
     """Return what is differentiated in ``params``, and how to call a loss with other tensors in its place.
 
     Args:
         params: a pytree of tensors and ``nn.Module``s, or a single one of them.
+        name: what the caller calls it, for messages.
 
     Returns:
         The parts. Of a module only parameters with ``requires_grad`` count, tied ones once, under their first name.
@@ -139,16 +140,16 @@ def take_apart(params: Any) -> ParamTree:
     leaves, spec = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     inside = _Modules(modules)
-    trainable = {name: param for name, param in inside.parameters.items() if param.requires_grad}
+    trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
     pieces = list(leaves)
     slots: list[int | str] = []  # where a tensor goes, an index into leaves or a name inside the modules
     prefixes = iter(range(len(modules)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
             prefix = f"{next(prefixes)}."
-            names = [name for name in trainable if name.startswith(prefix)]
-            pieces[index] = {name.removeprefix(prefix): trainable[name] for name in names}
-            slots += names
+            inner = [path for path in trainable if path.startswith(prefix)]
+            pieces[index] = {path.removeprefix(prefix): trainable[path] for path in inner}
+            slots += inner
         else:
             slots.append(index)
     result = trees.unflatten(pieces, spec)
@@ -159,10 +160,10 @@ def take_apart(params: Any) -> ParamTree:
         args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
         if not modules:
             return loss_fn(args, *sample)
-        with inside.swapped({name: value for name, value in placed.items() if isinstance(name, str)}):
+        with inside.swapped({path: value for path, value in placed.items() if isinstance(path, str)}):
             return loss_fn(args, *sample)
 
-    return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, "params")), tuple(modules), call)
+    return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, name)), tuple(modules), call)
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
@@ -204,3 +205,17 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
             raise ArgumentError.about(f"grads[{name!r}]", expected=expected, received=received, fix=fix)
     for name, param in params.items():
         param.grad = grads[name].detach().to(param)
+
+
+def add_grads(params: ParamTree, grads: Any) -> None:
+    """Add gradients to ``.grad``, as ``.backward()`` does.
+
+    Args:
+        params: the parameters, leaves that require gradients.
+        grads: a tree like them.
+    """
+    for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
+        if param.grad is None:
+            param.grad = grad.clone()
+        else:
+            param.grad.add_(grad)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +15,12 @@ T = TypeVar("T")
 
 
 def snapshot() -> list[Tensor]:
-    """Return the state of the CPU's generator and of every CUDA device's in use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]
+    """Return the state of the CPU's generator and of those of every device in use."""
+    module = _accelerator()
+    if module is None:
+        return [torch.get_rng_state()]
+    devices = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+    return [torch.get_rng_state(), *devices]
 
 
 def rewind(states: list[Tensor]) -> None:
@@ -24,8 +30,17 @@ def rewind(states: list[Tensor]) -> None:
         states: what ``snapshot`` returned.
     """
     torch.set_rng_state(states[0])
+    module = _accelerator()
     for device, state in enumerate(states[1:]):
-        torch.cuda.set_rng_state(state, device)
+        module.set_rng_state(state, *([device] if hasattr(module, "get_rng_state_all") else []))
+
+
+def _accelerator() -> Any:
+    """Return torch's module of the accelerator, None if there is none or it has not been used yet."""
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    started = getattr(module, "is_initialized", lambda: True)  # Apple's GPU is always there
+    return module if started() else None
 
 
 def moved_since(states: list[Tensor]) -> bool:
@@ -55,3 +70,29 @@ def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
     for item in items:
         rewind(start)
         yield item
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where every global random stream stood: torch's on all devices, Python's and NumPy's.
+
+    Args:
+        torch: what ``snapshot`` returned.
+        python: of ``random``.
+        numpy: of ``numpy.random``.
+    """
+
+    torch: list[Tensor]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Streams:
+        """Return where the streams stand."""
+        return cls(snapshot(), random.getstate(), np.random.get_state())  # noqa: NPY002 (the global stream is meant)
+
+    def go_back(self) -> None:
+        """Set the streams to where they stood."""
+        rewind(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002

@@ -1,7 +1,17 @@
 """Everything the door refuses, one file per argument. What is past it is trusted."""
 
 from persample.check.call import check_call
-from persample.check.options import check_options
+from persample.check.options import check_choice, check_chunk_size, check_options
+from persample.check.params import check_params
 from persample.check.reduce import reductions
+from persample.check.weights import check_averages
 
-__all__ = ["check_call", "check_options", "reductions"]
+__all__ = [
+    "check_averages",
+    "check_call",
+    "check_choice",
+    "check_chunk_size",
+    "check_options",
+    "check_params",
+    "reductions",
+]

@@ -98,13 +98,14 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
     return leaf.movedim(dim, 0), True
 
 
-def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool]) -> int:
+def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool], argument: str) -> int:
     """Return B.
 
     Args:
         names: one name per leaf.
         leaves: parameters and batch, batch axes first.
         batched: which of them have a batch axis.
+        argument: what the caller calls the batch.
 
     Raises:
         ArgumentError: if no leaf has a batch axis, or they disagree about its size.
@@ -113,12 +114,12 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
     sizes = {name: int(leaf.shape[0]) for name, leaf in rows.items()}
     if not sizes:
         fix = "Pass tensors with a leading batch axis; a batch of one still has an axis of 1."
-        raise ArgumentError.about("batch", expected="at least one tensor with a batch axis", received="none", fix=fix)
+        raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
         fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
         alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1  # but for their length
-        if alike and all(name.startswith("batch") for name in rows):
+        if alike and all(name.startswith(argument) for name in rows):
             fix += f" {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ArgumentError.about("batch", expected="leaves of one common batch size", received=received, fix=fix)
+        raise ArgumentError.about(argument, expected="leaves of one common batch size", received=received, fix=fix)
     return next(iter(sizes.values()))

@@ -27,6 +27,9 @@ def check_call(
     weights: Any,
     in_dims: Any,
     keep_batch_dim: bool,
+    called: str = "loss_fn",
+    given: str = "batch",
+    batch_statistics: bool = False,
 ) -> tuple[SampleLoss, Samples]:
     """Return the loss of one sample and all samples.
 
@@ -38,28 +41,31 @@ def check_call(
         weights: one per sample, or None.
         in_dims: the batch axes of ``params`` and ``batch``.
         keep_batch_dim: each sample keeps an axis of 1.
+        called: what the caller calls the function, for messages.
+        given: what the caller calls the batch, for messages.
+        batch_statistics: modules may normalize with the statistics of a batch.
 
     Raises:
         ArgumentError: if any of them is of the wrong form.
     """
-    tree = check_params(params)
+    tree = check_params(params, batch_statistics=batch_statistics)
     params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.modules))
     leaves, structure = trees.flatten(batch)
-    batch_names = trees.paths(batch, "batch")
+    batch_names = trees.paths(batch, given)
     tensors = [as_tensor(name, leaf, tree.tensors[0]) for name, leaf in zip(batch_names, leaves, strict=True)]
     names = [*tree.paths, *batch_names]
     leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
     dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
     values, batched = zip(*map(batch_axis_first, names, [*tree.tensors, *tensors], dims), strict=True)
-    size = common_size(names, values, batched)
+    size = common_size(names, values, batched, given)
 
     count = len(tree.tensors)
     shapes = tuple(x.shape[1:] if split else x.shape for x, split in zip(values[:count], batched, strict=False))
     spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
     unpack = type(batch) in (tuple, list)
     sample = sample_structure(batch, leaf_dims, keep_batch_dim=keep_batch_dim)
-    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim)
-    _check_signature(loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
+    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, called, given)
+    _check_signature(called, loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
     for reduction in wanted:
         reduction.check(spec)
     weights = check_weights(weights, size, values[0].device)
@@ -67,10 +73,10 @@ def check_call(
     return loss, Samples(size, values[:count], batched[:count], values[count:], batched[count:], weights)
 
 
-def _check_signature(loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:
+def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:
     if not callable(loss_fn):
         fix = "Pass a function of (params, *sample)."
-        raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
+        raise ArgumentError.about(called, expected="a function", received=type(loss_fn).__name__, fix=fix)
     try:
         signature = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # some builtins have none to look at
@@ -86,4 +92,4 @@ def _check_signature(loss_fn: Any, params: Any, sample: Sequence[Any], *, unpack
             )
         expected = f"to take params and {len(sample)} argument(s) of a sample"
         received = f"{signature} ({error})"
-        raise ArgumentError.about("loss_fn", expected=expected, received=received, fix=fix) from error
+        raise ArgumentError.about(called, expected=expected, received=received, fix=fix) from error

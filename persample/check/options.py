@@ -19,14 +19,36 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
     Raises:
         ArgumentError: if one is not of the values it can take.
     """
-    _check_choice("engine", engine, ("eager", "compiled", "loop"))
-    _check_choice("randomness", randomness, ("error", "same", "different"))
+    check_choice("engine", engine, ("eager", "compiled", "loop"))
+    check_choice("randomness", randomness, ("error", "same", "different"))
+    check_chunk_size(chunk_size)
+
+
+def check_chunk_size(chunk_size: Any) -> None:
+    """Refuse what is no number of samples.
+
+    Args:
+        chunk_size: how many samples are processed at a time.
+
+    Raises:
+        ArgumentError: if it is neither a positive int nor None.
+    """
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size > 0):
         fix = "Pass how many samples to process at a time, or None for all."
         raise ArgumentError.about("chunk_size", expected="a positive int or None", received=repr(chunk_size), fix=fix)
 
 
-def _check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuse a word that is not one of those an option can be.
+
+    Args:
+        argument: the option.
+        value: what the user passed.
+        choices: the words.
+
+    Raises:
+        ArgumentError: if it is none of them.
+    """
     if not isinstance(value, str) or value not in choices:
         expected = " or ".join(repr(name) for name in choices)
         raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")

@@ -12,18 +12,20 @@ from persample.errors import STOP_STATISTICS, ArgumentError
 from persample.modules import ParamTree, take_apart
 
 
-def check_params(params: Any) -> ParamTree:
+def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
     """Return the parameters taken apart; refuse what cannot be differentiated.
 
     Args:
         params: what the user passed.
+        batch_statistics: modules may normalize with the statistics of a batch.
+        name: what the caller calls them, for messages.
 
     Raises:
         ArgumentError: if a leaf is no floating tensor, none is there, or a module cannot be used sample by sample.
     """
-    tree = take_apart(params)
+    tree = take_apart(params, name)
     for module in tree.modules:
-        _check_module(module)
+        _check_module(name, module, batch_statistics=batch_statistics)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
         if is_lazy(leaf):
             fix = "Run one forward pass first, so that lazy modules learn their shapes."
@@ -36,17 +38,18 @@ def check_params(params: Any) -> ParamTree:
         raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
     if not tree.tensors:
         fix = "Pass dict(model.named_parameters()), or a module with at least one parameter that requires_grad."
-        raise ArgumentError.about("params", expected="at least one floating tensor", received="none", fix=fix)
+        raise ArgumentError.about(name, expected="at least one floating tensor", received="none", fix=fix)
     return tree
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(argument: str, module: nn.Module, *, batch_statistics: bool) -> None:
     for name, part in module.named_modules():
         label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
-        if isinstance(part, _NormBase) and part.training and part.track_running_stats:
+        updates = isinstance(part, _NormBase) and part.training and part.track_running_stats
+        if updates and not batch_statistics:
             expected = "a module that does not update running statistics while it is differentiated"
             received = f"{label} in train mode"
-            raise ArgumentError.about("params", expected=expected, received=received, fix=STOP_STATISTICS)
+            raise ArgumentError.about(argument, expected=expected, received=received, fix=STOP_STATISTICS)
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             fix = "Build it with sparse=False."
-            raise ArgumentError.about("params", expected="dense gradients", received=f"{label}, sparse=True", fix=fix)
+            raise ArgumentError.about(argument, expected="dense gradients", received=f"{label}, sparse=True", fix=fix)

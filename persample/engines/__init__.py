@@ -4,5 +4,6 @@ from persample.engines.compiled import clear_cache, compiled, finished, recall
 from persample.engines.eager import eager
 from persample.engines.empty import empty
 from persample.engines.loop import loop
+from persample.engines.whole import whole
 
-__all__ = ["clear_cache", "compiled", "eager", "empty", "finished", "loop", "recall"]
+__all__ = ["clear_cache", "compiled", "eager", "empty", "finished", "loop", "recall", "whole"]

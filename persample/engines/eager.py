@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,12 +13,11 @@ from torch.func import vjp, vmap
 
 from persample import rng
 from persample.diagnose import diagnosed
-from persample.errors import LossError
 from persample.factors import Deferral, factor_of
 from persample.fallback import explained
 from persample.gradients import Gradients
 from persample.lift import Lift
-from persample.loss import NOT_CONNECTED, SampleLoss
+from persample.loss import NotConnectedError, SampleLoss
 from persample.numeric import full_precision
 from persample.rewrites import SecondDerivativeError, composed, rewritten
 from persample.samples import Samples
@@ -73,30 +73,44 @@ def batched_gradients(
         with rewritten():
             value, (aux, has_aux) = loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
-            raise LossError(NOT_CONNECTED)
+            raise NotConnectedError
         return value, aux
 
-    given = [*samples.params, *samples.leaves]
-    split = [*samples.params_batched, *samples.leaves_batched]
-
-    def one(*rows: Tensor) -> tuple[list[Tensor], Tensor, Any]:
-        row = iter(rows)  # what all samples share does not pass through vmap
-        values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
-        params, leaves = values[: len(samples.params)], values[len(samples.params) :]
+    def one(params: list[Tensor], leaves: list[Any]) -> tuple[list[Tensor], Tensor, Any]:
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
         with backward_mode, torch.no_grad():  # no graph of the backward pass: nobody differentiates it
             (grads,) = backward(torch.ones_like(value), retain_graph=False)
         return grads, value, aux[0]
 
-    rows = [x for x, batched in zip(given, split, strict=True) if batched]
-    differentiate = vmap(one, randomness=randomness)
     start = rng.snapshot() if randomness != "error" else None
     with diagnosed(samples, loss, batched=True), explained():
         try:
-            grads, losses, aux = differentiate(*rows)
+            grads, losses, aux = vmapped(one, samples, randomness)
         except SecondDerivativeError:
             if start is not None:
                 rng.rewind(start)
             with composed():
-                grads, losses, aux = differentiate(*rows)
+                grads, losses, aux = vmapped(one, samples, randomness)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
+
+
+def vmapped(one: Callable[[list[Tensor], list[Any]], Any], samples: Samples, randomness: str) -> Any:
+    """Call a function for all samples at once.
+
+    Args:
+        one: from the parameters and the leaves of one sample to a tree of tensors.
+        samples: the chunk, not empty.
+        randomness: as in ``torch.func.vmap``.
+
+    Returns:
+        What the function returns, every tensor with a leading batch axis.
+    """
+    given = [*samples.params, *samples.leaves]
+    split = [*samples.params_batched, *samples.leaves_batched]
+
+    def of_row(*rows: Tensor) -> Any:
+        row = iter(rows)  # what all samples share does not pass through vmap
+        values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
+        return one(values[: len(samples.params)], values[len(samples.params) :])
+
+    return vmap(of_row, randomness=randomness)(*[x for x, batched in zip(given, split, strict=True) if batched])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +29,33 @@ def empty(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     Returns:
         What ``lift`` returns.
     """
-    params = [param.requires_grad_() for param in _one(samples.params, samples.params_batched)]
-    with torch.enable_grad():  # for losses that differentiate something themselves
-        value, (aux, has_aux) = _fake_call(loss, params, _one(samples.leaves, samples.leaves_batched))
+    value, (aux, has_aux) = of_fake_sample(loss, samples)
+    params = _one(samples.params, samples.params_batched)
     return lift(
         Gradients.dense(
-            trees.tree_map(_no_rows, params),
+            trees.tree_map(no_rows, params),
             spec=loss.spec,
-            losses=_no_rows(value),
-            aux=trees.tree_map(_no_rows, aux),
+            losses=no_rows(value),
+            aux=trees.tree_map(no_rows, aux),
             has_aux=has_aux,
             weights=samples.weights,
         )
     )
+
+
+def of_fake_sample(call: Callable[[Sequence[Tensor], Sequence[Any]], Any], samples: Samples) -> Any:
+    """Call a function with the parameters and the leaves of one sample that is not there.
+
+    Args:
+        call: from parameters and leaves to anything.
+        samples: of which only shapes and dtypes are looked at.
+
+    Returns:
+        What it returns; tensors may be fake: only their shapes, dtypes and devices say something.
+    """
+    params = [param.requires_grad_() for param in _one(samples.params, samples.params_batched)]
+    with torch.enable_grad():  # for losses that differentiate something themselves
+        return _fake_call(call, params, _one(samples.leaves, samples.leaves_batched))
 
 
 def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
@@ -49,15 +63,16 @@ def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
     return trees.map_tensors(torch.Tensor.detach, rows)  # handles of our own, even of what is not batched
 
 
-def _no_rows(x: Tensor) -> Tensor:
+def no_rows(x: Tensor) -> Tensor:
+    """Return an empty tensor of the rows that a tensor is one of."""
     return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
 
 
-def _fake_call(loss: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
+def _fake_call(call: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return loss(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
+            return call(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
     except LossError:
         raise
     except Exception:  # noqa: BLE001 (a loss that reads values runs on zeros instead, or says itself what is wrong)
-        return loss(params, leaves)
+        return call(params, leaves)

@@ -53,7 +53,7 @@ def _rows(loss: SampleLoss, samples: Samples, randomness: str) -> Iterator[tuple
         with diagnosed(samples, loss, batched=False):
             row = naive.value_and_grad(loss, *samples.at(i))
         if randomness == "error" and rng.moved_since(start):
-            raise LossError(f"loss_fn drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
+            raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row
 
 

@@ -98,8 +98,7 @@ def _eagerly(task: Task) -> Any:
 def _finish(task: Task, lifted: Any, connected: Any) -> Any:
     if not task.finishes:
         return lifted, connected
-    with full_precision(task.samples.params[0].device):
-        return task.lift.finish(lifted)
+    return task.lift.finish(lifted, task.samples.params[0].device)
 
 
 def _without(task: Task, error: UntraceableError) -> Any:

@@ -15,7 +15,6 @@ from persample import trees
 from persample.engines.eager import eager
 from persample.lift import Lift
 from persample.loss import SampleLoss
-from persample.numeric import full_precision
 from persample.reductions import Reduction
 from persample.samples import Samples
 
@@ -98,8 +97,7 @@ class Task:
         lifted, connected = eager(lift, self.loss, samples, self.randomness)
         if not self.finishes:
             return lifted, connected
-        with full_precision(params[0].device):
-            return lift.finish(lifted)
+        return lift.finish(lifted, params[0].device)
 
 
 def filled_up(samples: Samples) -> Samples:

@@ -1,0 +1,147 @@
+"""The gradient of a loss that couples samples: encode, differentiate the loss, encode again and back-propagate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import trees
+from persample.composite.buffers import Watch
+from persample.composite.door import check_options, check_parameters, check_reductions
+from persample.composite.head import Head, build_head
+from persample.composite.passes import Passes
+from persample.composite.processes import Processes
+from persample.composite.steps import two_passes
+from persample.composite.towers import Tower, build_towers
+from persample.lift import Lift
+from persample.modules import add_grads, locked
+from persample.output import owned
+from persample.reductions import Sum
+
+_TOTAL = Sum()
+
+
+def composite_grads(
+    encode_fn: Any,
+    loss_fn: Callable[..., Any],
+    params: Any,
+    inputs: Any,
+    *,
+    loss_params: Any = None,
+    reduce: Any = _TOTAL,
+    in_dims: Any = (None, 0),
+    batched: bool = False,
+    keep_batch_dim: bool = False,
+    batch_norm: str = "refuse",
+    chunk_size: int | None = 1,
+    engine: str = "eager",
+    accumulate: bool = False,
+    group: Any = None,
+) -> tuple[Tensor, Any]:
+    """Compute L = g(f(x₁), …, f(xₙ)) and its gradient with the graph of one chunk alive at a time.
+
+    For losses that couple samples: contrastive learning, list-wise ranking, any function of statistics of a batch. Two
+    passes: encode all samples without a graph, zᵢ = f(xᵢ); compute L = g(z) and dL/dz; encode again, a chunk at a time,
+    and back-propagate ⟨zᵢ, dL/dzᵢ⟩, of which the gradient is sample i's share of dL/dθ. Exact: the second pass replays
+    the random numbers of the first (dropout), and is checked to find the same z. Memory beyond z, dL/dz and the graph
+    of g follows ``chunk_size``; the price is one more forward pass.
+
+    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
+
+    Args:
+        encode_fn: f, ``encode_fn(params, *sample)`` for one sample, without the batch axis; returns zᵢ, a pytree of
+            tensors. Several encoders with samples of their own: a dict, tuple or list of functions; all receive
+            ``params``.
+        loss_fn: g, ``loss_fn(z)`` or ``loss_fn(loss_params, z)``, returns a real 0-d loss; z has the structure that
+            ``encode_fn`` returns, with leaves ``[n, ...]`` (of several encoders: the container of theirs).
+        params: as in ``per_sample_grads``: a pytree of tensors, an ``nn.Module``, modules in a pytree.
+        inputs: as ``batch`` in ``per_sample_grads``, n samples; of several encoders: the same container of batches,
+            each of its own n.
+        loss_params: parameters of the loss (a temperature), a pytree or a module; they get gradients, too.
+        reduce: what becomes of the samples' shares (dL/dzᵢ)(dzᵢ/dθ). ``Sum()``, dL/dθ, or any other reduction, or a
+            container of them; None stands for ``Stack()``. Rows of several encoders follow each other.
+        in_dims: as in ``per_sample_grads``.
+        batched: ``encode_fn(params, *chunk)`` receives chunks ``[k, ...]`` and returns z ``[k, ...]``; plain autograd,
+            no vmap. Only ``Sum()`` can be asked for then.
+        keep_batch_dim: each sample arrives with a leading axis of 1, and zᵢ has one.
+        batch_norm: batch norm in train mode, with ``batched=True``: "refuse" it, or normalize with the statistics of
+            the "chunk", or with those of the "full" batch (exact, at 2L more passes for L batch norms). With "chunk"
+            and "full" the modules' buffers are kept, and have moved once: each chunk finds them as they were before
+            the call, and they become the mean of what the chunks left (integers: what the last one left). With
+            "refuse" they are left alone.
+        chunk_size: how many samples are encoded at a time; memory follows it. None for all.
+        engine: "eager" (vmap) or "loop" (one sample at a time, for encoders that vmap cannot take).
+        accumulate: also add the gradients to ``.grad`` of ``params`` and ``loss_params``, as ``.backward()`` does.
+        group: a process group such as ``torch.distributed.group.WORLD``: z of all ranks is gathered, in their order,
+            and every rank returns the result for the samples of all. None for this process alone.
+
+    Returns:
+        ``(loss, grads)``, with ``loss_params`` ``(loss, (grads, loss_grads))``: the detached loss; what ``reduce``
+        says, by default a tree like ``params`` in their dtypes; a tree like ``loss_params``.
+
+    Raises:
+        ArgumentError: if an argument is of the wrong form; it names the argument and the fix.
+        LossError: if z or the loss are no tensors of the right form, nothing depends on ``params``, or the second pass
+            does not find the z of the first; then it names the module.
+
+    Examples:
+        A contrastive loss with a temperature of its own, every sample beside all others:
+
+        >>> from persample import composite_grads
+        >>> def encode(weight, x):
+        ...     return torch.tanh(weight @ x)
+        >>> def info_nce(log_scale, z):
+        ...     return torch.nn.functional.cross_entropy(z @ z.T * log_scale.exp(), torch.arange(len(z)))
+        >>> weight, x = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])
+        >>> loss, (grads, loss_grads) = composite_grads(encode, info_nce, weight, x, loss_params=torch.tensor(0.0))
+        >>> loss
+        tensor(0.6125)
+        >>> grads.shape, loss_grads.shape
+        (torch.Size([2, 2]), torch.Size([]))
+    """
+    check_options(
+        engine=engine,
+        chunk_size=chunk_size,
+        batch_norm=batch_norm,
+        batched=batched,
+        keep_batch_dim=keep_batch_dim,
+        group=group,
+    )
+    wanted, asked = check_reductions(reduce, batched=batched, accumulate=accumulate)
+    statistics = batch_norm != "refuse"
+
+    def door() -> tuple[list[Tower], Head]:
+        shape: Any = {
+            "in_dims": in_dims,
+            "keep_batch_dim": keep_batch_dim,
+            "batched": batched,
+            "chunk_size": chunk_size,
+        }
+        towers, container = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **shape)
+        head = build_head(loss_fn, loss_params, container)
+        check_parameters(towers[0].encoder, head.params, wanted, accumulate=accumulate)
+        return towers, head
+
+    # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
+    with torch.inference_mode(False), torch.no_grad(), locked((params, loss_params)):
+        here = Processes(group)
+        towers, head = here.together(door)
+        tree, own = towers[0].encoder.params, towers[0].samples.params
+        here = replace(here, device=own[0].device)
+        passes = [Passes(tower, "batched" if batched else engine, batch_norm, here) for tower in towers]
+        watch = Watch() if statistics else None
+        loss, loss_grads, lifted = two_passes(passes, head, wanted, watch, here)
+        if watch is not None:
+            watch.write(tree.modules, here)
+        finished = Lift(wanted).finish(lifted, here.device)
+        given = [*own, *(leaf for tower in towers for leaf in tower.samples.leaves)]
+        grads, loss_grads = owned((trees.unflatten(finished, asked), loss_grads), given)
+        if accumulate:
+            add_grads(tree, grads)
+            if head.params is not None:
+                add_grads(head.params, loss_grads)
+    return loss, grads if head.params is None else (grads, loss_grads)
