@@ -357,11 +357,6 @@ def test_randomness(randomness, engine):
     refuse(*words, randomness=randomness, engine=engine)
 
 
-def test_the_compiled_engine_is_not_there_yet():
-    with pytest.raises(NotImplementedError, match=r"engine='compiled' is not built yet; use engine='eager'"):
-        per_sample_grads(linear, W, X, engine="compiled")
-
-
 # reduce
 
 

@@ -39,10 +39,7 @@ class Settings:
         if not 0 <= self.seed < 2**63:
             fix = "Any other number will do."
             raise ArgumentError.about("--seed", expected="0 … 2⁶³ − 1", received=str(self.seed), fix=fix)
-        try:
-            check.check_options(engine=self.engine, randomness="error", chunk_size=None)
-        except NotImplementedError as error:
-            raise ArgumentError(str(error)) from error
+        check.check_options(engine=self.engine, randomness="error", chunk_size=None)
 
     @property
     def transitions(self) -> int:
