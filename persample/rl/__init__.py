@@ -8,6 +8,19 @@ except ImportError as error:
 from persample.rl.environments import make_envs
 from persample.rl.episodes import Episodes, collect_episodes
 from persample.rl.policies import categorical_policy
+from persample.rl.random_walk import RandomWalk
+from persample.rl.tabular import exact_values, optimal_actions, transition_table
 from persample.rl.transitions import Transitions, collect_transitions
 
-__all__ = ["Episodes", "Transitions", "categorical_policy", "collect_episodes", "collect_transitions", "make_envs"]
+__all__ = [
+    "Episodes",
+    "RandomWalk",
+    "Transitions",
+    "categorical_policy",
+    "collect_episodes",
+    "collect_transitions",
+    "exact_values",
+    "make_envs",
+    "optimal_actions",
+    "transition_table",
+]
