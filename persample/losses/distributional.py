@@ -23,7 +23,7 @@ def categorical_td_learning(
 
     The target distribution has atoms rₜ + γₜ zⱼ with the probabilities softmax(v_logits_t)ⱼ; each atom's probability is
     shared between its two neighbours in ``v_atoms_tm1``, in proportion to its nearness. Name and argument order are
-    RLax's. Source: Bellemare, Dabney, Munos, "A Distributional Perspective on Reinforcement Learning" (2017), section 4.
+    RLax's. Source: Bellemare, Dabney, Munos, "A Distributional Perspective on Reinforcement Learning" (2017).
 
     Args:
         v_atoms_tm1: atoms at time t−1 in ascending order, ``[K]``.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_actions, check_rows, check_same, check_steps
-from persample.losses.returns import compose, lambda_returns, shift
+from persample.losses.recursion import compose, shift
+from persample.losses.returns import lambda_returns
 from persample.losses.steps import real_steps, spread, taken, unpadded
 from persample.losses.td import error_of
 

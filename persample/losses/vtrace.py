@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_steps
-from persample.losses.returns import compose, shift
+from persample.losses.recursion import compose, shift
 from persample.losses.steps import real_steps, spread, unpadded
 from persample.trees import stop_gradient
 
