@@ -87,14 +87,14 @@ def check_numbers(algorithm: object, **limits: tuple[float, float]) -> None:
 
     Args:
         algorithm: it has them as attributes.
-        **limits: the least and the largest value of each; a range of ints is for a count.
+        **limits: the least and the largest value of each; an int as the least one is for a count.
 
     Raises:
         ArgumentError: if one is out of its range.
     """
     for name, (least, most) in limits.items():
         value = getattr(algorithm, name)
-        count = isinstance(least, int) and isinstance(most, int)
-        if isinstance(value, bool) or not isinstance(value, int if count else (int, float)) or not least <= value <= most:
-            expected = f"{'an int' if count else 'a number'} from {least:g} to {most:g}"
+        kinds = int if isinstance(least, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            expected = f"{'an int' if kinds is int else 'a number'} from {least:g} to {most:g}"
             raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Choose one in that range.")

@@ -19,15 +19,15 @@ from persample.rl.training.algorithm import Batch, check_numbers
 class Reinforce:
     """REINFORCE with a learned baseline (Sutton and Barto 2018, section 13.4); a sample is an episode.
 
-    ℓ = Σₜ −log π(aₜ|sₜ) Aₜ + c (v(sₜ) − Gₜ)²: returns Gₜ of what was received (a time limit ends an episode), advantages
-    Aₜ = Gₜ − v(sₜ) under the network before the update, standardized over all steps of the batch.
+    ℓ = Σₜ −log π(aₜ|sₜ) Aₜ + c (v(sₜ) − Gₜ)². Gₜ are the returns of what was received (a time limit ends an episode),
+    Aₜ the advantages Gₜ − v(sₜ) before the update, standardized over all steps of the batch.
 
     Args:
         discount: γ.
         hidden: width of the two hidden layers of policy and value function.
         batch: episodes per update B.
         learning_rate: of Adam, at the beginning.
-        value_weight: c.
+        value_weight: c, small, for squared returns are large beside log-probabilities: Adam does not mind, clipping does.
 
     Raises:
         ArgumentError: if one of them is out of range.
@@ -41,7 +41,7 @@ class Reinforce:
     hidden: int = 64
     batch: int = 16
     learning_rate: float = 0.005
-    value_weight: float = 0.5
+    value_weight: float = 0.001
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -98,7 +98,7 @@ class Reinforce:
         errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
         return reinforce_loss(network.policy(obs_t), a_t, adv_t, mask_t) + self.value_weight * (errors**2).sum()
 
-    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002, PLR6301 (returns tell all)
+    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
         """Measure nothing more.
 
         Args:

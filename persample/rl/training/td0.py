@@ -87,7 +87,7 @@ class TD0:
     epsilon: float = 1.0
     hidden: int = 0
     batch: int = 512
-    learning_rate: float = 0.01
+    learning_rate: float = 0.02
 
     def __post_init__(self) -> None:
         check_numbers(
