@@ -19,6 +19,7 @@ from persample.cli.figure import save_figure
 from persample.cli.report import notes, save_report, table, writable
 from persample.cli.rollout import make_envs, roll_out
 from persample.cli.settings import Settings
+from persample.cli.train import HELP, train
 from persample.errors import ArgumentError
 
 # typer raises click's errors, and newer ones have a click of their own: this names the class in both.
@@ -94,6 +95,9 @@ def root(
         typer.echo(context.get_help())
 
 
+app.command(help=HELP)(train)
+
+
 @app.command(
     help="Compare per-sample gradients with the naive loop on a real environment: the averaged updates of TD(0) and of "
     "REINFORCE, with time, memory, and the largest difference."
@@ -128,7 +132,7 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
         Exit: with code 1 where an update differs from the loop's by more than rounding.
     """
     settings = Settings(env, episodes, hidden, engine, seed, rounds)
-    directory = None if output is None else writable(output)
+    directory = None if output is None else writable(output, "report.json", "compare.png")
     comparisons = _compared(settings)
     # Wide enough for the table where there is no terminal to ask.
     console = Console(width=None if sys.stdout.isatty() else 110)

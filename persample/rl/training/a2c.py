@@ -28,6 +28,7 @@ class A2C:
         batch: episodes per update B.
         learning_rate: of Adam, at the beginning.
         lambda_: λ of the advantages.
+        reward_scale: rewards are multiplied by it; the critic learns fast where values are about 1.
         value_cost: weight of the critic's squared error.
         entropy_cost: weight of the policy's entropy.
 
@@ -41,11 +42,12 @@ class A2C:
 
     discount: float = 0.99
     hidden: int = 64
-    batch: int = 16
+    batch: int = 4
     learning_rate: float = 0.005
     lambda_: float = 0.95
+    reward_scale: float = 0.01
     value_cost: float = 0.5
-    entropy_cost: float = 0.01
+    entropy_cost: float = 0.001
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -55,6 +57,7 @@ class A2C:
             batch=(1, 2**24),
             learning_rate=(0.0, 1e6),
             lambda_=(0.0, 1.0),
+            reward_scale=(0.0, 1e6),
             value_cost=(0.0, 1e6),
             entropy_cost=(0.0, 1e6),
         )
@@ -84,7 +87,7 @@ class A2C:
         policy = categorical_policy(network.policy)
         episodes = collect_episodes(envs, policy, self.batch, discount=self.discount, seed=seed)
         returns = episodes.r_t.sum(1).tolist()
-        return Batch(episodes._replace(mask_t=bootstrapped(episodes)), int(episodes.mask_t.sum()), returns)
+        return Batch((*episodes[:-1], bootstrapped(episodes)), int(episodes.mask_t.sum()), returns)
 
     def loss(self, network: ActorCritic, *sample: Tensor) -> Tensor:
         """Compute the loss of an episode.
@@ -102,7 +105,7 @@ class A2C:
             network.policy(obs_t),
             torch.cat([v_t, v_t.new_zeros(1)]),  # nothing but a terminated episode needs the value after the last step
             a_t,
-            r_t,
+            self.reward_scale * r_t,
             discount_t,
             self.lambda_,
             value_cost=self.value_cost,

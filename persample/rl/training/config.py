@@ -30,8 +30,7 @@ class TrainingConfig:
         reduce: "mean" or "clipped", the mean of per-sample gradients clipped to ``max_norm``.
         max_norm: C.
         engine: persample's engine.
-        target: training ends when the average return of 100 episodes reaches it; None for the environment's own
-            (``spec.reward_threshold``), ∞ for none.
+        target: training ends when the average return of 100 episodes reaches it.
 
     Raises:
         ArgumentError: if one of them cannot be; it says which and why.
@@ -44,19 +43,19 @@ class TrainingConfig:
     algorithm: Algorithm
     env: str = "CartPole-v1"
     seed: int = 0
-    steps: int = 500_000
+    steps: int = 300_000
     reduce: str = "mean"
     max_norm: float = 100.0
     engine: str = "eager"
-    target: float | None = None
+    target: float = math.inf
 
     def __post_init__(self) -> None:
         check_numbers(self, seed=(0, 2**63 - 1), steps=(1, 2**63 - 1), max_norm=(0.0, math.inf))
         if self.reduce not in {"mean", "clipped"}:
             expected = "'mean' or 'clipped'"
             raise ArgumentError.about("reduce", expected=expected, received=repr(self.reduce), fix="Pick one of them.")
-        if self.target is not None and math.isnan(self.target):
-            fix = "inf trains until --steps are done."
+        if math.isnan(self.target):
+            fix = "inf trains until the steps are done."
             raise ArgumentError.about("target", expected="a number", received="nan", fix=fix)
         check.check_options(engine=self.engine, randomness="error", chunk_size=None)
 

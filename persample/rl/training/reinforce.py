@@ -27,7 +27,7 @@ class Reinforce:
         hidden: width of the two hidden layers of policy and value function.
         batch: episodes per update B.
         learning_rate: of Adam, at the beginning.
-        value_weight: c, small, for squared returns are large beside log-probabilities: Adam does not mind, clipping does.
+        value_weight: c; small, for squared returns are large beside log-probabilities, which matters when clipping.
 
     Raises:
         ArgumentError: if one of them is out of range.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -63,17 +64,15 @@ class Trainer:
         self.returns: list[float] = []
 
     @property
-    def target(self) -> float:
-        """The average return at which training ends."""
-        if self.config.target is not None:
-            return self.config.target
-        spec = self.envs.spec
-        return float("inf") if spec is None or spec.reward_threshold is None else float(spec.reward_threshold)
+    def threshold(self) -> float:
+        """The average return at which gymnasium calls the environment solved; ∞ where it does not say."""
+        threshold = None if self.envs.spec is None else self.envs.spec.reward_threshold
+        return math.inf if threshold is None else float(threshold)
 
     @property
     def solved(self) -> bool:
         """Whether the average return of the last 100 episodes has reached the target."""
-        return len(self.returns) >= EPISODES and statistics.fmean(self.returns[-EPISODES:]) >= self.target
+        return len(self.returns) >= EPISODES and statistics.fmean(self.returns) >= self.config.target
 
     @property
     def finished(self) -> bool:
@@ -114,4 +113,4 @@ class Trainer:
         row |= {"median_norm": norms.median(), "max_norm": norms.max()}
         if self.config.reduce == "clipped":
             row["clipped"] = (norms > self.config.max_norm).float().mean()
-        return {name: float(value) for name, value in row.items()}
+        return {name: value.item() if isinstance(value, Tensor) else value for name, value in row.items()}
