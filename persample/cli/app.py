@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from persample.cli import baird, train
 from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
@@ -19,7 +20,6 @@ from persample.cli.figure import save_figure
 from persample.cli.report import notes, save_report, table, writable
 from persample.cli.rollout import make_envs, roll_out
 from persample.cli.settings import Settings
-from persample.cli.train import HELP, train
 from persample.errors import ArgumentError
 
 # typer raises click's errors, and newer ones have a click of their own: this names the class in both.
@@ -95,7 +95,8 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command(help=HELP)(train)
+app.command(help=train.HELP)(train.train)
+app.command(help=baird.HELP)(baird.baird)
 
 
 @app.command(

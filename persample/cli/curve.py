@@ -50,7 +50,7 @@ def _returns(axes: Axes, history: list[Row], threshold: float) -> None:
 
 def _errors(axes: Axes, history: list[Row]) -> None:
     if "value_error" in history[0]:
-        _line(axes, history, "value_error", color=_BLUE, label="max |v − v*| / max |v*|")
+        _line(axes, history, "value_error", color=_BLUE, label="max |v − v_π| / max |v_π|")
         axes.axhline(0.02, color="black", linewidth=1, linestyle="--", label="2 %")
         axes.set(ylabel="relative error, log scale", title="Error of the values", yscale="log")
     else:

@@ -116,5 +116,5 @@ def writable(directory: Path, *names: str) -> Path:
     except OSError as error:
         fix = "Choose another one."
         expected, received = "a directory that can be written to", f"{str(directory)!r} ({error.strerror})"
-        raise ArgumentError.about("output", expected=expected, received=received, fix=fix) from error
+        raise ArgumentError.about("--output", expected=expected, received=received, fix=fix) from error
     return directory

@@ -32,7 +32,7 @@ class TrainingFiles:
         elif (directory / CHECKPOINT).exists():
             fix = "Go on with it by --resume, or choose another directory."
             expected, received = "a directory without a checkpoint", repr(str(directory))
-            raise ArgumentError.about("output", expected=expected, received=received, fix=fix)
+            raise ArgumentError.about("--output", expected=expected, received=received, fix=fix)
         writable(directory, CHECKPOINT, METRICS, CURVE)
         # Rows that an interrupted training wrote after its last checkpoint go.
         (directory / METRICS).write_text("", encoding="utf-8")

@@ -152,7 +152,7 @@ class TD0:
             network: the value function.
 
         Returns:
-            ``value_error``, max |v − v*| / max |v*| over the states, where the exact values v* can be known.
+            ``value_error``, max |v − v_π| / max |v_π| over the states, where the exact values v_π can be known.
         """
         if not len(network.exact):
             return {}
