@@ -55,7 +55,7 @@ def _save(runs: dict[str, BairdRun], path: Path) -> None:
         for method, run in runs.items():
             name, color = _STYLES[method]
             axes.plot(getattr(run, field), color=color, label=name)
-        axes.set(xlabel="updates", ylabel=f"root mean square of the {label}, log scale", yscale="log")
+        axes.set(xlabel="updates", ylabel=f"RMS of the {label}, log scale", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
