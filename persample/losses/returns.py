@@ -11,8 +11,8 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.losses.check import check_steps
-from persample.losses.recursion import compose, shift
-from persample.losses.steps import real_steps, spread, unpadded
+from persample.losses.recursion import compose, entries, result_dtype, shift
+from persample.losses.steps import real_steps
 from persample.trees import stop_gradient
 
 
@@ -49,10 +49,10 @@ def discounted_returns(
     check_steps(r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
     mask = real_steps(mask_t, r_t)
     last = mask & ~shift(mask, 1)
-    r, discounts = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t))
-    bootstrap = discounts * unpadded(last, spread(v_t, r_t))  # values before the end are not even looked at
-    returns, _ = compose(r + bootstrap, torch.where(last, 0, discounts), len(r_t))
-    return stop_gradient(returns) if stop_target_gradients else returns
+    r, discounts = entries(mask, r_t, discount_t)
+    (bootstrap,) = entries(last, v_t)  # values before the end are not even looked at
+    returns, _ = compose(r + discounts * bootstrap, torch.where(last, 0, discounts), len(r_t))
+    return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
 
 def lambda_returns(
@@ -131,11 +131,11 @@ def n_step_bootstrapped_returns(
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ArgumentError.about("n", expected="a positive int", received=repr(n), fix="Use 1 for TD(0)'s target.")
     mask = real_steps(mask_t, r_t)
-    r, discounts, values, mixing = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t, v_t, lambda_t))
+    r, discounts, values, mixing = entries(mask, r_t, discount_t, v_t, lambda_t)
     mixing = torch.where(mask & ~shift(mask, 1), 0, mixing)  # nothing follows the last step, it takes all of its v
     returns, product = compose(r + discounts * (1 - mixing) * values, discounts * mixing, n)
     returns = returns + product * shift(values, n - 1)
-    return stop_gradient(returns) if stop_target_gradients else returns
+    return _finished(returns, result_dtype(r_t, discount_t, v_t, lambda_t), stop_target_gradients)
 
 
 def truncated_generalized_advantage_estimation(
@@ -177,7 +177,11 @@ def truncated_generalized_advantage_estimation(
         fix = "Append the value of the state after the last step (any, if its discount is 0)."
         raise ArgumentError.about("values", expected=expected, received=f"shape {list(values.shape)}", fix=fix)
     mask = real_steps(mask_t, r_t)
-    r, discounts, mixing = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t, lambda_))
-    v_tm1, v_t = (unpadded(mask, x) for x in (values[:-1], values[1:]))
+    r, discounts, mixing, v_tm1, v_t = entries(mask, r_t, discount_t, lambda_, values[:-1], values[1:])
     advantages, _ = compose(r + discounts * v_t - v_tm1, discounts * mixing, len(r_t))
-    return stop_gradient(advantages) if stop_target_gradients else advantages
+    return _finished(advantages, result_dtype(r_t, discount_t, lambda_, values), stop_target_gradients)
+
+
+def _finished(returns: Tensor, dtype: torch.dtype, stop_target_gradients: bool) -> Tensor:
+    returns = returns.to(dtype)
+    return stop_gradient(returns) if stop_target_gradients else returns
