@@ -148,7 +148,7 @@ def retrace(
     mask = _check(q_tm1, a_tm1, r_t, discount_t, q_t, mask_t)
     check_actions("q_t", q_t, a_t=a_t)
     check_same(q_t=q_t, pi_t=pi_t)
-    check_steps(r_t, mu_t=mu_t, lambda_=lambda_)
+    check_steps("r_t", r_t, mu_t=mu_t, lambda_=lambda_)
     r, discounts, mu, mixing, pi_a_t, qa_t = entries(
         mask, r_t, discount_t, mu_t, lambda_, _taken(mask, pi_t, a_t), _taken(mask, q_t, a_t)
     )
@@ -166,7 +166,7 @@ def _taken(mask: Tensor, q: Tensor, a: Tensor) -> Tensor:
 def _check(
     q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor | float, q_t: Tensor, mask_t: Tensor | None
 ) -> Tensor:
-    check_steps(r_t, discount_t=discount_t, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, mask_t=mask_t)
     check_same(q_tm1=q_tm1, q_t=q_t)
     check_actions("q_tm1", q_tm1, a_tm1=a_tm1)
     check_rows("q_tm1", q_tm1, r_t=r_t)

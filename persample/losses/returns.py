@@ -46,7 +46,7 @@ def discounted_returns(
         >>> discounted_returns(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0]), 9.0)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    check_steps(r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
     mask = real_steps(mask_t, r_t)
     last = mask & ~shift(mask, 1)
     r, discounts = entries(mask, r_t, discount_t)
@@ -127,7 +127,7 @@ def n_step_bootstrapped_returns(
         >>> n_step_bootstrapped_returns(torch.ones(3), 0.5, torch.tensor([4.0, 8.0, 16.0]), n=2)
         tensor([3.5000, 5.5000, 9.0000])
     """
-    check_steps(r_t, discount_t=discount_t, v_t=v_t, lambda_t=lambda_t, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, lambda_t=lambda_t, mask_t=mask_t)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ArgumentError.about("n", expected="a positive int", received=repr(n), fix="Use 1 for TD(0)'s target.")
     mask = real_steps(mask_t, r_t)
@@ -171,7 +171,7 @@ def truncated_generalized_advantage_estimation(
         >>> truncated_generalized_advantage_estimation(torch.ones(2), 0.5, 0.5, torch.tensor([1.0, 2.0, 4.0]))
         tensor([1.2500, 1.0000])
     """
-    check_steps(r_t, discount_t=discount_t, lambda_=lambda_, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, lambda_=lambda_, mask_t=mask_t)
     if values.shape != (len(r_t) + 1, *r_t.shape[1:]):
         expected = f"shape {[len(r_t) + 1, *r_t.shape[1:]]}, the values at times 0 … T"
         fix = "Append the value of the state after the last step (any, if its discount is 0)."

@@ -71,7 +71,9 @@ def vtrace_td_error_and_advantage(
         >>> vtrace_td_error_and_advantage(v[:-1], v[1:], torch.ones(2), 0.5, rho).errors
         tensor([0.7500, 1.0000])
     """
-    check_steps(r_t, v_tm1=v_tm1, v_t=v_t, discount_t=discount_t, rho_tm1=rho_tm1, lambda_=lambda_, mask_t=mask_t)
+    check_steps(
+        "r_t", r_t, v_tm1=v_tm1, v_t=v_t, discount_t=discount_t, rho_tm1=rho_tm1, lambda_=lambda_, mask_t=mask_t
+    )
     mask = real_steps(mask_t, r_t)
     arguments = v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_
     values, following, r, discounts, rho, mixing = entries(mask, *arguments)
