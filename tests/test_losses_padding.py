@@ -169,3 +169,14 @@ def test_actions_ruled_out_by_minus_infinity():
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(grad[:, [0, 2]], expected_grad)
         assert grad[0, 1] == 0
+
+
+def test_retrace_without_an_epsilon():
+    """Padding whose behaviour probability is 0 divides nothing by it."""
+    q, a_t, r = torch.zeros(2, 2, dtype=F64), torch.zeros(2).long(), torch.ones(2, dtype=F64)
+    pi = torch.full((2, 2), 0.5, dtype=F64, requires_grad=True)
+    mu = torch.tensor([0.5, 0.0], dtype=F64)
+    mask_t = torch.tensor([True, False])
+    errors = losses.retrace(q, q + 1, a_t, a_t, r, 0.9, pi, mu, 1.0, 0.0, stop_target_gradients=False, mask_t=mask_t)
+    (grad,) = torch.autograd.grad(errors.sum(), pi)
+    assert torch.equal(grad, torch.tensor([[0.9, 0.9], [0.0, 0.0]], dtype=F64))

@@ -48,10 +48,9 @@ def discounted_returns(
     """
     check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
     mask = real_steps(mask_t, r_t)
-    last = mask & ~shift(mask, 1)
     r, discounts = entries(mask, r_t, discount_t)
-    (bootstrap,) = entries(last, v_t)  # values before the end are not even looked at
-    returns, _ = compose(r + discounts * bootstrap, torch.where(last, 0, discounts), len(r_t))
+    (bootstrap,) = entries(mask & ~shift(mask, 1), v_t)  # values before the end are not even looked at
+    returns, _ = compose(r + discounts * bootstrap, discounts, len(r_t))
     return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
 

@@ -7,7 +7,15 @@ except ImportError as error:
 
 from persample.rl.environments import make_envs
 from persample.rl.episodes import Episodes, collect_episodes
-from persample.rl.policies import categorical_policy
+from persample.rl.policies import categorical_policy, gaussian_policy
 from persample.rl.transitions import Transitions, collect_transitions
 
-__all__ = ["Episodes", "Transitions", "categorical_policy", "collect_episodes", "collect_transitions", "make_envs"]
+__all__ = [
+    "Episodes",
+    "Transitions",
+    "categorical_policy",
+    "collect_episodes",
+    "collect_transitions",
+    "gaussian_policy",
+    "make_envs",
+]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
@@ -64,18 +63,18 @@ def score_fn(log_prob_fn: LogProbFn) -> Callable[..., tuple[Tensor, Tensor]]:
         log_prob_fn: ``(params, obs_t [T, *obs], a_t [T, *act]) → [T]``, the log-probabilities of the actions taken.
 
     Returns:
-        A function ``(params, obs_t, a_t, mask_t, weight_t, aux)`` → the sum and ``aux``.
+        A function ``(params, obs_t, a_t, weight_t, aux)`` → the sum and ``aux``.
     """
 
     def score(params: Any, *sample: Tensor) -> tuple[Tensor, Tensor]:
-        obs_t, a_t, mask_t, weight_t, aux = sample
+        obs_t, a_t, weight_t, aux = sample
         log_pi_t = log_prob_fn(params, obs_t, a_t)
-        if not isinstance(log_pi_t, Tensor) or log_pi_t.shape != mask_t.shape:
+        if not isinstance(log_pi_t, Tensor) or log_pi_t.shape != weight_t.shape:
             received = f"shape {list(log_pi_t.shape)}" if isinstance(log_pi_t, Tensor) else type(log_pi_t).__name__
             fix = "It is called as log_prob_fn(params, obs_t, a_t) with one episode; see categorical_log_prob."
-            expected = f"a function that returns log π(aₜ|sₜ), shape {list(mask_t.shape)}"
+            expected = f"a function that returns log π(aₜ|sₜ), shape {list(weight_t.shape)}"
             raise ArgumentError.about("log_prob_fn", expected=expected, received=received, fix=fix)
-        return (torch.where(mask_t, log_pi_t, 0) * weight_t).sum(), aux
+        return (log_pi_t * weight_t).sum(), aux
 
     return score
 
@@ -89,7 +88,7 @@ def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor) -> tuple[Tens
         aux: numbers that the loss returns beside its value, ``[E, K]``.
 
     Returns:
-        Observations, actions, masks, weights and numbers.
+        Observations, actions, weights and numbers.
 
     Raises:
         ArgumentError: if the weights do not fit the episodes.
@@ -99,9 +98,8 @@ def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor) -> tuple[Tens
         fix = "One weight per step; see persample.rl.diagnostics.reward_to_go."
         received = f"shape {list(weight_t.shape)}"
         raise ArgumentError.about("weight_t", expected=f"shape {shape}", received=received, fix=fix)
-    mask_t = episodes.mask_t.bool()
-    obs_t, a_t = (unpadded(mask_t, x) for x in (episodes.obs_t, episodes.a_t))
-    return obs_t, a_t, mask_t, unpadded(mask_t, weight_t), aux
+    obs_t, a_t, weight_t = (unpadded(episodes.mask_t, x) for x in (episodes.obs_t, episodes.a_t, weight_t))
+    return obs_t, a_t, weight_t, aux
 
 
 def check_enough(episodes: Episodes) -> None:
