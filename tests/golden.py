@@ -501,7 +501,10 @@ SIGNATURES = {
     "double_q_learning": "q_tm1 a_tm1 r_t discount_t q_t_value q_t_selector stop_target_gradients",
     "q_lambda": "q_tm1 a_tm1 r_t discount_t q_t lambda_ stop_target_gradients",
     "retrace": "q_tm1 q_t a_tm1 a_t r_t discount_t pi_t mu_t lambda_ eps stop_target_gradients",
-    "vtrace_td_error_and_advantage": "v_tm1 v_t r_t discount_t rho_tm1 lambda_ clip_rho_threshold clip_pg_rho_threshold stop_target_gradients sample_mask",
+    "vtrace_td_error_and_advantage": (
+        "v_tm1 v_t r_t discount_t rho_tm1 lambda_ clip_rho_threshold clip_pg_rho_threshold stop_target_gradients "
+        "sample_mask"
+    ),
     "categorical_td_learning": "v_atoms_tm1 v_logits_tm1 r_t discount_t v_atoms_t v_logits_t stop_target_gradients",
     "quantile_regression_loss": "dist_src tau_src dist_target huber_param stop_target_gradients",
     "huber_loss": "x delta",

@@ -17,7 +17,8 @@ from persample.cli.interrupt import interruptible
 from persample.cli.live import Display
 from persample.cli.training_files import TrainingFiles
 from persample.errors import ArgumentError
-from persample.rl.training import ALGORITHMS, Trainer, TrainingConfig, evaluate
+from persample.rl.training import Trainer, TrainingConfig, evaluate
+from persample.rl.training.config import ALGORITHMS
 
 HELP = (
     "Train with per-sample gradients: td0 (the values of a fixed policy), reinforce (with a learned baseline) or a2c. "

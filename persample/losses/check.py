@@ -29,21 +29,22 @@ def check_same(**values: Any) -> None:
         first, common = first or name, value.shape
 
 
-def check_steps(r_t: Tensor, **values: Any) -> None:
+def check_steps(name: str, steps: Tensor, **values: Any) -> None:
     """Refuse what is not one entry per time step, or one for all.
 
     Args:
-        r_t: rewards, time first.
+        name: of the argument that says how many steps there are.
+        steps: that argument, time first.
         values: the other arguments by name.
 
     Raises:
-        ArgumentError: if the shape of one is not that of the first axes of ``r_t``.
+        ArgumentError: if the shape of one is not that of the first axes of ``steps``.
     """
-    if r_t.ndim == 0:
-        raise _refused("r_t", "a sequence, shape [T]", r_t)
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.shape != r_t.shape[: value.ndim]:
-            raise _refused(name, f"a number or shape [] or {list(r_t.shape)}, as of r_t", value)
+    if steps.ndim == 0:
+        raise _refused(name, "a sequence, shape [T]", steps)
+    for other, value in values.items():
+        if isinstance(value, Tensor) and value.shape != steps.shape[: value.ndim]:
+            raise _refused(other, f"a number or shape [] or {list(steps.shape)}, as of {name}", value)
 
 
 def check_rows(name: str, rows: Tensor, **values: Any) -> None:

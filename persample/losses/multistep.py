@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_actions, check_rows, check_same, check_steps
-from persample.losses.recursion import compose, shift
+from persample.losses.recursion import compose, entries, shift
 from persample.losses.returns import lambda_returns
-from persample.losses.steps import real_steps, spread, taken, unpadded
+from persample.losses.steps import real_steps, taken, unpadded
 from persample.losses.td import error_of
 
 
@@ -148,14 +148,15 @@ def retrace(
     mask = _check(q_tm1, a_tm1, r_t, discount_t, q_t, mask_t)
     check_actions("q_t", q_t, a_t=a_t)
     check_same(q_t=q_t, pi_t=pi_t)
-    check_steps(r_t, mu_t=mu_t, lambda_=lambda_)
-    r, discounts, mu, mixing = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t, mu_t, lambda_))
-    pi, qa_t = unpadded(mask, pi_t), _taken(mask, q_t, a_t)
-    c = mixing * (_taken(mask, pi, a_t) / (unpadded(mask, mu, fill=1) + eps)).clamp(max=1)
+    check_steps("r_t", r_t, mu_t=mu_t, lambda_=lambda_)
+    r, discounts, mu, mixing, pi_a_t, qa_t = entries(
+        mask, r_t, discount_t, mu_t, lambda_, _taken(mask, pi_t, a_t), _taken(mask, q_t, a_t)
+    )
+    c = mixing * (pi_a_t / (torch.where(mask, mu, 1) + eps)).clamp(max=1)
     c = torch.where(shift(mask, 1), c, 0)  # nothing follows the last step
-    v_t = (pi * unpadded(mask, q_t)).sum(-1)
+    v_t = (unpadded(mask, pi_t).double() * unpadded(mask, q_t)).sum(-1)
     target_tm1, _ = compose(r + discounts * (v_t - c * qa_t), discounts * c, len(r_t))
-    return error_of(target_tm1, _taken(mask, q_tm1, a_tm1), stop_target_gradients)
+    return error_of(target_tm1.to(q_tm1.dtype), _taken(mask, q_tm1, a_tm1), stop_target_gradients)
 
 
 def _taken(mask: Tensor, q: Tensor, a: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ def _taken(mask: Tensor, q: Tensor, a: Tensor) -> Tensor:
 def _check(
     q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor | float, q_t: Tensor, mask_t: Tensor | None
 ) -> Tensor:
-    check_steps(r_t, discount_t=discount_t, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, mask_t=mask_t)
     check_same(q_tm1=q_tm1, q_t=q_t)
     check_actions("q_tm1", q_tm1, a_tm1=a_tm1)
     check_rows("q_tm1", q_tm1, r_t=r_t)

@@ -145,7 +145,7 @@ def clipped_surrogate_pg_loss(
         >>> clipped_surrogate_pg_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), 0.25, reduction="none")
         tensor([-1.2500, -0.5000])
     """
-    check_steps(prob_ratios_t, adv_t=adv_t, mask_t=mask_t)
+    check_steps("prob_ratios_t", prob_ratios_t, adv_t=adv_t, mask_t=mask_t)
     check_at_least("epsilon", epsilon, 0)
     mask = real_steps(mask_t, prob_ratios_t)
     ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, spread(adv_t, prob_ratios_t))
@@ -174,7 +174,7 @@ def score_loss(
         >>> score_loss(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 4.0]), 1.0, torch.ones(2).bool(), True, "sum")
         tensor(11.)
     """
-    check_steps(log_pi_a_t, adv_t=adv_t, w_t=w_t)
+    check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
     adv, w = (unpadded(mask, spread(x, log_pi_a_t)) for x in (adv_t, w_t))
     if use_stop_gradient:
         adv = stop_gradient(adv)

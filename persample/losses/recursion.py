@@ -1,15 +1,56 @@
-"""Gₜ = bₜ + aₜ Gₜ₊₁ for all t at once, by doubling: exact where a is 0, and vmap batches it."""
+"""Gₜ = bₜ + aₜ Gₜ₊₁ for all t at once, by doubling: exact where a is 0, and vmap batches it.
+
+Everything here is float64: where a is near 1, rounding it to float32 alone would move a return in its fourth digit.
+"""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+from persample.losses.steps import spread, unpadded
+
+
+def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
+    """Give every step its entries in float64, 0 at padding.
+
+    Args:
+        mask: True at real steps, ``[T, *]``.
+        values: numbers, ``[]``, or tensors of the first axes of ``mask``.
+
+    Returns:
+        One tensor for each, ``[T, *]``.
+
+    Examples:
+        >>> entries(torch.tensor([True, False]), 0.5)
+        [tensor([0.5000, 0.0000], dtype=torch.float64)]
+    """
+    return [unpadded(mask, spread(value, mask.double())) for value in values]
+
+
+def result_dtype(r_t: Tensor, *values: Tensor | float) -> torch.dtype:
+    """Return the dtype of what is computed from rewards and the rest, by torch's rules: numbers and 0-d adapt.
+
+    Args:
+        r_t: rewards.
+        values: the rest.
+
+    Returns:
+        The dtype.
+
+    Examples:
+        >>> result_dtype(torch.zeros(2), 0.5, torch.tensor(1.0, dtype=torch.float64))
+        torch.float32
+    """
+    return functools.reduce(torch.promote_types, (torch.result_type(r_t, value) for value in values))
 
 
 def compose(b: Tensor, a: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Compose the maps x ↦ bₜ + aₜ x of n consecutive steps, for every first step t, by doubling: ⌈log₂ n⌉ rounds.
 
-    Past the end the maps are 0. In float64 inside: float32 sums of 10 000 steps would be off in the fourth digit.
+    Past the end the maps are 0.
 
     Args:
         b: constants, ``[T, *]``.
@@ -17,14 +58,13 @@ def compose(b: Tensor, a: Tensor, n: int) -> tuple[Tensor, Tensor]:
         n: number of steps; T (or more) solves Gₜ = bₜ + aₜ Gₜ₊₁ with G_T = 0.
 
     Returns:
-        Constants and factors of the compositions, ``[T, *]``, in the wider dtype of both.
+        Constants and factors of the compositions, ``[T, *]``.
 
     Examples:
         >>> compose(torch.ones(3), torch.tensor([0.5, 0.5, 0.0]), 3)
         (tensor([1.7500, 1.5000, 1.0000]), tensor([0., 0., 0.]))
     """
-    dtype, left, done, width = torch.result_type(b, a), min(n, len(b)), 0, 1
-    b, a = b.double(), a.double()
+    left, done, width = min(n, len(b)), 0, 1
     total, product = torch.zeros_like(b), torch.ones_like(a)
     while left:
         if left & 1:
@@ -34,7 +74,7 @@ def compose(b: Tensor, a: Tensor, n: int) -> tuple[Tensor, Tensor]:
         if left:
             b, a = b + a * shift(b, width), a * shift(a, width)
             width *= 2
-    return total.to(dtype), product.to(dtype)
+    return total, product
 
 
 def shift(x: Tensor, steps: int) -> Tensor:

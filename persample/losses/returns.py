@@ -11,8 +11,8 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.losses.check import check_steps
-from persample.losses.recursion import compose, shift
-from persample.losses.steps import real_steps, spread, unpadded
+from persample.losses.recursion import compose, entries, result_dtype, shift
+from persample.losses.steps import real_steps
 from persample.trees import stop_gradient
 
 
@@ -46,13 +46,12 @@ def discounted_returns(
         >>> discounted_returns(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0]), 9.0)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    check_steps(r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
     mask = real_steps(mask_t, r_t)
-    last = mask & ~shift(mask, 1)
-    r, discounts = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t))
-    bootstrap = discounts * unpadded(last, spread(v_t, r_t))  # values before the end are not even looked at
-    returns, _ = compose(r + bootstrap, torch.where(last, 0, discounts), len(r_t))
-    return stop_gradient(returns) if stop_target_gradients else returns
+    r, discounts = entries(mask, r_t, discount_t)
+    (bootstrap,) = entries(mask & ~shift(mask, 1), v_t)  # values before the end are not even looked at
+    returns, _ = compose(r + discounts * bootstrap, discounts, len(r_t))
+    return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
 
 def lambda_returns(
@@ -127,15 +126,15 @@ def n_step_bootstrapped_returns(
         >>> n_step_bootstrapped_returns(torch.ones(3), 0.5, torch.tensor([4.0, 8.0, 16.0]), n=2)
         tensor([3.5000, 5.5000, 9.0000])
     """
-    check_steps(r_t, discount_t=discount_t, v_t=v_t, lambda_t=lambda_t, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, lambda_t=lambda_t, mask_t=mask_t)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ArgumentError.about("n", expected="a positive int", received=repr(n), fix="Use 1 for TD(0)'s target.")
     mask = real_steps(mask_t, r_t)
-    r, discounts, values, mixing = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t, v_t, lambda_t))
+    r, discounts, values, mixing = entries(mask, r_t, discount_t, v_t, lambda_t)
     mixing = torch.where(mask & ~shift(mask, 1), 0, mixing)  # nothing follows the last step, it takes all of its v
     returns, product = compose(r + discounts * (1 - mixing) * values, discounts * mixing, n)
     returns = returns + product * shift(values, n - 1)
-    return stop_gradient(returns) if stop_target_gradients else returns
+    return _finished(returns, result_dtype(r_t, discount_t, v_t, lambda_t), stop_target_gradients)
 
 
 def truncated_generalized_advantage_estimation(
@@ -171,13 +170,17 @@ def truncated_generalized_advantage_estimation(
         >>> truncated_generalized_advantage_estimation(torch.ones(2), 0.5, 0.5, torch.tensor([1.0, 2.0, 4.0]))
         tensor([1.2500, 1.0000])
     """
-    check_steps(r_t, discount_t=discount_t, lambda_=lambda_, mask_t=mask_t)
+    check_steps("r_t", r_t, discount_t=discount_t, lambda_=lambda_, mask_t=mask_t)
     if values.shape != (len(r_t) + 1, *r_t.shape[1:]):
         expected = f"shape {[len(r_t) + 1, *r_t.shape[1:]]}, the values at times 0 … T"
         fix = "Append the value of the state after the last step (any, if its discount is 0)."
         raise ArgumentError.about("values", expected=expected, received=f"shape {list(values.shape)}", fix=fix)
     mask = real_steps(mask_t, r_t)
-    r, discounts, mixing = (unpadded(mask, spread(x, r_t)) for x in (r_t, discount_t, lambda_))
-    v_tm1, v_t = (unpadded(mask, x) for x in (values[:-1], values[1:]))
+    r, discounts, mixing, v_tm1, v_t = entries(mask, r_t, discount_t, lambda_, values[:-1], values[1:])
     advantages, _ = compose(r + discounts * v_t - v_tm1, discounts * mixing, len(r_t))
-    return stop_gradient(advantages) if stop_target_gradients else advantages
+    return _finished(advantages, result_dtype(r_t, discount_t, lambda_, values), stop_target_gradients)
+
+
+def _finished(returns: Tensor, dtype: torch.dtype, stop_target_gradients: bool) -> Tensor:
+    returns = returns.to(dtype)
+    return stop_gradient(returns) if stop_target_gradients else returns

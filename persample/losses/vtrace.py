@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_steps
-from persample.losses.recursion import compose, shift
-from persample.losses.steps import real_steps, spread, unpadded
+from persample.losses.recursion import compose, entries, result_dtype, shift
+from persample.losses.steps import real_steps
 from persample.trees import stop_gradient
 
 
@@ -71,11 +71,12 @@ def vtrace_td_error_and_advantage(
         >>> vtrace_td_error_and_advantage(v[:-1], v[1:], torch.ones(2), 0.5, rho).errors
         tensor([0.7500, 1.0000])
     """
-    check_steps(r_t, v_tm1=v_tm1, v_t=v_t, discount_t=discount_t, rho_tm1=rho_tm1, lambda_=lambda_, mask_t=mask_t)
-    mask = real_steps(mask_t, r_t)
-    values, following, r, discounts, rho, mixing = (
-        unpadded(mask, spread(x, r_t)) for x in (v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_)
+    check_steps(
+        "r_t", r_t, v_tm1=v_tm1, v_t=v_t, discount_t=discount_t, rho_tm1=rho_tm1, lambda_=lambda_, mask_t=mask_t
     )
+    mask = real_steps(mask_t, r_t)
+    arguments = v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_
+    values, following, r, discounts, rho, mixing = entries(mask, *arguments)
     delta = rho.clamp(max=clip_rho_threshold) * (r + discounts * following - values)
     errors, _ = compose(delta, discounts * mixing * rho.clamp(max=1), len(r_t))
     if stop_target_gradients:
@@ -83,4 +84,5 @@ def vtrace_td_error_and_advantage(
     bootstrap = torch.where(shift(mask, 1), shift(values, 1) + mixing * shift(errors, 1), following)
     q_estimate = r + discounts * bootstrap
     advantage = rho.clamp(max=clip_pg_rho_threshold) * (q_estimate - values)
-    return VTraceOutput(errors, advantage, q_estimate)
+    dtype = result_dtype(r_t, *arguments)
+    return VTraceOutput(errors.to(dtype), advantage.to(dtype), q_estimate.to(dtype))

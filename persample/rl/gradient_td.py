@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from persample import trees
 from persample.errors import ArgumentError
 from persample.grads import per_sample_grads
 from persample.losses import td_learning
@@ -79,8 +80,8 @@ def gradient_td_step(
 
     def surrogate(params: Any, weights: Any, s_tm1: Any, s_t: Any, *scalars: Tensor) -> Tensor:
         discount, ratio, error, dot = scalars
-        along: Any = torch.func.jvp(lambda params: value_fn(params, s_tm1), (params,), (weights,))
-        v_tm1, curved = along  # v and ∇vᵀw
+        gradient, v_tm1 = torch.func.grad_and_value(value_fn)(params, s_tm1)
+        curved = sum(map(torch.vdot, _flat(gradient), _flat(weights)), torch.zeros_like(v_tm1))  # ∇vᵀw
         forward = dot if method == "gtd2" else error
         main = ratio * (forward * v_tm1 - discount * dot * value_fn(params, s_t))
         return (ratio * error - dot) * curved - main
@@ -99,3 +100,7 @@ def gradient_td_step(
             engine=engine,
         ),
     )
+
+
+def _flat(tree: Any) -> list[Tensor]:
+    return [leaf.flatten() for leaf in trees.flatten(tree)[0]]

@@ -31,6 +31,12 @@ class Algorithm(Protocol):
     Attributes:
         batch: number of samples per update.
         learning_rate: of Adam; it falls linearly to zero.
+
+    Examples:
+        >>> from persample.rl.training import Reinforce
+        >>> algorithm: Algorithm = Reinforce(batch=8)
+        >>> algorithm.batch
+        8
     """
 
     @property

@@ -55,6 +55,13 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
 
     Raises:
         ArgumentError: if there is no checkpoint, or its settings are others.
+
+    Examples:
+        >>> from persample.rl.training import TD0, TrainingConfig
+        >>> trainer = Trainer(TrainingConfig(TD0(), "persample/RandomWalk-v0"))
+        >>> load_checkpoint(trainer, Path("nowhere.pt"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        persample.errors.ArgumentError: resume: expected a checkpoint, received 'nowhere.pt' (FileNotFoundError)...
     """
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)

@@ -38,7 +38,8 @@ class Trainer:
 
     Examples:
         >>> from persample.rl.training import TD0, Trainer, TrainingConfig
-        >>> trainer = Trainer(TrainingConfig(TD0(discount=1.0), "persample/RandomWalk-v0", steps=60_000))
+        >>> algorithm = TD0(discount=1.0, learning_rate=0.05)
+        >>> trainer = Trainer(TrainingConfig(algorithm, "persample/RandomWalk-v0", steps=50_000))
         >>> while not trainer.finished:
         ...     row = trainer.update()
         >>> row["value_error"] < 0.05
