@@ -43,8 +43,8 @@ def scaled_sum(pairs):
     """Σ scale · tree."""
     total = None
     for scale, summand in pairs:
-        summand = pytree.tree_map(lambda x, scale=scale: scale * x, summand)
-        total = summand if total is None else pytree.tree_map(torch.add, total, summand)
+        scaled = pytree.tree_map(lambda x, scale=scale: scale * x, summand)
+        total = scaled if total is None else pytree.tree_map(torch.add, total, scaled)
     return total
 
 
@@ -67,7 +67,11 @@ def test_online_td_lambda_is_the_loop_over_streams(engine):
         for i in range(3):
             delta = r[t, i] + discount[t, i] * value_fn(plain, states[t + 1, i]) - value_fn(plain, states[t, i])
             g = gradient(plain, states[t, i])
-            e = g if plain_traces[i] is None else scaled_sum([(discount[t - 1, i] * lambda_, plain_traces[i]), (1.0, g)])
+            e = (
+                g
+                if plain_traces[i] is None
+                else scaled_sum([(discount[t - 1, i] * lambda_, plain_traces[i]), (1.0, g)])
+            )
             plain_traces[i] = None if done[t, i] else e
             updates.append((alpha * delta / 3, e))
             torch.testing.assert_close(step.td_errors[i], delta)

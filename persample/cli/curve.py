@@ -52,10 +52,11 @@ def _errors(axes: Axes, history: list[Row]) -> None:
     if "value_error" in history[0]:
         _line(axes, history, "value_error", color=_BLUE, label="max |v − v_π| / max |v_π|")
         axes.axhline(0.02, color="black", linewidth=1, linestyle="--", label="2 %")
-        axes.set(ylabel="relative error, log scale", title="Error of the values", yscale="log")
+        axes.set(ylabel="relative error", title="Error of the values")
     else:
         _line(axes, history, "loss", color=_BLUE, label="mean of the update's transitions")
-        axes.set(ylabel="squared TD error, log scale", title="Loss", yscale="log")
+        axes.set(ylabel="squared TD error", title="Loss")
+    _log_scale(axes)
 
 
 def _norms(axes: Axes, history: list[Row], bound: float) -> None:
@@ -63,8 +64,15 @@ def _norms(axes: Axes, history: list[Row], bound: float) -> None:
     _line(axes, history, "median_norm", color=_BLUE, label="median")
     if math.isfinite(bound):
         axes.axhline(bound, color="black", linewidth=1, linestyle="--", label=f"clipped to {bound:g}")
-    axes.set(ylabel="norm, log scale", title="Norms of the per-sample gradients", yscale="log")
+    axes.set(ylabel="norm", title="Norms of the per-sample gradients")
+    _log_scale(axes)
 
 
 def _line(axes: Axes, history: list[Row], name: str, *, color: str, label: str) -> None:
     axes.plot([row["steps"] for row in history], [row[name] for row in history], color=color, label=label)
+
+
+def _log_scale(axes: Axes) -> None:
+    if axes.dataLim.y1 > 0:  # where nothing is learned, nothing has a logarithm
+        axes.set_yscale("log")
+        axes.set_ylabel(f"{axes.get_ylabel()}, log scale")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,8 +27,10 @@ class Display:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn())
         self.task = self.bar.add_task("steps", total=trainer.config.steps, completed=trainer.steps)
+        # Wide enough for the table where there is no terminal to ask.
+        console = Console(stderr=True, width=None if sys.stderr.isatty() else 110)
         # Without a thread of its own: it is redrawn when there is something new.
-        self.live = Live(self._group(), console=Console(stderr=True), auto_refresh=False)
+        self.live = Live(self._group(), console=console, auto_refresh=False)
 
     def __enter__(self) -> Display:
         self.live.start(refresh=True)
@@ -34,6 +38,8 @@ class Display:
 
     def __exit__(self, *_error: object) -> None:
         self.live.stop()
+        if not self.live.console.is_terminal:  # where rich leaves the last line open
+            self.live.console.line()
 
     def refresh(self) -> None:
         """Show the last update."""

@@ -12,7 +12,7 @@ from persample.errors import ArgumentError
 
 
 class Features(nn.Module):
-    """Turns observations into vectors: states of a Discrete space one-hot, those of a flat Box as float32.
+    """Turns observations into vectors: states of a Discrete space one-hot, those of a flat Box as they are.
 
     Args:
         space: the space of one observation.
@@ -40,13 +40,14 @@ class Features(nn.Module):
             observations: ``[*, d]`` of a Box, ``[*]`` of a Discrete space.
 
         Returns:
-            The features, ``[*, size]``, float32.
+            The features, ``[*, size]``, of torch's default dtype.
         """
+        dtype = torch.get_default_dtype()
         if self.one_hot:
             # F.one_hot looks at values, which vmap cannot batch.
             states = torch.arange(self.start, self.start + self.size, device=observations.device)
-            return (observations[..., None] == states).float()
-        return observations.float()
+            return (observations[..., None] == states).to(dtype)
+        return observations.to(dtype)
 
 
 def mlp(space: spaces.Space[Any], hidden: int, outputs: int) -> nn.Sequential:

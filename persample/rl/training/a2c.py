@@ -62,6 +62,11 @@ class A2C:
             entropy_cost=(0.0, 1e6),
         )
 
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return min(16, self.batch)
+
     def network(self, envs: Envs) -> ActorCritic:
         """Make policy and value function.
 

@@ -29,7 +29,8 @@ class Algorithm(Protocol):
     """Anything that learns from per-sample gradients.
 
     Attributes:
-        batch: number of samples per update.
+        num_envs: number of environments N that are stepped together.
+        batch: number of samples per update B.
         learning_rate: of Adam; it falls linearly to zero.
 
     Examples:
@@ -39,6 +40,8 @@ class Algorithm(Protocol):
         8
     """
 
+    @property
+    def num_envs(self) -> int: ...  # noqa: D102
     @property
     def batch(self) -> int: ...  # noqa: D102
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
         saved = state["config"]
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, UnpicklingError) as error:
         fix = "Train without resuming first."
         received = f"{str(path)!r} ({type(error).__name__})"
         raise ArgumentError.about("resume", expected="a checkpoint", received=received, fix=fix) from error

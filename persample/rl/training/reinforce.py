@@ -53,6 +53,11 @@ class Reinforce:
             value_weight=(0.0, 1e6),
         )
 
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return min(16, self.batch)
+
     def network(self, envs: Envs) -> ActorCritic:
         """Make policy and value function.
 

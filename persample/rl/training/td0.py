@@ -94,6 +94,11 @@ class TD0:
             self, discount=(0.0, 1.0), epsilon=(0.0, 1.0), hidden=(0, 2**16), batch=(1, 2**24), learning_rate=(0.0, 1e6)
         )
 
+    @property
+    def num_envs(self) -> int:
+        """Number of environments: few enough for rollouts of 32 steps, or a small batch would see no episode end."""
+        return min(16, max(1, self.batch // 32))
+
     def network(self, envs: Envs) -> Evaluation:
         """Make the value function.
 
@@ -152,10 +157,12 @@ class TD0:
             network: the value function.
 
         Returns:
-            ``value_error``, max |v − v_π| / max |v_π| over the states, where the exact values v_π can be known.
+            ``value_error``, max |v − v_π| / max |v_π| over the states, where the exact values v_π can be
+            known; not divided where they are all 0.
         """
         if not len(network.exact):
             return {}
         with torch.no_grad():
             error = network(torch.arange(len(network.exact))) - network.exact
-        return {"value_error": float(error.abs().max() / network.exact.abs().max())}
+        largest = float(network.exact.abs().max())
+        return {"value_error": float(error.abs().max()) / (largest or 1.0)}

@@ -49,7 +49,7 @@ class Trainer:
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
         try:
-            self.envs = make_envs(config.env, min(16, config.algorithm.batch))
+            self.envs = make_envs(config.env, config.algorithm.num_envs)
         except ArgumentError as error:
             raise ArgumentError(str(error).replace("env_id", "env", 1)) from error
         try:
