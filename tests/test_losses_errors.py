@@ -153,6 +153,10 @@ REFUSED = {
         lambda: losses.gaussian_log_prob(MU, V, MU),
         r"sigma_t: expected a number or shape \[2\] or \[4, 2\], received shape \[4\]. It is positive",
     ),
+    "actor-critic-mask": (
+        lambda: losses.advantage_actor_critic_loss(LOGITS, torch.zeros(5), ACTIONS, V, 0.9, mask_t=torch.ones(1)),
+        r"mask_t: expected a number or shape \[\] or \[4\], as of r_t, received shape \[1\]",
+    ),
     "actor-critic": (
         lambda: losses.advantage_actor_critic_loss(LOGITS, V, ACTIONS, V, 0.9),
         r"values: expected shape \[5\], the values at times 0 … T",
