@@ -93,7 +93,7 @@ REFUSED = {
     "quantiles": (lambda: losses.quantile_regression_loss(ROW, V, ROW), r"tau_src: expected shape \[\] or \[3\]"),
     "quantiles-huber": (
         lambda: losses.quantile_regression_loss(ROW, ROW, ROW, -1.0),
-        r"huber_param: expected a number >= 0, received -1.0",
+        r"huber_param: expected a number >= 0, received -1.0. Use 0 for the absolute error",
     ),
     "huber": (lambda: losses.huber_loss(V, 0.0), r"delta: expected a number > 0, received 0.0"),
     "huber-nan": (lambda: losses.huber_loss(V, float("nan")), r"delta: expected a number > 0, received nan"),
@@ -135,7 +135,7 @@ REFUSED = {
     ),
     "epsilon": (
         lambda: losses.clipped_surrogate_pg_loss(V, V, -0.1),
-        r"epsilon: expected a number >= 0, received -0.1",
+        r"epsilon: expected a number >= 0, received -0.1. Ratios are clipped",
     ),
     "ratios": (
         lambda: losses.clipped_surrogate_pg_loss(V, V[:, None], 0.1),
@@ -151,7 +151,11 @@ REFUSED = {
     ),
     "gaussian-sigma": (
         lambda: losses.gaussian_log_prob(MU, V, MU),
-        r"sigma_t: expected a number or shape \[2\] or \[4, 2\], received shape \[4\]. It is positive",
+        r"sigma_t: expected a number or shape \[2\] or \[4, 2\], received shape \[4\]. Pass one for all",
+    ),
+    "actor-critic-mask": (
+        lambda: losses.advantage_actor_critic_loss(LOGITS, torch.zeros(5), ACTIONS, V, 0.9, mask_t=torch.ones(1)),
+        r"mask_t: expected a number or shape \[\] or \[4\], as of r_t, received shape \[1\]",
     ),
     "actor-critic": (
         lambda: losses.advantage_actor_critic_loss(LOGITS, V, ACTIONS, V, 0.9),

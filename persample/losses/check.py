@@ -100,19 +100,19 @@ def check_axes(count: int, **values: Any) -> None:
             raise _refused(name, "a vector" if count else "one number", value)
 
 
-def check_at_least(name: str, value: float, least: float) -> None:
-    """Refuse a number below a bound; a tensor's values are not looked at.
+def check_not_negative(name: str, value: float, fix: str) -> None:
+    """Refuse a negative number; a tensor's value is not looked at.
 
     Args:
         name: of the argument.
         value: the number.
-        least: the bound.
+        fix: what to pass instead.
 
     Raises:
-        ArgumentError: if it is smaller, or NaN.
+        ArgumentError: if it is negative, or NaN.
     """
-    if not isinstance(value, Tensor) and not value >= least:
-        raise ArgumentError.about(name, expected=f"a number >= {least:g}", received=repr(value), fix="Pass such a one.")
+    if not isinstance(value, Tensor) and not value >= 0:
+        raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)
 
 
 def _refused(name: str, expected: str, received: Tensor) -> ArgumentError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_at_least, check_axes, check_same
+from persample.losses.check import check_axes, check_not_negative, check_same
 from persample.losses.td import huber_loss
 from persample.trees import stop_gradient
 
@@ -87,7 +87,7 @@ def quantile_regression_loss(
     """
     check_axes(1, dist_src=dist_src, tau_src=tau_src, dist_target=dist_target)
     check_same(dist_src=dist_src, tau_src=tau_src)
-    check_at_least("huber_param", huber_param, 0)
+    check_not_negative("huber_param", huber_param, "Use 0 for the absolute error.")
     if stop_target_gradients:
         dist_target = stop_gradient(dist_target)
     delta = dist_target - dist_src[:, None]

@@ -114,9 +114,7 @@ def gaussian_entropy_loss(
 def _every_step(sigma_t: Tensor | float, mu_t: Tensor) -> Tensor:
     shape = list(sigma_t.shape) if isinstance(sigma_t, Tensor) else []
     if shape != list(mu_t.shape[mu_t.ndim - len(shape) :]):
-        expected, fix = (
-            f"a number or shape {list(mu_t.shape[-1:])} or {list(mu_t.shape)}",
-            "It is positive, not its log.",
-        )
+        expected = f"a number or shape {list(mu_t.shape[-1:])} or {list(mu_t.shape)}"
+        fix = "Pass one for all, one per dimension, or one per dimension of every step."
         raise ArgumentError.about("sigma_t", expected=expected, received=f"shape {shape}", fix=fix)
     return torch.ones_like(mu_t) * sigma_t

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from persample.losses.categorical import categorical_log_prob
-from persample.losses.check import check_at_least, check_rows, check_steps
+from persample.losses.check import check_not_negative, check_rows, check_steps
 from persample.losses.steps import over_time, real_steps, spread, unpadded
 from persample.trees import stop_gradient
 
@@ -146,7 +146,7 @@ def clipped_surrogate_pg_loss(
         tensor([-1.2500, -0.5000])
     """
     check_steps("prob_ratios_t", prob_ratios_t, adv_t=adv_t, mask_t=mask_t)
-    check_at_least("epsilon", epsilon, 0)
+    check_not_negative("epsilon", epsilon, "Ratios are clipped to 1 ± ε; 0.2 is usual.")
     mask = real_steps(mask_t, prob_ratios_t)
     ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, spread(adv_t, prob_ratios_t))
     if use_stop_gradient:
