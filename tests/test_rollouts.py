@@ -13,8 +13,10 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 
+from persample import per_sample_grads
 from persample.errors import ArgumentError
-from persample.rl import categorical_policy, collect_episodes, collect_transitions, make_envs
+from persample.losses import gaussian_policy_gradient_loss
+from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
 from persample.rl.stepping import seeds
 
 MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
@@ -340,3 +342,70 @@ def test_a_missing_gymnasium_is_named_with_its_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "persample.rl")
     with pytest.raises(ImportError, match=r"pip install 'persample\[rl\]'"):
         importlib.import_module("persample.rl")
+
+
+class Pair(nn.Module):
+    """Returns whatever it is given."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, observations):
+        return self.output
+
+
+def test_the_gaussian_policy_samples_its_normal_and_only_from_its_generator():
+    mu, sigma = torch.tensor([1.0, -2.0]).expand(20_000, 2), torch.tensor([0.5, 3.0])
+    state = torch.get_rng_state()
+    for given in (sigma, sigma.expand(20_000, 2)):
+        drawn = gaussian_policy(Pair((mu, given)))(torch.zeros(20_000, 3), torch.Generator().manual_seed(0))
+        torch.testing.assert_close(drawn.mean(0), mu[0], rtol=0, atol=0.06)
+        torch.testing.assert_close(drawn.std(0), sigma, rtol=0.03, atol=0)
+        again = gaussian_policy(Pair((mu, given)))(torch.zeros(20_000, 3), torch.Generator().manual_seed(0))
+        assert torch.equal(drawn, again)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("output", "received"),
+    [
+        (torch.zeros(3, 1), "received Tensor"),
+        ((torch.zeros(3), torch.ones(3)), r"received shapes \[3\] and \[3\]\. "),
+        ((torch.zeros(2, 1), torch.tensor(1.0)), r"received shapes \[2, 1\] and \[\]\. "),
+        ((torch.zeros(3, 2), torch.ones(3)), r"received shapes \[3, 2\] and \[3\]\. "),
+        ((torch.zeros(3, 1), torch.tensor([-1.0])), r"received shapes \[3, 1\] and \[1\], not all positive"),
+    ],
+    ids=["no-pair", "vectors", "rows", "sigma", "negative"],
+)
+def test_what_a_gaussian_network_must_return(output, received):
+    with pytest.raises(ArgumentError, match=rf"network: expected means of shape \[3, D\] and positive .*{received}"):
+        gaussian_policy(Pair(output))(torch.zeros(3, 4), torch.Generator())
+
+
+def test_continuous_episodes_and_their_gradient():
+    """Pendulum: rollouts of a Gaussian policy, and REINFORCE's per-episode gradients against autograd."""
+    mean = linear(3, 1)
+
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.log_sigma = mean, nn.Parameter(torch.zeros(1))
+
+        def forward(self, observations):
+            return self.mean(observations), self.log_sigma.exp()
+
+    policy = Policy()
+    batch = collect_episodes(make_envs("Pendulum-v1", 2), gaussian_policy(policy), 4, seed=0, max_steps=25)
+    assert batch.a_t.shape == (4, 25, 1)
+
+    def loss(policy, obs_t, a_t, r_t, mask_t):
+        return gaussian_policy_gradient_loss(*policy(obs_t), a_t, r_t, mask_t=mask_t)
+
+    rows = per_sample_grads(loss, policy, (batch.obs_t, batch.a_t, batch.r_t, batch.mask_t))
+    names, parameters = zip(*policy.named_parameters(), strict=True)
+    for i in range(4):
+        normal = torch.distributions.Normal(*policy(batch.obs_t[i]))
+        by_hand = -(normal.log_prob(batch.a_t[i]).sum(-1) * batch.r_t[i]).sum()
+        for name, grad in zip(names, torch.autograd.grad(by_hand, parameters), strict=True):
+            torch.testing.assert_close(rows[name][i], grad, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from persample.cli import baird, train
 from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
@@ -94,6 +95,10 @@ def root(
         typer.echo(context.get_help())
 
 
+app.command(help=train.HELP)(train.train)
+app.command(help=baird.HELP)(baird.baird)
+
+
 @app.command(
     help="Compare per-sample gradients with the naive loop on a real environment: the averaged updates of TD(0) and of "
     "REINFORCE, with time, memory, and the largest difference."
@@ -128,7 +133,7 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
         Exit: with code 1 where an update differs from the loop's by more than rounding.
     """
     settings = Settings(env, episodes, hidden, engine, seed, rounds)
-    directory = None if output is None else writable(output)
+    directory = None if output is None else writable(output, "report.json", "compare.png")
     comparisons = _compared(settings)
     # Wide enough for the table where there is no terminal to ask.
     console = Console(width=None if sys.stdout.isatty() else 110)

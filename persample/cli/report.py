@@ -93,11 +93,12 @@ def _record(comparison: Comparison) -> dict[str, Any]:
     return record
 
 
-def writable(directory: Path) -> Path:
+def writable(directory: Path, *names: str) -> Path:
     """Make a directory, and see that files can be written there.
 
     Args:
-        directory: where the report shall go.
+        directory: where files shall go.
+        *names: their names.
 
     Returns:
         The directory.
@@ -109,7 +110,7 @@ def writable(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-        for name in ("report.json", "compare.png"):
+        for name in names:
             if (directory / name).is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{name} is a directory")
     except OSError as error:

@@ -1,8 +1,56 @@
 """Losses of reinforcement learning, for one sample (a transition, an episode), with RLax's names and signs."""
 
-from persample.losses.policy_gradient import reinforce_loss
-from persample.losses.returns import discounted_returns
-from persample.losses.td import td_learning, td_loss
+from persample.losses.actor_critic import advantage_actor_critic_loss
+from persample.losses.categorical import categorical_importance_sampling_ratios, categorical_log_prob
+from persample.losses.distributional import categorical_td_learning, quantile_regression_loss
+from persample.losses.gaussian import gaussian_entropy_loss, gaussian_log_prob, gaussian_policy_gradient_loss
+from persample.losses.multistep import q_lambda, retrace, sarsa_lambda
+from persample.losses.policy_gradient import (
+    clipped_surrogate_pg_loss,
+    entropy_loss,
+    policy_gradient_loss,
+    reinforce_loss,
+)
+from persample.losses.q_learning import double_q_learning, expected_sarsa, q_learning, sarsa
+from persample.losses.returns import (
+    discounted_returns,
+    lambda_returns,
+    n_step_bootstrapped_returns,
+    truncated_generalized_advantage_estimation,
+)
+from persample.losses.td import huber_loss, td_lambda, td_learning, td_loss
+from persample.losses.vtrace import VTraceOutput, vtrace_td_error_and_advantage
 from persample.trees import stop_gradient
 
-__all__ = ["discounted_returns", "reinforce_loss", "stop_gradient", "td_learning", "td_loss"]
+__all__ = [
+    "VTraceOutput",
+    "advantage_actor_critic_loss",
+    "categorical_importance_sampling_ratios",
+    "categorical_log_prob",
+    "categorical_td_learning",
+    "clipped_surrogate_pg_loss",
+    "discounted_returns",
+    "double_q_learning",
+    "entropy_loss",
+    "expected_sarsa",
+    "gaussian_entropy_loss",
+    "gaussian_log_prob",
+    "gaussian_policy_gradient_loss",
+    "huber_loss",
+    "lambda_returns",
+    "n_step_bootstrapped_returns",
+    "policy_gradient_loss",
+    "q_lambda",
+    "q_learning",
+    "quantile_regression_loss",
+    "reinforce_loss",
+    "retrace",
+    "sarsa",
+    "sarsa_lambda",
+    "stop_gradient",
+    "td_lambda",
+    "td_learning",
+    "td_loss",
+    "truncated_generalized_advantage_estimation",
+    "vtrace_td_error_and_advantage",
+]

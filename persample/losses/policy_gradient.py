@@ -1,11 +1,13 @@
-"""Policy-gradient losses, for one episode."""
+"""Policy-gradient losses, for one episode. Padding contributes exactly zero to loss and gradient, whatever it holds."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from persample.errors import ArgumentError
+from persample.losses.categorical import categorical_log_prob
+from persample.losses.check import check_not_negative, check_rows, check_steps
+from persample.losses.steps import over_time, real_steps, spread, unpadded
 from persample.trees import stop_gradient
 
 
@@ -29,23 +31,151 @@ def reinforce_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, actions are no integers, or ``reduction`` is none of these.
 
     Examples:
         >>> logits, a_t = torch.zeros(3, 2), torch.tensor([0, 1, -1])
         >>> reinforce_loss(logits, a_t, torch.tensor([1.0, 1.0, torch.nan]), torch.tensor([True, True, False]))
         tensor(1.3863)
     """
-    if reduction not in ("sum", "mean", "none"):
-        fix = "'sum' is the REINFORCE estimator."
-        raise ArgumentError.about("reduction", expected="'sum', 'mean' or 'none'", received=repr(reduction), fix=fix)
-    mask: Tensor = torch.ones_like(a_t, dtype=torch.bool) if mask_t is None else mask_t.bool()
-    # Padding is replaced before it is used: multiplying by a mask afterwards would keep its NaN alive in the gradient.
-    log_pi = torch.log_softmax(torch.where(mask[..., None], logits_t, 0), dim=-1)
-    taken = torch.where(mask, a_t, 0).long()
-    log_pi_a = log_pi.gather(-1, taken[..., None]).squeeze(-1)
-    loss_t = -log_pi_a * stop_gradient(torch.where(mask, return_t, 0))
-    if reduction == "none":
-        return loss_t
-    total = loss_t.sum(-1)
-    return total if reduction == "sum" else total / mask.sum(-1).clamp(min=1)
+    return policy_gradient_loss(logits_t, a_t, return_t, mask_t=mask_t, reduction=reduction)
+
+
+def policy_gradient_loss(
+    logits_t: Tensor,
+    a_t: Tensor,
+    adv_t: Tensor,
+    w_t: Tensor | float = 1.0,
+    use_stop_gradient: bool = True,
+    *,
+    mask_t: Tensor | None = None,
+    reduction: str = "sum",
+) -> Tensor:
+    """Compute the policy-gradient loss −Σₜ wₜ log π(aₜ|sₜ) Aₜ of one episode.
+
+    Name and argument order are RLax's, whose value is that of ``reduction="mean"``. Source: Williams, "Simple
+    Statistical Gradient-Following Algorithms" (1992).
+
+    Args:
+        logits_t: unnormalized log-probabilities of the actions, ``[T, A]``.
+        a_t: actions taken, integers, ``[T]``.
+        adv_t: advantages (or returns) of the steps, ``[T]``.
+        w_t: weights of the steps, ``[T]`` or one for all.
+        use_stop_gradient: no gradient flows through the advantages.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
+
+    Returns:
+        The loss, ``[]``; ``[T]`` for "none".
+
+    Raises:
+        ArgumentError: if shapes do not fit, actions are no integers, or ``reduction`` is none of these.
+
+    Examples:
+        >>> logits, a_t = torch.zeros(2, 2), torch.tensor([0, 1])
+        >>> policy_gradient_loss(logits, a_t, torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5]), reduction="mean")
+        tensor(0.8664)
+    """
+    check_rows("logits_t", logits_t, mask_t=mask_t, a_t=a_t)
+    mask = real_steps(mask_t, a_t)
+    log_pi_a_t = categorical_log_prob(unpadded(mask, logits_t), torch.where(mask, a_t, 0))
+    return score_loss(log_pi_a_t, adv_t, w_t, mask, use_stop_gradient, reduction)
+
+
+def entropy_loss(
+    logits_t: Tensor, w_t: Tensor | float = 1.0, *, mask_t: Tensor | None = None, reduction: str = "sum"
+) -> Tensor:
+    """Compute minus the entropy, Σₜ wₜ Σₐ π(a|sₜ) log π(a|sₜ), of a categorical policy in one episode.
+
+    Name and argument order are RLax's, whose value is that of ``reduction="mean"``. Actions of probability 0 (logits of
+    −∞) add nothing. Source: Williams, Peng, "Function Optimization Using Connectionist RL Algorithms" (1991).
+
+    Args:
+        logits_t: unnormalized log-probabilities of the actions, ``[T, A]``.
+        w_t: weights of the steps, ``[T]`` or one for all.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
+
+    Returns:
+        The loss, ``[]``; ``[T]`` for "none".
+
+    Raises:
+        ArgumentError: if shapes do not fit, or ``reduction`` is none of these.
+
+    Examples:
+        >>> entropy_loss(torch.tensor([[0.0, 0.0], [1000.0, -1000.0]]), reduction="none")
+        tensor([-0.6931,  0.0000])
+    """
+    check_rows("logits_t", logits_t, w_t=w_t, mask_t=mask_t)
+    mask = real_steps(mask_t, logits_t[..., 0])
+    log_pi = torch.log_softmax(unpadded(mask, logits_t), dim=-1)
+    negentropy_t = (log_pi.exp() * log_pi.clamp(min=torch.finfo(log_pi.dtype).min)).sum(-1)
+    return over_time(negentropy_t * unpadded(mask, spread(w_t, negentropy_t)), mask, reduction)
+
+
+def clipped_surrogate_pg_loss(
+    prob_ratios_t: Tensor,
+    adv_t: Tensor,
+    epsilon: float,
+    use_stop_gradient: bool = True,
+    *,
+    mask_t: Tensor | None = None,
+    reduction: str = "sum",
+) -> Tensor:
+    """Compute PPO's loss −Σₜ min(ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ) of one episode, ρₜ = π(aₜ|sₜ)/π_old(aₜ|sₜ).
+
+    Name and argument order are RLax's, whose value is that of ``reduction="mean"``. Source: Schulman et al., "Proximal
+    Policy Optimization Algorithms" (2017), equation 7.
+
+    Args:
+        prob_ratios_t: the ratios ρ, ``[T]`` (``categorical_importance_sampling_ratios`` computes them).
+        adv_t: advantages of the steps, ``[T]``.
+        epsilon: ε, at least 0.
+        use_stop_gradient: no gradient flows through the advantages.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
+
+    Returns:
+        The loss, ``[]``; ``[T]`` for "none".
+
+    Raises:
+        ArgumentError: if shapes do not fit, ``epsilon`` is negative, or ``reduction`` is none of these.
+
+    Examples:
+        >>> clipped_surrogate_pg_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), 0.25, reduction="none")
+        tensor([-1.2500, -0.5000])
+    """
+    check_steps("prob_ratios_t", prob_ratios_t, adv_t=adv_t, mask_t=mask_t)
+    check_not_negative("epsilon", epsilon, "Ratios are clipped to 1 ± ε; 0.2 is usual.")
+    mask = real_steps(mask_t, prob_ratios_t)
+    ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, spread(adv_t, prob_ratios_t))
+    if use_stop_gradient:
+        adv = stop_gradient(adv)
+    return over_time(-torch.minimum(ratios * adv, ratios.clamp(1 - epsilon, 1 + epsilon) * adv), mask, reduction)
+
+
+def score_loss(
+    log_pi_a_t: Tensor, adv_t: Tensor, w_t: Tensor | float, mask: Tensor, use_stop_gradient: bool, reduction: str
+) -> Tensor:
+    """Compute −Σₜ wₜ log π(aₜ|sₜ) Aₜ from log-probabilities that are finite at padding.
+
+    Args:
+        log_pi_a_t: log-probabilities of the actions taken, ``[T]``.
+        adv_t: advantages, ``[T]``.
+        w_t: weights, ``[T]`` or one for all.
+        mask: True at real steps, ``[T]``.
+        use_stop_gradient: no gradient flows through the advantages.
+        reduction: over time.
+
+    Returns:
+        The loss, ``[]``; ``[T]`` for "none".
+
+    Examples:
+        >>> score_loss(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 4.0]), 1.0, torch.ones(2).bool(), True, "sum")
+        tensor(11.)
+    """
+    check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
+    adv, w = (unpadded(mask, spread(x, log_pi_a_t)) for x in (adv_t, w_t))
+    if use_stop_gradient:
+        adv = stop_gradient(adv)
+    return over_time(-log_pi_a_t * adv * w, mask, reduction)

@@ -1,44 +1,186 @@
-"""Returns of trajectories, computed for all time steps at once."""
+"""Returns and advantages of trajectories, computed for all time steps at once.
+
+Names, argument order and meaning are RLax's; time is the first axis, and further axes are elementwise. All of them are
+the recursion Gₜ = bₜ + aₜ Gₜ₊₁, which ``persample.losses.recursion`` solves without a loop over time.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from persample.errors import ArgumentError
+from persample.losses.check import check_steps
+from persample.losses.recursion import compose, entries, result_dtype, shift
+from persample.losses.steps import real_steps
+from persample.trees import stop_gradient
 
-def discounted_returns(r_t: Tensor, discount_t: Tensor | float, v_t: Tensor | float) -> Tensor:
+
+def discounted_returns(
+    r_t: Tensor,
+    discount_t: Tensor | float,
+    v_t: Tensor | float,
+    stop_target_gradients: bool = False,
+    *,
+    mask_t: Tensor | None = None,
+) -> Tensor:
     """Compute the discounted returns Gₜ = rₜ₊₁ + γₜ₊₁ Gₜ₊₁ of a trajectory, bootstrapped at its end.
 
-    Names, argument order and meaning are RLax's. The recursion is solved by doubling, in ⌈log₂ T⌉ steps without a
-    loop over time, which vmap batches and which is exact where a discount is 0.
+    Exact where a discount is 0. Padding (where ``mask_t`` is False) returns 0, whatever it holds, and the last real
+    step bootstraps. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 3.9.
 
     Args:
         r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
         discount_t: discounts at times 1 … T, ``[T]`` or one for all.
         v_t: values at times 1 … T, of which the last bootstraps, ``[T]``; or that last value alone, ``[]``.
+        stop_target_gradients: no gradient flows through the returns.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
 
     Returns:
         G₀ … G_{T−1}, ``[T]``.
+
+    Raises:
+        ArgumentError: if shapes do not fit.
 
     Examples:
         >>> discounted_returns(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0]), 9.0)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    discounts = torch.ones_like(r_t) * _time_first(discount_t, r_t)
-    values = torch.ones_like(r_t) * _time_first(v_t, r_t)
-    # After the step of width k, returns[t] sums the rewards of k steps and discounts[t] multiplies their discounts.
-    returns = torch.cat([r_t[:-1], r_t[-1:] + discounts[-1:] * values[-1:]])
-    width = 1
-    while width < r_t.shape[0]:
-        head = returns[:-width] + discounts[:-width] * returns[width:]
-        returns = torch.cat([head, returns[-width:]])
-        discounts = torch.cat([discounts[:-width] * discounts[width:], discounts[-width:]])
-        width *= 2
-    return returns
+    check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
+    mask = real_steps(mask_t, r_t)
+    r, discounts = entries(mask, r_t, discount_t)
+    (bootstrap,) = entries(mask & ~shift(mask, 1), v_t)  # values before the end are not even looked at
+    returns, _ = compose(r + discounts * bootstrap, discounts, len(r_t))
+    return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
 
-def _time_first(x: Tensor | float, like: Tensor) -> Tensor | float:
-    """Return x with its axes in the first places of those of ``like``, where broadcasting would take the last."""
-    if not isinstance(x, Tensor) or x.ndim == 0:
-        return x
-    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+def lambda_returns(
+    r_t: Tensor,
+    discount_t: Tensor | float,
+    v_t: Tensor,
+    lambda_: Tensor | float = 1.0,
+    stop_target_gradients: bool = False,
+    *,
+    mask_t: Tensor | None = None,
+) -> Tensor:
+    """Compute the λ-returns Gₜ = rₜ₊₁ + γₜ₊₁ [(1 − λₜ₊₁) vₜ₊₁ + λₜ₊₁ Gₜ₊₁], bootstrapped at the end: G_T = v_T.
+
+    Padding (where ``mask_t`` is False) returns 0, whatever it holds, and the last real step bootstraps from its own
+    v. Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.1 and equation 12.18.
+
+    Args:
+        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        v_t: values at times 1 … T, ``[T]``.
+        lambda_: λ at times 1 … T, ``[T]`` or one for all: 0 is TD(0)'s target, 1 the discounted return.
+        stop_target_gradients: no gradient flows through the returns.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+
+    Returns:
+        G₀ … G_{T−1}, ``[T]``.
+
+    Raises:
+        ArgumentError: if shapes do not fit.
+
+    Examples:
+        >>> lambda_returns(torch.tensor([1.0, 1.0]), 0.5, torch.tensor([4.0, 8.0]), 0.5)
+        tensor([3.2500, 5.0000])
+    """
+    return n_step_bootstrapped_returns(
+        r_t, discount_t, v_t, max(1, len(r_t) if r_t.ndim else 1), lambda_, stop_target_gradients, mask_t=mask_t
+    )
+
+
+def n_step_bootstrapped_returns(
+    r_t: Tensor,
+    discount_t: Tensor | float,
+    v_t: Tensor,
+    n: int,
+    lambda_t: Tensor | float = 1.0,
+    stop_target_gradients: bool = False,
+    *,
+    mask_t: Tensor | None = None,
+) -> Tensor:
+    """Compute n-step returns: Gₜ = rₜ₊₁ + γₜ₊₁ [(1 − λₜ₊₁) vₜ₊₁ + λₜ₊₁ Gₜ₊₁] iterated n times from Gₜ₊ₙ = vₜ₊ₙ.
+
+    With λ = 1 that is rₜ₊₁ + γₜ₊₁ (rₜ₊₂ + … + γₜ₊ₙ vₜ₊ₙ). Towards the end fewer steps are left, and the last value
+    bootstraps. Padding (where ``mask_t`` is False) returns 0, whatever it holds, and the last real step bootstraps from
+    its own v. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 7.1.
+
+    Args:
+        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        v_t: values at times 1 … T, ``[T]``.
+        n: number of steps before bootstrapping, at least 1.
+        lambda_t: λ at times 1 … T, ``[T]`` or one for all.
+        stop_target_gradients: no gradient flows through the returns.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+
+    Returns:
+        G₀ … G_{T−1}, ``[T]``.
+
+    Raises:
+        ArgumentError: if shapes do not fit, or ``n`` is not a positive int.
+
+    Examples:
+        >>> n_step_bootstrapped_returns(torch.ones(3), 0.5, torch.tensor([4.0, 8.0, 16.0]), n=2)
+        tensor([3.5000, 5.5000, 9.0000])
+    """
+    check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, lambda_t=lambda_t, mask_t=mask_t)
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ArgumentError.about("n", expected="a positive int", received=repr(n), fix="Use 1 for TD(0)'s target.")
+    mask = real_steps(mask_t, r_t)
+    r, discounts, values, mixing = entries(mask, r_t, discount_t, v_t, lambda_t)
+    mixing = torch.where(mask & ~shift(mask, 1), 0, mixing)  # nothing follows the last step, it takes all of its v
+    returns, product = compose(r + discounts * (1 - mixing) * values, discounts * mixing, n)
+    returns = returns + product * shift(values, n - 1)
+    return _finished(returns, result_dtype(r_t, discount_t, v_t, lambda_t), stop_target_gradients)
+
+
+def truncated_generalized_advantage_estimation(
+    r_t: Tensor,
+    discount_t: Tensor | float,
+    lambda_: Tensor | float,
+    values: Tensor,
+    stop_target_gradients: bool = False,
+    *,
+    mask_t: Tensor | None = None,
+) -> Tensor:
+    """Compute the advantages Âₜ = δₜ + γₜ₊₁ λₜ₊₁ Âₜ₊₁ with δₜ = rₜ₊₁ + γₜ₊₁ v(sₜ₊₁) − v(sₜ).
+
+    Padding (where ``mask_t`` is False) returns 0, whatever it holds; the value that follows the last real step
+    bootstraps. Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
+    (2016), equation 16; truncated as in "Proximal Policy Optimization Algorithms" (2017), equation 11.
+
+    Args:
+        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        lambda_: λ at times 1 … T, ``[T]`` or one for all.
+        values: values at times 0 … T, ``[T + 1]``.
+        stop_target_gradients: no gradient flows through the advantages.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+
+    Returns:
+        Â₀ … Â_{T−1}, ``[T]``.
+
+    Raises:
+        ArgumentError: if shapes do not fit.
+
+    Examples:
+        >>> truncated_generalized_advantage_estimation(torch.ones(2), 0.5, 0.5, torch.tensor([1.0, 2.0, 4.0]))
+        tensor([1.2500, 1.0000])
+    """
+    check_steps("r_t", r_t, discount_t=discount_t, lambda_=lambda_, mask_t=mask_t)
+    if values.shape != (len(r_t) + 1, *r_t.shape[1:]):
+        expected = f"shape {[len(r_t) + 1, *r_t.shape[1:]]}, the values at times 0 … T"
+        fix = "Append the value of the state after the last step (any, if its discount is 0)."
+        raise ArgumentError.about("values", expected=expected, received=f"shape {list(values.shape)}", fix=fix)
+    mask = real_steps(mask_t, r_t)
+    r, discounts, mixing, v_tm1, v_t = entries(mask, r_t, discount_t, lambda_, values[:-1], values[1:])
+    advantages, _ = compose(r + discounts * v_t - v_tm1, discounts * mixing, len(r_t))
+    return _finished(advantages, result_dtype(r_t, discount_t, lambda_, values), stop_target_gradients)
+
+
+def _finished(returns: Tensor, dtype: torch.dtype, stop_target_gradients: bool) -> Tensor:
+    returns = returns.to(dtype)
+    return stop_gradient(returns) if stop_target_gradients else returns

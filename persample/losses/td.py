@@ -1,9 +1,15 @@
-"""Temporal-difference errors of value functions, for one transition."""
+"""Temporal-difference errors of state values: of one transition, or of a sequence of them (λ)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from persample.errors import ArgumentError
+from persample.losses.check import check_same, check_steps
+from persample.losses.returns import lambda_returns
+from persample.losses.steps import real_steps, spread, unpadded
 from persample.trees import stop_gradient
 
 
@@ -24,15 +30,15 @@ def td_learning(
     Returns:
         The TD error, ``[]``, unreduced.
 
+    Raises:
+        ArgumentError: if shapes differ.
+
     Examples:
-        >>> import torch
         >>> td_learning(torch.tensor(1.0), torch.tensor(2.0), 0.5, torch.tensor(4.0))
         tensor(3.)
     """
-    target_tm1 = r_t + discount_t * v_t
-    if stop_target_gradients:
-        target_tm1 = stop_gradient(target_tm1)
-    return target_tm1 - v_tm1
+    check_same(v_tm1=v_tm1, r_t=r_t, discount_t=discount_t, v_t=v_t)
+    return error_of(r_t + discount_t * v_t, v_tm1, stop_target_gradients)
 
 
 def td_loss(
@@ -53,9 +59,93 @@ def td_loss(
     Returns:
         The squared error, ``[]``, unreduced.
 
+    Raises:
+        ArgumentError: if shapes differ.
+
     Examples:
-        >>> import torch
         >>> td_loss(torch.tensor(1.0), torch.tensor(2.0), 0.5, torch.tensor(4.0))
         tensor(9.)
     """
     return td_learning(v_tm1, r_t, discount_t, v_t, stop_target_gradients) ** 2
+
+
+def td_lambda(
+    v_tm1: Tensor,
+    r_t: Tensor,
+    discount_t: Tensor | float,
+    v_t: Tensor,
+    lambda_: Tensor | float,
+    stop_target_gradients: bool = True,
+    *,
+    mask_t: Tensor | None = None,
+) -> Tensor:
+    """Compute the TD(λ) errors Gₜ^λ − v(sₜ₋₁) of a sequence, G^λ being its λ-returns.
+
+    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 12.4.
+
+    Args:
+        v_tm1: values of the states at times 0 … T−1, ``[T]``.
+        r_t: rewards at times 1 … T, ``[T]``.
+        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        v_t: values of the states at times 1 … T, ``[T]``.
+        lambda_: λ at times 1 … T, ``[T]`` or one for all.
+        stop_target_gradients: no gradient flows through the returns.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding returns 0, whatever it holds.
+
+    Returns:
+        The errors, ``[T]``, unreduced.
+
+    Raises:
+        ArgumentError: if shapes do not fit.
+
+    Examples:
+        >>> td_lambda(torch.ones(2), torch.ones(2), 0.5, torch.tensor([4.0, 8.0]), 0.5)
+        tensor([2.2500, 4.0000])
+    """
+    check_steps("r_t", r_t, v_tm1=v_tm1)
+    target_tm1 = lambda_returns(r_t, discount_t, v_t, lambda_, mask_t=mask_t)
+    prediction_tm1 = unpadded(real_steps(mask_t, r_t), spread(v_tm1, r_t))
+    return error_of(target_tm1, prediction_tm1, stop_target_gradients)
+
+
+def huber_loss(x: Tensor, delta: float = 1.0) -> Tensor:
+    """Compute ½x² where |x| ≤ δ and δ(|x| − ½δ) elsewhere: the gradient is x clipped to [−δ, δ].
+
+    Name and argument order are RLax's. Source: Huber, "Robust Estimation of a Location Parameter" (1964).
+
+    Args:
+        x: errors, any shape.
+        delta: the bound δ, a positive number.
+
+    Returns:
+        The losses, in the shape of ``x``.
+
+    Raises:
+        ArgumentError: if ``delta`` is not positive.
+
+    Examples:
+        >>> huber_loss(torch.tensor([0.5, -3.0]))
+        tensor([0.1250, 2.5000])
+    """
+    if not delta > 0:
+        fix = "Use x.abs() for the limit δ → 0."
+        raise ArgumentError.about("delta", expected="a number > 0", received=repr(delta), fix=fix)
+    return F.huber_loss(x, torch.zeros_like(x), reduction="none", delta=delta)
+
+
+def error_of(target_tm1: Tensor, prediction_tm1: Tensor, stop_target_gradients: bool) -> Tensor:
+    """Return the error of a prediction.
+
+    Args:
+        target_tm1: what it should have been.
+        prediction_tm1: what it was.
+        stop_target_gradients: no gradient flows through the target.
+
+    Returns:
+        Target minus prediction.
+
+    Examples:
+        >>> error_of(torch.tensor(3.0), torch.tensor(1.0), stop_target_gradients=True)
+        tensor(2.)
+    """
+    return (stop_gradient(target_tm1) if stop_target_gradients else target_tm1) - prediction_tm1

@@ -5,9 +5,33 @@ try:
 except ImportError as error:
     raise ImportError("persample.rl needs gymnasium. Install it with: pip install 'persample[rl]'") from error
 
+from persample.rl.baird import BairdRun, baird_features, baird_run
 from persample.rl.environments import make_envs
 from persample.rl.episodes import Episodes, collect_episodes
-from persample.rl.policies import categorical_policy
+from persample.rl.gradient_td import GradientTDStep, gradient_td_step
+from persample.rl.policies import categorical_policy, gaussian_policy
+from persample.rl.random_walk import RandomWalk
+from persample.rl.tabular import exact_values, optimal_actions, transition_table
+from persample.rl.traces import TDLambdaStep, td_lambda_step
 from persample.rl.transitions import Transitions, collect_transitions
 
-__all__ = ["Episodes", "Transitions", "categorical_policy", "collect_episodes", "collect_transitions", "make_envs"]
+__all__ = [
+    "BairdRun",
+    "Episodes",
+    "GradientTDStep",
+    "RandomWalk",
+    "TDLambdaStep",
+    "Transitions",
+    "baird_features",
+    "baird_run",
+    "categorical_policy",
+    "collect_episodes",
+    "collect_transitions",
+    "exact_values",
+    "gaussian_policy",
+    "gradient_td_step",
+    "make_envs",
+    "optimal_actions",
+    "td_lambda_step",
+    "transition_table",
+]

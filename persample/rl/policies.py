@@ -1,6 +1,8 @@
-"""Policies: any callable from observations and a generator to actions; here the one for discrete actions."""
+"""Policies: any callable from observations and a generator to actions; here those of a network."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +34,8 @@ def categorical_policy(network: nn.Module) -> Policy:
     """
 
     def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
-        device = next((parameter.device for parameter in network.parameters()), observations.device)
         with torch.no_grad():
-            logits = network(observations.to(device))
+            logits = _called(network, observations)
             if logits.ndim != 2 or len(logits) != len(observations):
                 expected, received = f"logits of shape [{len(observations)}, A]", f"shape {tuple(logits.shape)}"
                 fix = "It maps a batch of observations to one row of logits each."
@@ -43,3 +44,55 @@ def categorical_policy(network: nn.Module) -> Policy:
             return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
     return policy
+
+
+def gaussian_policy(network: nn.Module) -> Policy:
+    """Make the policy that samples actions from N(μ, diag σ²) with (μ, σ) = network(observations).
+
+    The network is called without grad, in the train or eval mode it is in, on its own device; the noise comes from the
+    generator. Actions beyond the bounds of an environment are left to it (many clip them). The matching losses are
+    ``persample.losses.gaussian_policy_gradient_loss`` and its kin.
+
+    Args:
+        network: maps observations ``[N, *obs]`` to means ``[N, D]`` and positive standard deviations ``[N, D]``,
+            ``[D]`` or ``[]``.
+
+    Returns:
+        A function ``(observations [N, *obs], generator) → actions [N, D]``, float32, on the generator's device.
+
+    Raises:
+        ArgumentError: when called, if the network returns anything else.
+
+    Examples:
+        >>> class Constant(nn.Module):
+        ...     def forward(self, observations):
+        ...         return torch.full((len(observations), 1), 2.0), torch.tensor(1e-9)
+        >>> gaussian_policy(Constant())(torch.zeros(3, 4), torch.Generator().manual_seed(0)).squeeze(1)
+        tensor([2., 2., 2.])
+    """
+
+    def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
+        with torch.no_grad():
+            mu_sigma = _checked(_called(network, observations), len(observations))
+            mu, sigma = (x.to(generator.device, torch.float32) for x in mu_sigma)
+            return mu + sigma * torch.randn(mu.shape, generator=generator, device=generator.device)
+
+    return policy
+
+
+def _called(network: nn.Module, observations: Tensor) -> Any:
+    device = next((parameter.device for parameter in network.parameters()), observations.device)
+    return network(observations.to(device))
+
+
+def _checked(output: Any, count: int) -> tuple[Tensor, Tensor]:
+    received = type(output).__name__
+    if isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, Tensor) for x in output):
+        mu, sigma = output
+        fits = mu.ndim == 2 and len(mu) == count and sigma.shape in {mu.shape, mu.shape[1:], mu.shape[2:]}
+        if fits and bool((sigma > 0).all()):
+            return mu, sigma
+        received = f"shapes {list(mu.shape)} and {list(sigma.shape)}" + (", not all positive" if fits else "")
+    expected = f"means of shape [{count}, D] and positive standard deviations of the same shape, [D] or []"
+    fix = "It returns a pair, such as (mean, log_sigma.exp())."
+    raise ArgumentError.about("network", expected=expected, received=received, fix=fix)

@@ -1,0 +1,56 @@
+"""What a training leaves in its directory: metrics, a picture, a checkpoint."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from persample.cli.curve import save_curve
+from persample.cli.report import writable
+from persample.errors import ArgumentError
+from persample.rl.training import Trainer, load_checkpoint, save_checkpoint
+
+CHECKPOINT, METRICS, CURVE = "checkpoint.pt", "metrics.csv", "learning_curve.png"
+
+
+class TrainingFiles:
+    """The files of one training, which agree with each other after ``save``.
+
+    Args:
+        trainer: new, or of a checkpoint's settings.
+        directory: where the files go.
+        resume: go on from the checkpoint that is there.
+
+    Raises:
+        ArgumentError: if the directory cannot be written to, or a checkpoint is in the way or missing.
+    """
+
+    def __init__(self, trainer: Trainer, directory: Path, *, resume: bool) -> None:
+        self.trainer, self.directory = trainer, directory
+        if resume:
+            load_checkpoint(trainer, directory / CHECKPOINT)
+        elif (directory / CHECKPOINT).exists():
+            fix = "Go on with it by --resume, or choose another directory."
+            expected, received = "a directory without a checkpoint", repr(str(directory))
+            raise ArgumentError.about("--output", expected=expected, received=received, fix=fix)
+        writable(directory, CHECKPOINT, METRICS, CURVE)
+        # Rows that an interrupted training wrote after its last checkpoint go.
+        (directory / METRICS).write_text("", encoding="utf-8")
+        self._append(trainer.history)
+
+    def append(self) -> None:
+        """Write down the last update."""
+        self._append(self.trainer.history[-1:])
+
+    def _append(self, rows: list[dict[str, float]]) -> None:
+        with (self.directory / METRICS).open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0] if rows else ())
+            if rows and not file.tell():
+                writer.writeheader()
+            writer.writerows(rows)
+
+    def save(self) -> None:
+        """Save the checkpoint and draw the curve."""
+        save_checkpoint(self.trainer, self.directory / CHECKPOINT)
+        if self.trainer.history:
+            save_curve(self.trainer, self.directory / CURVE)

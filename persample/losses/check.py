@@ -1,0 +1,119 @@
+"""What the losses refuse: shapes that would broadcast into something else, actions that are no indices, bad options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from persample.errors import ArgumentError
+
+_ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
+
+
+def check_same(**values: Any) -> None:
+    """Refuse tensors of unlike shapes, which would broadcast; a number or 0-d tensor stands for all entries.
+
+    Args:
+        values: the arguments by name.
+
+    Raises:
+        ArgumentError: if two of them have unlike shapes.
+    """
+    first, common = "", None
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            continue
+        if common is not None and value.shape != common:
+            raise _refused(name, f"shape [] or {list(common)}, as of {first}", value)
+        first, common = first or name, value.shape
+
+
+def check_steps(name: str, steps: Tensor, **values: Any) -> None:
+    """Refuse what is not one entry per time step, or one for all.
+
+    Args:
+        name: of the argument that says how many steps there are.
+        steps: that argument, time first.
+        values: the other arguments by name.
+
+    Raises:
+        ArgumentError: if the shape of one is not that of the first axes of ``steps``.
+    """
+    if steps.ndim == 0:
+        raise _refused(name, "a sequence, shape [T]", steps)
+    for other, value in values.items():
+        if isinstance(value, Tensor) and value.shape != steps.shape[: value.ndim]:
+            raise _refused(other, f"a number or shape [] or {list(steps.shape)}, as of {name}", value)
+
+
+def check_rows(name: str, rows: Tensor, **values: Any) -> None:
+    """Refuse what is not one entry per row of a table.
+
+    Args:
+        name: of the table.
+        rows: the table, one number per action on its last axis.
+        values: the other arguments by name; None and numbers stand for all rows.
+
+    Raises:
+        ArgumentError: if a shape is not that of ``rows`` without its last axis.
+    """
+    if rows.ndim == 0:
+        raise _refused(name, "one number per action on the last axis", rows)
+    for other, value in values.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape != rows.shape[:-1]:
+            raise _refused(other, f"shape {list(rows.shape[:-1])}, one entry per row of {name}", value)
+
+
+def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
+    """Refuse actions that are not one index per row of a table.
+
+    Args:
+        name: of the table.
+        rows: the table, one number per action on its last axis.
+        actions: the actions by name.
+
+    Raises:
+        ArgumentError: if they are no integers, or not one per row.
+    """
+    check_rows(name, rows, **actions)
+    for other, a in actions.items():
+        if a.is_floating_point() or a.is_complex():
+            fix = "Actions are indices: convert them with .long(); for continuous actions there are gaussian losses."
+            raise ArgumentError.about(other, expected="integers", received=f"{a.dtype}", fix=fix)
+        if a.shape != rows.shape[:-1]:
+            raise _refused(other, f"shape {list(rows.shape[:-1])}, one action per row of {name}", a)
+
+
+def check_axes(count: int, **values: Any) -> None:
+    """Refuse tensors with more or fewer axes.
+
+    Args:
+        count: the number of axes of one sample.
+        values: the arguments by name.
+
+    Raises:
+        ArgumentError: if one has another number of them.
+    """
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.ndim != count:
+            raise _refused(name, "a vector" if count else "one number", value)
+
+
+def check_not_negative(name: str, value: float, fix: str) -> None:
+    """Refuse a negative number; a tensor's value is not looked at.
+
+    Args:
+        name: of the argument.
+        value: the number.
+        fix: what to pass instead.
+
+    Raises:
+        ArgumentError: if it is negative, or NaN.
+    """
+    if not isinstance(value, Tensor) and not value >= 0:
+        raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)
+
+
+def _refused(name: str, expected: str, received: Tensor) -> ArgumentError:
+    return ArgumentError.about(name, expected=expected, received=f"shape {list(received.shape)}", fix=_ONE_SAMPLE)

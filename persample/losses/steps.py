@@ -1,0 +1,108 @@
+"""What all losses over time share: entries by action, padding, and the reduction over the steps of an episode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+
+
+def taken(rows: Tensor, a: Tensor) -> Tensor:
+    """Pick the entry of the action taken from every row.
+
+    Args:
+        rows: one number per action, ``[*, A]``.
+        a: actions, integers, ``[*]``.
+
+    Returns:
+        The entries, ``[*]``.
+
+    Examples:
+        >>> taken(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
+        tensor([2., 3.])
+    """
+    return rows.gather(-1, a.long()[..., None]).squeeze(-1)
+
+
+def spread(x: Tensor | float, like: Tensor) -> Tensor:
+    """Give every step its entry.
+
+    Args:
+        x: a number, ``[]``, or a tensor of the first axes of ``like``, where broadcasting would take the last.
+        like: the steps, ``[T, *]``.
+
+    Returns:
+        The entries, ``[T, *]``, in the wider dtype of both.
+
+    Examples:
+        >>> spread(torch.tensor([1.0, 2.0]), torch.zeros(2, 3))
+        tensor([[1., 1., 1.],
+                [2., 2., 2.]])
+    """
+    if isinstance(x, Tensor):
+        x = x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)) if x.ndim else x
+    return torch.ones_like(like) * x
+
+
+def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
+    """Return which steps are real.
+
+    Args:
+        mask_t: True (or non-zero) at real steps, of the first axes of ``like``; None if all are.
+        like: the steps, ``[T, *]``.
+
+    Returns:
+        The mask, ``[T, *]``, bool.
+
+    Examples:
+        >>> real_steps(torch.tensor([1, 0]), torch.zeros(2))
+        tensor([ True, False])
+    """
+    every = torch.ones_like(like, dtype=torch.bool)
+    return every if mask_t is None else spread(mask_t.bool(), every)
+
+
+def unpadded(mask: Tensor, x: Tensor, fill: float = 0) -> Tensor:
+    """Replace what padding holds, before it is used: multiplied by 0 later, its NaN would live on in the gradient.
+
+    Args:
+        mask: True at real steps, ``[*]``.
+        x: entries of the steps, ``[*]``, or rows of them, ``[*, A]``.
+        fill: what padding holds then.
+
+    Returns:
+        The entries, in the shape of ``x``.
+
+    Examples:
+        >>> unpadded(torch.tensor([True, False]), torch.tensor([1.0, torch.nan]))
+        tensor([1., 0.])
+    """
+    return torch.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, fill)
+
+
+def over_time(loss_t: Tensor, mask: Tensor, reduction: str) -> Tensor:
+    """Reduce the losses of the steps.
+
+    Args:
+        loss_t: one loss per step, 0 at padding, ``[T]``.
+        mask: True at real steps, ``[T]``.
+        reduction: "sum", "mean" over real steps (0 if there are none) or "none".
+
+    Returns:
+        The loss, ``[]``; ``[T]`` for "none".
+
+    Raises:
+        ArgumentError: if ``reduction`` is none of these.
+
+    Examples:
+        >>> over_time(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([True, True, False]), "mean")
+        tensor(1.5000)
+    """
+    if reduction not in ("sum", "mean", "none"):
+        fix = "'sum' is the REINFORCE estimator."
+        raise ArgumentError.about("reduction", expected="'sum', 'mean' or 'none'", received=repr(reduction), fix=fix)
+    if reduction == "none":
+        return loss_t
+    total = loss_t.sum(-1)
+    return total if reduction == "sum" else total / mask.sum(-1).clamp(min=1)

@@ -1,0 +1,15 @@
+"""What per-sample gradients tell about policy gradients: spread, baselines, agreement, batch size."""
+
+from persample.rl.diagnostics.episodes import EpisodeGradients, episode_gradients
+from persample.rl.diagnostics.variance import estimator_variances, optimal_baseline
+from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
+
+__all__ = [
+    "EpisodeGradients",
+    "episode_gradients",
+    "estimator_variances",
+    "leave_one_out",
+    "optimal_baseline",
+    "reward_to_go",
+    "total_reward",
+]

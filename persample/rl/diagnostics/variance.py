@@ -1,0 +1,131 @@
+"""The variance of policy-gradient estimators, and the constant baseline that makes it smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.grads import per_sample_grads
+from persample.reductions import NoiseScale, NoiseScaleEstimate, Norm, SecondMoment
+from persample.rl.diagnostics.scores import LogProbFn, WeightedByAux, check_enough, score_batch, score_fn
+from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
+from persample.rl.episodes import Episodes
+from persample.trees import tree_map
+
+
+def estimator_variances(
+    log_prob_fn: LogProbFn,
+    params: Any,
+    episodes: Episodes,
+    weights_t: Mapping[str, Tensor] | None = None,
+    *,
+    chunk_size: int | None = None,
+    engine: str = "eager",
+) -> dict[str, NoiseScaleEstimate]:
+    """Compare estimators Σₜ wₜ ∇log π(aₜ|sₜ) of the policy gradient on the same episodes, in one pass.
+
+    ``covariance_trace`` is the variance of one episode's estimate, summed over all parameters; that of a mean over E
+    episodes is E times smaller.
+
+    Args:
+        log_prob_fn: ``(params, obs_t [T, *obs], a_t [T, *act]) → [T]``, log π(aₜ|sₜ) of one episode's actions.
+        params: the policy: an ``nn.Module`` or a tree of tensors.
+        episodes: E ≥ 2 episodes, padded to T steps; what padding holds does not matter.
+        weights_t: the w of each estimator, ``[E, T]``, by name; None for "total reward", "reward-to-go" and "baseline",
+            which is reward-to-go less the mean of the other episodes (``leave_one_out``).
+        chunk_size: how many episodes (times estimators) are processed at a time.
+        engine: of ``per_sample_grads``.
+
+    Returns:
+        Variance, squared norm of the mean, and noise scale of each estimator, by name.
+
+    Raises:
+        ArgumentError: if shapes do not fit, there is no estimator, or fewer than 2 episodes.
+
+    Examples:
+        >>> from persample.losses import categorical_log_prob
+        >>> from persample.rl import categorical_policy, collect_episodes, make_envs
+        >>> policy = torch.nn.Linear(4, 2)
+        >>> episodes = collect_episodes(make_envs("CartPole-v1"), categorical_policy(policy), 32, seed=0)
+        >>> found = estimator_variances(lambda p, obs_t, a_t: categorical_log_prob(p(obs_t), a_t), policy, episodes)
+        >>> bool(found["baseline"].covariance_trace < found["total reward"].covariance_trace)
+        True
+    """
+    check_enough(episodes)
+    if weights_t is None:
+        baseline = reward_to_go(episodes, leave_one_out(episodes))
+        plain = {"total reward": total_reward(episodes), "reward-to-go": reward_to_go(episodes)}
+        weights_t = {**plain, "baseline": baseline}
+    if not weights_t:
+        fix = "Leave it out for the usual three."
+        raise ArgumentError.about("weights_t", expected="weights by name", received=repr(weights_t), fix=fix)
+    # Every estimator has its own copy of the episodes in the batch; who is whose comes out beside the loss.
+    members = torch.eye(len(weights_t), device=episodes.r_t.device)
+    parts = [
+        score_batch(episodes, weight_t, row.expand(len(episodes.mask_t), -1))
+        for weight_t, row in zip(weights_t.values(), members, strict=True)
+    ]
+    batch = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+    wanted = {name: WeightedByAux(NoiseScale(), k) for k, name in enumerate(weights_t)}
+    return per_sample_grads(score_fn(log_prob_fn), params, batch, wanted, chunk_size=chunk_size, engine=engine)
+
+
+def optimal_baseline(
+    log_prob_fn: LogProbFn,
+    params: Any,
+    episodes: Episodes,
+    *,
+    per_param: bool = False,
+    chunk_size: int | None = None,
+    engine: str = "eager",
+) -> Any:
+    """Compute the constant baseline b that makes E‖(R − b) s‖² smallest, s = Σₜ ∇log π(aₜ|sₜ), in one pass.
+
+    b = E[‖s‖² R] / E[‖s‖²]; ``per_param`` gives every entry k its own, E[sₖ² R] / E[sₖ²]. R is the discounted reward of
+    an episode. Use it as weights ``total_reward(episodes) - b``, or per entry as Σᵢ (Rᵢ − bₖ) sᵢₖ.
+
+    Source: Weaver, Tao, "The Optimal Reward Baseline for Gradient-Based Reinforcement Learning" (2001); per parameter
+    Peters, Schaal, "Reinforcement Learning of Motor Skills with Policy Gradients" (2008), section 3.2.
+
+    Args:
+        log_prob_fn: ``(params, obs_t [T, *obs], a_t [T, *act]) → [T]``, log π(aₜ|sₜ) of one episode's actions.
+        params: the policy: an ``nn.Module`` or a tree of tensors.
+        episodes: E ≥ 2 episodes, padded to T steps; what padding holds does not matter.
+        per_param: one baseline per entry of the parameters.
+        chunk_size: how many episodes are processed at a time.
+        engine: of ``per_sample_grads``.
+
+    Returns:
+        The baseline, ``[]``; with ``per_param`` a tree like the parameters. Where no gradient arrives, the mean of R.
+
+    Raises:
+        ArgumentError: if shapes do not fit, or there are fewer than 2 episodes.
+
+    Examples:
+        >>> from persample.losses import categorical_log_prob
+        >>> from persample.rl import categorical_policy, collect_episodes, make_envs
+        >>> policy = torch.nn.Linear(4, 2)
+        >>> episodes = collect_episodes(make_envs("CartPole-v1"), categorical_policy(policy), 16, seed=0)
+        >>> b = optimal_baseline(lambda p, obs_t, a_t: categorical_log_prob(p(obs_t), a_t), policy, episodes)
+        >>> bool(b > 1)  # long episodes have large scores, and count more than short ones
+        True
+    """
+    check_enough(episodes)
+    reward = total_reward(episodes)[:, 0]
+    above = reward - reward.min()  # weights are not negative, and a baseline moves with the reward
+    batch = score_batch(episodes, torch.ones_like(episodes.r_t), above[:, None])
+    wanted = (SecondMoment(), WeightedByAux(SecondMoment(), 0)) if per_param else Norm()
+    found = per_sample_grads(score_fn(log_prob_fn), params, batch, wanted, chunk_size=chunk_size, engine=engine)
+    if not per_param:
+        squared = found.square()
+        return torch.where(squared.sum() > 0, (squared * reward).sum() / squared.sum(), reward.mean())
+
+    def ratio(plain: Tensor, weighted: Tensor) -> Tensor:
+        known = (plain > 0) & (above.mean() > 0)
+        return torch.where(known, reward.min() + above.mean() * weighted / plain, reward.mean()).to(plain.dtype)
+
+    return tree_map(ratio, *found)

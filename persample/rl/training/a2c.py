@@ -1,0 +1,143 @@
+"""Advantage actor-critic over whole episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from persample.losses import advantage_actor_critic_loss
+from persample.rl.check import Envs
+from persample.rl.episodes import Episodes, collect_episodes
+from persample.rl.networks import ActorCritic, count_actions
+from persample.rl.policies import categorical_policy
+from persample.rl.training.algorithm import Batch, check_numbers
+
+
+@dataclass(frozen=True)
+class A2C:
+    """Advantage actor-critic with generalized advantages; a sample is an episode.
+
+    The loss is ``persample.losses.advantage_actor_critic_loss``. Of an episode that a time limit cut, the last state
+    bootstraps: its step is not learned from.
+
+    Args:
+        discount: γ.
+        hidden: width of the two hidden layers of policy and value function.
+        batch: episodes per update B.
+        learning_rate: of Adam, at the beginning.
+        lambda_: λ of the advantages.
+        reward_scale: rewards are multiplied by it; the critic learns fast where values are about 1.
+        value_cost: weight of the critic's squared error.
+        entropy_cost: weight of the policy's entropy.
+
+    Raises:
+        ArgumentError: if one of them is out of range.
+
+    Examples:
+        >>> A2C().lambda_
+        0.95
+    """
+
+    discount: float = 0.99
+    hidden: int = 64
+    batch: int = 4
+    learning_rate: float = 0.005
+    lambda_: float = 0.95
+    reward_scale: float = 0.01
+    value_cost: float = 0.5
+    entropy_cost: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            self,
+            discount=(0.0, 1.0),
+            hidden=(1, 2**16),
+            batch=(1, 2**24),
+            learning_rate=(0.0, 1e6),
+            lambda_=(0.0, 1.0),
+            reward_scale=(0.0, 1e6),
+            value_cost=(0.0, 1e6),
+            entropy_cost=(0.0, 1e6),
+        )
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return min(16, self.batch)
+
+    def network(self, envs: Envs) -> ActorCritic:
+        """Make policy and value function.
+
+        Args:
+            envs: N environments.
+
+        Returns:
+            The module.
+        """
+        return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
+
+    def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
+        """Play episodes.
+
+        Args:
+            network: policy and value function.
+            envs: N environments.
+            seed: of environments and policy.
+
+        Returns:
+            Observations, actions, rewards, discounts and masks, ``[B, T, …]``.
+        """
+        policy = categorical_policy(network.policy)
+        episodes = collect_episodes(envs, policy, self.batch, discount=self.discount, seed=seed)
+        returns = episodes.r_t.sum(1).tolist()
+        return Batch((*episodes[:-1], bootstrapped(episodes)), int(episodes.mask_t.sum()), returns)
+
+    def loss(self, network: ActorCritic, *sample: Tensor) -> Tensor:
+        """Compute the loss of an episode.
+
+        Args:
+            network: policy and value function.
+            *sample: obs_t, a_t, r_t, discount_t, mask_t.
+
+        Returns:
+            The loss, ``[]``.
+        """
+        obs_t, a_t, r_t, discount_t, mask_t = sample
+        v_t = network.value(obs_t)
+        return advantage_actor_critic_loss(
+            network.policy(obs_t),
+            torch.cat([v_t, v_t.new_zeros(1)]),  # nothing but a terminated episode needs the value after the last step
+            a_t,
+            self.reward_scale * r_t,
+            discount_t,
+            self.lambda_,
+            value_cost=self.value_cost,
+            entropy_cost=self.entropy_cost,
+            mask_t=mask_t,
+        )
+
+    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
+        """Measure nothing more.
+
+        Args:
+            network: not asked.
+
+        Returns:
+            No numbers.
+        """
+        return {}
+
+
+def bootstrapped(episodes: Episodes) -> Tensor:
+    """Leave the last step out of episodes that did not terminate.
+
+    Args:
+        episodes: E episodes.
+
+    Returns:
+        The mask of the others, ``[E, T]``.
+    """
+    following = torch.nn.functional.pad(episodes.mask_t, (0, 1))[:, 1:]
+    return episodes.mask_t & (following | (episodes.discount_t == 0))

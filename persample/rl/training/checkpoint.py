@@ -1,0 +1,82 @@
+"""Checkpoints: everything between two updates, in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from persample import rng
+from persample.errors import ArgumentError
+from persample.rl.training.trainer import Trainer
+
+# What may differ when a training goes on: how long it takes, and how it is computed.
+_FREE = {"steps", "target", "engine"}
+
+
+def save_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Save parameters, optimizer, random streams, counters and history. An older file is replaced in one go.
+
+    Args:
+        trainer: between two updates.
+        path: the file.
+
+    Examples:
+        >>> import tempfile
+        >>> from persample.rl.training import TD0, TrainingConfig
+        >>> trainer = Trainer(TrainingConfig(TD0(), "persample/RandomWalk-v0"))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_checkpoint(trainer, Path(directory) / "checkpoint.pt")
+        ...     load_checkpoint(trainer, Path(directory) / "checkpoint.pt")
+        >>> trainer.steps
+        0
+    """
+    state = {
+        "config": trainer.config.record(),
+        "network": trainer.network.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "streams": rng.snapshot(),
+        "steps": trainer.steps,
+        "history": trainer.history,
+        "returns": trainer.returns,
+    }
+    partial = path.with_name(f"{path.name}.partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def load_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Go on from a checkpoint: what follows is, bit for bit, what would have followed without the interruption.
+
+    Args:
+        trainer: of the same settings; steps, target and engine may differ.
+        path: the file.
+
+    Raises:
+        ArgumentError: if there is no checkpoint, or its settings are others.
+
+    Examples:
+        >>> from persample.rl.training import TD0, TrainingConfig
+        >>> trainer = Trainer(TrainingConfig(TD0(), "persample/RandomWalk-v0"))
+        >>> load_checkpoint(trainer, Path("nowhere.pt"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        persample.errors.ArgumentError: resume: expected a checkpoint, received 'nowhere.pt' (FileNotFoundError)...
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        saved = state["config"]
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, UnpicklingError) as error:
+        fix = "Train without resuming first."
+        received = f"{str(path)!r} ({type(error).__name__})"
+        raise ArgumentError.about("resume", expected="a checkpoint", received=received, fix=fix) from error
+    wanted = trainer.config.record()
+    for name in [name for name in wanted if name not in _FREE and wanted[name] != saved.get(name)]:
+        expected, received = f"{saved.get(name)!r}, as in the checkpoint", repr(wanted[name])
+        fix = "Resume with the same settings; steps, target and engine may change."
+        raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
+    trainer.network.load_state_dict(state["network"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    rng.rewind(state["streams"])
+    trainer.steps, trainer.history, trainer.returns = state["steps"], state["history"], state["returns"]

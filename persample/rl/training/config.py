@@ -1,0 +1,75 @@
+"""What is trained, on what, and how long."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from persample import check
+from persample.errors import ArgumentError
+from persample.reductions import ClippedMean, Mean, Reduction
+from persample.rl.training.a2c import A2C
+from persample.rl.training.algorithm import Algorithm, check_numbers
+from persample.rl.training.reinforce import Reinforce
+from persample.rl.training.td0 import TD0
+
+ALGORITHMS: dict[str, Any] = {"td0": TD0, "reinforce": Reinforce, "a2c": A2C}
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The settings of a training.
+
+    Args:
+        algorithm: ``TD0()``, ``Reinforce()``, ``A2C()``, or one of your own.
+        env: id of the environment.
+        seed: of network, environments and actions.
+        steps: of the environments; the update that reaches them is the last, and the learning rate falls linearly to
+            zero until then.
+        reduce: "mean" or "clipped", the mean of per-sample gradients clipped to ``max_norm``.
+        max_norm: C.
+        engine: persample's engine.
+        target: training ends when the average return of 100 episodes reaches it.
+
+    Raises:
+        ArgumentError: if one of them cannot be; it says which and why.
+
+    Examples:
+        >>> TrainingConfig(Reinforce(), reduce="clipped").reduction
+        ClippedMean(max_norm=100.0, per_param=False)
+    """
+
+    algorithm: Algorithm
+    env: str = "CartPole-v1"
+    seed: int = 0
+    steps: int = 300_000
+    reduce: str = "mean"
+    max_norm: float = 100.0
+    engine: str = "eager"
+    target: float = math.inf
+
+    def __post_init__(self) -> None:
+        check_numbers(self, seed=(0, 2**63 - 1), steps=(1, 2**63 - 1), max_norm=(0.0, math.inf))
+        if self.reduce not in {"mean", "clipped"}:
+            expected = "'mean' or 'clipped'"
+            raise ArgumentError.about("reduce", expected=expected, received=repr(self.reduce), fix="Pick one of them.")
+        if math.isnan(self.target):
+            fix = "inf trains until the steps are done."
+            raise ArgumentError.about("target", expected="a number", received="nan", fix=fix)
+        check.check_options(engine=self.engine, randomness="error", chunk_size=None)
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction of the gradients to an update."""
+        return ClippedMean(self.max_norm) if self.reduce == "clipped" else Mean()
+
+    def record(self) -> dict[str, Any]:
+        """Write the settings down.
+
+        Returns:
+            Numbers and strings by name, the algorithm's own among them.
+        """
+        own: Any = self.algorithm
+        settings = {name: value for name, value in vars(self).items() if name != "algorithm"}
+        return {"algorithm": type(own).__name__, **settings, **asdict(own)}

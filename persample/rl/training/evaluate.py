@@ -1,0 +1,37 @@
+"""How well a trained policy does, on episodes of its own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from persample.rl.environments import make_envs
+from persample.rl.episodes import collect_episodes
+from persample.rl.policies import categorical_policy
+
+
+def evaluate(network: nn.Module, env: str, num_episodes: int = 100, *, seed: int) -> list[float]:
+    """Play episodes with a policy's own random actions.
+
+    Args:
+        network: its part ``policy`` maps observations to logits, as in ``ActorCritic``.
+        env: id of the environment.
+        num_episodes: number of episodes E.
+        seed: of environments and actions.
+
+    Returns:
+        Undiscounted returns, ``E`` of them.
+
+    Examples:
+        >>> from persample.rl.networks import ActorCritic
+        >>> envs = make_envs("CartPole-v1", 1)
+        >>> network = ActorCritic(envs.single_observation_space, 8, 2)
+        >>> min(evaluate(network, "CartPole-v1", 3, seed=0)) > 0
+        True
+    """
+    envs = make_envs(env, min(16, num_episodes))
+    try:
+        episodes = collect_episodes(envs, categorical_policy(network.get_submodule("policy")), num_episodes, seed=seed)
+    finally:
+        envs.close()
+    returns: list[float] = episodes.r_t.sum(1).tolist()
+    return returns

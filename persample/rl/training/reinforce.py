@@ -1,0 +1,133 @@
+"""REINFORCE with a baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from persample.losses import discounted_returns, reinforce_loss
+from persample.rl.check import Envs
+from persample.rl.episodes import collect_episodes
+from persample.rl.networks import ActorCritic, count_actions
+from persample.rl.policies import categorical_policy
+from persample.rl.training.algorithm import Batch, check_numbers
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """REINFORCE with a learned baseline (Sutton and Barto 2018, section 13.4); a sample is an episode.
+
+    ℓ = Σₜ −log π(aₜ|sₜ) Aₜ + c (v(sₜ) − Gₜ)². Gₜ are the returns of what was received (a time limit ends an episode),
+    Aₜ the advantages Gₜ − v(sₜ) before the update, standardized over all steps of the batch.
+
+    Args:
+        discount: γ.
+        hidden: width of the two hidden layers of policy and value function.
+        batch: episodes per update B.
+        learning_rate: of Adam, at the beginning.
+        value_weight: c; small, for squared returns are large beside log-probabilities, which matters when clipping.
+
+    Raises:
+        ArgumentError: if one of them is out of range.
+
+    Examples:
+        >>> Reinforce(batch=32).learning_rate
+        0.005
+    """
+
+    discount: float = 0.99
+    hidden: int = 64
+    batch: int = 16
+    learning_rate: float = 0.005
+    value_weight: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            self,
+            discount=(0.0, 1.0),
+            hidden=(1, 2**16),
+            batch=(1, 2**24),
+            learning_rate=(0.0, 1e6),
+            value_weight=(0.0, 1e6),
+        )
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return min(16, self.batch)
+
+    def network(self, envs: Envs) -> ActorCritic:
+        """Make policy and value function.
+
+        Args:
+            envs: N environments.
+
+        Returns:
+            The module.
+        """
+        return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
+
+    def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
+        """Play episodes.
+
+        Args:
+            network: policy and value function.
+            envs: N environments.
+            seed: of environments and policy.
+
+        Returns:
+            Observations, actions, returns, advantages and masks, ``[B, T, …]``.
+        """
+        policy = categorical_policy(network.policy)
+        episodes = collect_episodes(envs, policy, self.batch, discount=self.discount, seed=seed)
+        obs_t, mask_t = episodes.obs_t, episodes.mask_t
+        return_t = discounted_returns(episodes.r_t.T, episodes.discount_t.T, 0.0).T.contiguous()
+        with torch.no_grad():
+            adv_t = standardized(return_t - network.value(obs_t), mask_t)
+        samples = (obs_t, episodes.a_t, return_t, adv_t, mask_t)
+        return Batch(samples, int(mask_t.sum()), episodes.r_t.sum(1).tolist())
+
+    def loss(self, network: ActorCritic, *sample: Tensor) -> Tensor:
+        """Compute the loss of an episode.
+
+        Args:
+            network: policy and value function.
+            *sample: obs_t, a_t, return_t, adv_t, mask_t.
+
+        Returns:
+            The loss, ``[]``.
+        """
+        obs_t, a_t, return_t, adv_t, mask_t = sample
+        errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
+        return reinforce_loss(network.policy(obs_t), a_t, adv_t, mask_t) + self.value_weight * (errors**2).sum()
+
+    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
+        """Measure nothing more.
+
+        Args:
+            network: not asked.
+
+        Returns:
+            No numbers.
+        """
+        return {}
+
+
+def standardized(x_t: Tensor, mask_t: Tensor) -> Tensor:
+    """Give the unmasked numbers mean 0 and variance 1, the others 0.
+
+    Args:
+        x_t: numbers, ``[B, T]``.
+        mask_t: which count, ``[B, T]``.
+
+    Returns:
+        The numbers, ``[B, T]``.
+
+    Examples:
+        >>> standardized(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
+        tensor([[-1.,  1.,  0.]])
+    """
+    real = x_t[mask_t]
+    return torch.where(mask_t, (x_t - real.mean()) / real.std(correction=0).clamp(min=1e-8), 0)

@@ -1,0 +1,168 @@
+"""TD(0): evaluating a fixed policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from persample.errors import ArgumentError
+from persample.losses import td_loss
+from persample.rl.check import Envs
+from persample.rl.networks import count_actions, linear, mlp
+from persample.rl.tabular import exact_values, optimal_actions, transition_table
+from persample.rl.training.algorithm import Batch, check_numbers
+from persample.rl.transitions import collect_transitions
+
+
+class Evaluation(nn.Module):
+    """A value function and the policy that it evaluates.
+
+    Args:
+        value: from observations to ``[*, 1]``.
+        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for the same in all states.
+        exact: the policy's exact values, ``[S]``; ``[0]`` if nobody knows them.
+    """
+
+    probabilities: Tensor
+    exact: Tensor
+
+    def __init__(self, value: nn.Module, probabilities: Tensor, exact: Tensor) -> None:
+        super().__init__()
+        self.value = value
+        self.register_buffer("probabilities", probabilities)
+        self.register_buffer("exact", exact)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Estimate values.
+
+        Args:
+            observations: ``[*, *obs]``.
+
+        Returns:
+            Values, ``[*]``.
+        """
+        return self.value(observations).squeeze(-1)
+
+    def policy(self, observations: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw actions.
+
+        Args:
+            observations: ``[N, *obs]``.
+            generator: all randomness.
+
+        Returns:
+            Actions, ``[N]``.
+        """
+        everywhere = len(self.probabilities) == 1
+        rows = self.probabilities.expand(len(observations), -1) if everywhere else self.probabilities[observations]
+        return torch.multinomial(rows, 1, generator=generator).squeeze(1)
+
+
+@dataclass(frozen=True)
+class TD0:
+    """Semi-gradient TD(0) of the value of a fixed policy; a sample is a transition.
+
+    The policy takes a random action with probability ε, otherwise the optimal one, which is known where the environment
+    keeps its table of transitions; there the error of the values is measured, too. Every update collects a rollout of
+    its own, ``batch`` transitions that begin at start states.
+
+    Args:
+        discount: γ.
+        epsilon: ε; 1 is the uniformly random policy.
+        hidden: width of two hidden layers; 0 for a linear function, which is a table for Discrete observations.
+        batch: transitions per update B.
+        learning_rate: of Adam, at the beginning.
+
+    Raises:
+        ArgumentError: if one of them is out of range.
+
+    Examples:
+        >>> TD0(epsilon=0.1).batch
+        512
+    """
+
+    discount: float = 0.99
+    epsilon: float = 1.0
+    hidden: int = 0
+    batch: int = 512
+    learning_rate: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            self, discount=(0.0, 1.0), epsilon=(0.0, 1.0), hidden=(0, 2**16), batch=(1, 2**24), learning_rate=(0.0, 1e6)
+        )
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments: few enough for rollouts of 32 steps, or a small batch would see no episode end."""
+        return min(16, max(1, self.batch // 32))
+
+    def network(self, envs: Envs) -> Evaluation:
+        """Make the value function.
+
+        Args:
+            envs: N environments.
+
+        Returns:
+            The module, with the policy that it evaluates.
+        """
+        space, table = envs.single_observation_space, transition_table(envs)
+        actions = count_actions(envs.single_action_space)
+        probabilities = torch.full((1, actions), 1 / actions)
+        exact = torch.empty(0)
+        if table is not None:
+            greedy = torch.nn.functional.one_hot(optimal_actions(table, self.discount), actions)
+            probabilities = self.epsilon * probabilities + (1 - self.epsilon) * greedy
+            exact = exact_values(table, probabilities, self.discount)
+        elif self.epsilon < 1:
+            fix = "Use 1, the uniformly random policy, or one of gymnasium's toy environments."
+            expected, received = "1 in environments without a table of transitions", f"{self.epsilon:g}"
+            raise ArgumentError.about("epsilon", expected=expected, received=received, fix=fix)
+        value = mlp(space, self.hidden, 1) if self.hidden else linear(space)
+        return Evaluation(value, probabilities, exact)
+
+    def collect(self, network: Evaluation, envs: Envs, seed: int) -> Batch:
+        """Follow the policy.
+
+        Args:
+            network: it has the policy.
+            envs: N environments.
+            seed: of environments and policy.
+
+        Returns:
+            Transitions (s, r, γ, s′).
+        """
+        rollout = collect_transitions(envs, network.policy, self.batch, discount=self.discount, seed=seed)
+        return Batch((rollout.obs_tm1, rollout.r_t, rollout.discount_t, rollout.obs_t), self.batch)
+
+    def loss(self, network: Evaluation, *sample: Tensor) -> Tensor:
+        """Compute the squared TD error.
+
+        Args:
+            network: the value function.
+            *sample: obs_tm1, r_t, discount_t, obs_t.
+
+        Returns:
+            The loss, ``[]``.
+        """
+        obs_tm1, r_t, discount_t, obs_t = sample
+        return td_loss(network(obs_tm1), r_t, discount_t, network(obs_t))
+
+    def metrics(self, network: Evaluation) -> dict[str, float]:
+        """Compare with the exact values.
+
+        Args:
+            network: the value function.
+
+        Returns:
+            ``value_error``, max |v − v_π| / max |v_π| over the states, where the exact values v_π can be
+            known; not divided where they are all 0.
+        """
+        if not len(network.exact):
+            return {}
+        with torch.no_grad():
+            error = network(torch.arange(len(network.exact))) - network.exact
+        largest = float(network.exact.abs().max())
+        return {"value_error": float(error.abs().max()) / (largest or 1.0)}

@@ -1,0 +1,117 @@
+"""The training loop: collect, differentiate sample by sample, step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.grads import per_sample_grads
+from persample.modules import set_grads
+from persample.reductions import Loss, Norm
+from persample.rl.environments import make_envs
+from persample.rl.training.algorithm import Batch
+from persample.rl.training.config import TrainingConfig
+
+Row = dict[str, float]
+
+# Gymnasium's thresholds are for averages over this many episodes.
+EPISODES = 100
+
+
+class Trainer:
+    """A training under way.
+
+    Update k collects data from environments that are reset by a seed derived from (seed, k), so that nothing of the
+    environments outlives an update, and a checkpoint between two updates is the whole state.
+
+    Args:
+        config: what is trained.
+
+    Raises:
+        ArgumentError: if the environment is unknown, or does not fit the algorithm.
+
+    Examples:
+        >>> from persample.rl.training import TD0, Trainer, TrainingConfig
+        >>> algorithm = TD0(discount=1.0, learning_rate=0.05)
+        >>> trainer = Trainer(TrainingConfig(algorithm, "persample/RandomWalk-v0", steps=50_000))
+        >>> while not trainer.finished:
+        ...     row = trainer.update()
+        >>> row["value_error"] < 0.05
+        True
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.config = config
+        try:
+            self.envs = make_envs(config.env, config.algorithm.num_envs)
+        except ArgumentError as error:
+            raise ArgumentError(str(error).replace("env_id", "env", 1)) from error
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)
+                self.network = config.algorithm.network(self.envs)
+        except ArgumentError:
+            self.envs.close()
+            raise
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=config.algorithm.learning_rate)
+        self.steps = 0
+        self.history: list[Row] = []
+        self.returns: list[float] = []
+
+    @property
+    def threshold(self) -> float:
+        """The average return at which gymnasium calls the environment solved; ∞ where it does not say."""
+        threshold = None if self.envs.spec is None else self.envs.spec.reward_threshold
+        return math.inf if threshold is None else float(threshold)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the average return of the last 100 episodes has reached the target."""
+        return len(self.returns) >= EPISODES and statistics.fmean(self.returns) >= self.config.target
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.solved or self.steps >= self.config.steps
+
+    def update(self) -> Row:
+        """Make one update of the parameters.
+
+        Returns:
+            What was measured, by name; the last row of ``history``.
+        """
+        algorithm, config = self.config.algorithm, self.config
+        batch = algorithm.collect(self.network, self.envs, self._seed())
+        wanted = {"update": config.reduction, "norms": Norm(), "losses": Loss()}
+        result = per_sample_grads(algorithm.loss, self.network, batch.samples, wanted, engine=config.engine)
+        set_grads(self.network, result["update"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = algorithm.learning_rate * max(0.0, 1 - self.steps / config.steps)
+        self.optimizer.step()
+        self.steps += batch.steps
+        self.returns = [*self.returns, *batch.returns][-EPISODES:]
+        self.history.append(self._row(batch, result["losses"], result["norms"]))
+        return self.history[-1]
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.envs.close()
+
+    def _seed(self) -> int:
+        return int(np.random.SeedSequence([self.config.seed, len(self.history)]).generate_state(1, np.uint64)[0] >> 1)
+
+    def _row(self, batch: Batch, losses: Tensor, norms: Tensor) -> Row:
+        row: dict[str, Any] = {"update": len(self.history) + 1, "steps": self.steps, "loss": losses.mean()}
+        if batch.returns:
+            row |= {"return": statistics.fmean(batch.returns), "average_return": statistics.fmean(self.returns)}
+        row |= self.config.algorithm.metrics(self.network)
+        row |= {"median_norm": norms.median(), "max_norm": norms.max()}
+        if self.config.reduce == "clipped":
+            row["clipped"] = (norms > self.config.max_norm).float().mean()
+        return {name: value.item() if isinstance(value, Tensor) else value for name, value in row.items()}
