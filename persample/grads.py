@@ -11,13 +11,17 @@ import torch
 from persample import check, engines, rng, trees
 from persample.diagnose import unwritten
 from persample.lift import Lift
-from persample.loss import NotConnectedError, SampleLoss
+from persample.loss import NotConnectedError
 from persample.merge import merge
 from persample.modules import locked
-from persample.output import owned, write_into
-from persample.samples import Samples
+from persample.output import is_apart, owned, write_into
 
-_ENGINES = {"eager": engines.eager, "compiled": engines.compiled, "loop": engines.loop}
+_ENGINES: dict[str, Any] = {
+    "empty": engines.empty,
+    "eager": engines.eager,
+    "compiled": engines.compiled,
+    "loop": engines.loop,
+}
 
 
 def per_sample_grads(
@@ -56,7 +60,8 @@ def per_sample_grads(
         randomness: "error", "same" or "different", as in ``torch.func.vmap``.
         chunk_size: how many samples are processed at a time; memory follows it. None for all.
         engine: "eager" (vmap), "compiled", or "loop" (plain autograd, for losses that vmap cannot take).
-        out: a previous result of the same call, whose storage is written again and which is returned.
+        out: a previous result of the same call, whose storage is written again and which is returned. Fresh memory
+            costs more than the gradients themselves: reuse it in loops.
 
     Returns:
         What ``reduce`` says: a tree like ``params`` with leaves ``[B, *shape]`` for None, the reduction's result, or
@@ -78,11 +83,11 @@ def per_sample_grads(
         >>> per_sample_grads(td_loss, theta, (s_tm1, r_t, s_t))
         tensor([[-7.2000, -3.6000,  7.2000]])
     """
-    call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size)
+    call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
     if engine == "compiled" and weights is None:
         recalled = engines.recall(*call)
         if recalled is not None:
-            return recalled if out is None else write_into(out, recalled)
+            return recalled
     check.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
     wanted, container = check.reductions(reduce)
     # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
@@ -91,23 +96,22 @@ def per_sample_grads(
             loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
 
-        lift = Lift(wanted)
+        inputs = [*samples.params, *samples.leaves]
+        into = out if out is not None and is_apart(out, inputs) else None
+        lift = Lift(wanted, products=into is not None)
         with unwritten(loss, samples):
             if engine == "compiled" and 0 < samples.size <= (chunk_size or samples.size):
-                finished = engines.finished(lift, loss, samples, randomness, call)
+                task = engines.Task(lift, loss, samples, randomness, finishes=True, container=container, out=into)
+                finished = engines.finished(task, call)
             else:
-                finished = _chunk_by_chunk(_ENGINES[engine], lift, loss, samples, randomness, chunk_size)
-        result = owned(trees.unflatten(finished, container), [*samples.params, *samples.leaves])
+                compute = _ENGINES[engine if samples.size else "empty"]
+                chunks = rng.replayed(samples.chunks(chunk_size), randomness)
+                partials = (compute(lift, loss, chunk, randomness) for chunk in chunks)
+                lifted, connected = functools.reduce(merge, partials)
+                if not connected.value:
+                    raise NotConnectedError
+                finished = lift.finish(lifted, samples.params[0].device, trees.leaves_like(into, container))
+        if finished is None:  # they were written into out
+            return out
+        result = owned(trees.unflatten(finished, container), inputs)
         return result if out is None else write_into(out, result)
-
-
-def _chunk_by_chunk(
-    engine: Any, lift: Lift, loss: SampleLoss, samples: Samples, randomness: str, chunk_size: int | None
-) -> list[Any]:
-    """Compute chunk by chunk, merge and finish: the result of every reduction."""
-    compute = engines.empty if samples.size == 0 else engine
-    chunks = rng.replayed(samples.chunks(chunk_size), randomness)
-    lifted, connected = functools.reduce(merge, (compute(lift, loss, chunk, randomness) for chunk in chunks))
-    if not connected.value:
-        raise NotConnectedError
-    return lift.finish(lifted, samples.params[0].device)

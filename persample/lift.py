@@ -37,7 +37,15 @@ class Lift:
         with full_precision(gradients.losses.device):
             return [reduction.lift(gradients) for reduction in self.wanted], AnyOf(gradients.connected)
 
-    def finish(self, lifted: Sequence[Any], device: torch.device) -> list[Any]:
-        """Return the result of every reduction, from its leaves merged over all chunks."""
+    def finish(self, lifted: Sequence[Any], device: torch.device, out: Sequence[Any] | None = None) -> list[Any]:
+        """Return the result of every reduction, from its leaves merged over all chunks.
+
+        Args:
+            lifted: one tree of merged leaves per reduction.
+            device: where the parameters are.
+            out: one previous result per reduction, whose memory may be written.
+        """
+        targets = [None] * len(self.wanted) if out is None else out
         with full_precision(device):
-            return [reduction.finish(leaves) for reduction, leaves in zip(self.wanted, lifted, strict=True)]
+            triples = zip(self.wanted, lifted, targets, strict=True)
+            return [r.finish(x) if to is None else r.finish_into(x, to) for r, x, to in triples]

@@ -91,10 +91,15 @@ class Stacked:
         rows: list[Any] = [self.rows, *self.tail]
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
-    def finish(self) -> Tensor:
-        """Return all rows as one tensor."""
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        """Return all rows as one tensor: ``out``, if they can be written straight into it."""
         rows = self.concatenated()
-        return restore(rows if isinstance(rows, Tensor) else rows.materialize(), self.dtype)
+        if isinstance(rows, Tensor):
+            return restore(rows, self.dtype)
+        fits = (
+            isinstance(out, Tensor) and out.dtype == self.dtype == rows.dtype and out.shape == (len(rows), *rows.shape)
+        )
+        return restore(rows.materialize(out if fits else None), self.dtype)
 
 
 @dataclass(frozen=True)

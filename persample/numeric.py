@@ -41,6 +41,12 @@ def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.view_as_complex(real.contiguous()) if dtype.is_complex else real
 
 
+def laid_out(x: Tensor) -> Tensor:
+    """Return a tensor with its elements side by side in memory, also in compiled code, which would gather them anew."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride()) if is_traced(x) else x
+
+
 def is_expanded(x: Tensor) -> bool:
     """Return whether several elements of a tensor are the same place in memory."""
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))

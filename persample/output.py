@@ -88,8 +88,30 @@ def write_into(out: Any, result: Any) -> Any:
             received = "one that repeats" if shared else "an inference tensor"
             raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
     for leaf, target in zip(leaves, targets, strict=True):
-        target.copy_(leaf)
+        if leaf is not target:
+            target.copy_(leaf)
     return out
+
+
+def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether a previous result can be written while inputs are read: tensors with memory of their own.
+
+    Args:
+        out: a tree, the previous result.
+        inputs: what the loss is called with.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.zeros(2)
+        >>> is_apart([x], [x]), is_apart([x], [])
+        (False, True)
+    """
+    leaves = trees.flatten(out)[0]
+    if not all(isinstance(x, Tensor) and not is_wrapped(x) and not x.is_inference() for x in leaves):
+        return False
+    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
+    mine = [memory(x) for x in leaves]
+    return len(set(mine)) == len(mine) and taken.isdisjoint(mine)
 
 
 def _format(x: Tensor) -> str:

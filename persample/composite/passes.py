@@ -28,7 +28,11 @@ from persample.reductions import Reduction
 from persample.samples import Samples
 
 # How a chunk is encoded, and which engine differentiates it.
-WAYS = {"eager": (at_once, engines.eager), "loop": (one_by_one, engines.loop), "batched": (whole, engines.whole)}
+WAYS: dict[str, tuple[Any, Any]] = {
+    "eager": (at_once, engines.eager),
+    "loop": (one_by_one, engines.loop),
+    "batched": (whole, engines.whole),
+}
 
 
 class Passes:

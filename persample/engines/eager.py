@@ -40,12 +40,12 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
         LossError: if the loss depends on no parameter, or does what vmap cannot batch.
     """
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
-    whole = "materialize" in lift.uses and not lift.products
-    plain = whole or peek_interpreter_stack() is not None
-    deferral = nullcontext() if plain else Deferral(lift.uses - {"materialize"}, samples.params)
+    uses = lift.uses - {"materialize"} if lift.products else lift.uses
+    whole = "materialize" in uses or peek_interpreter_stack() is not None
+    deferral = nullcontext() if whole else Deferral(uses, samples.params)
     grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, deferral)
     with full_precision(losses.device):
-        factors = tuple(factor_of(grad, lift.uses) for grad in grads)
+        factors = tuple(factor_of(grad, uses) for grad in grads)
     return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +71,13 @@ class Outer:
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         same = out is not None and out.dtype == self.dtype == self.left.dtype == self.right.dtype
-        if out is not None and same and out.is_contiguous() and self.layout.is_matrix:
-            torch.matmul(self.left.mT, self.right, out=out.view(len(self), *self.layout.block))
-            return out
         # With one step a broadcast multiply writes at the speed of memory, bmm at half of it.
-        product = self.left.mT * self.right if self.steps == 1 else self.left.mT @ self.right
+        multiply: Any = torch.mul if self.steps == 1 else torch.matmul
+        left, right = self.left.mT, numeric.laid_out(self.right)  # along which memory is written
+        if out is not None and same and out.is_contiguous() and self.layout.is_matrix:
+            multiply(left, right, out=out.view(len(self), 1, *self.layout.block[1:]))
+            return out
+        product = multiply(left, right)
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 

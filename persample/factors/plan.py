@@ -68,7 +68,8 @@ def unbroken() -> Iterator[list[int]]:
     Yields:
         How many numbers were written each time: see ``is_small``.
     """
-    _local.totals = totals = []
+    totals: list[int] = []
+    _local.totals = totals
     try:
         yield totals
     finally:

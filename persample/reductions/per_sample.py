@@ -10,7 +10,7 @@ from persample.gradients import Gradients
 from persample.merge import Stacked
 from persample.numeric import accumulate_dtype, widest
 from persample.reductions.base import Reduction
-from persample.trees import tree_map
+from persample.trees import flatten, leaves_like, tree_map, unflatten
 
 
 class Rows(Reduction):
@@ -38,6 +38,12 @@ class Stack(Rows):
         """Return the factors."""
         pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
         return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
+
+    def finish_into(self, merged: Any, out: Any) -> Any:
+        """Return the gradients, products of signals and inputs multiplied straight into ``out``."""
+        leaves, structure = flatten(merged)
+        targets = leaves_like(out, structure) or [None] * len(leaves)
+        return unflatten(list(map(Stacked.finish, leaves, targets)), structure)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from persample.engines.compiled.program import Program, dynamic, static
-from persample.engines.compiled.reads import Reads, reads
+from persample.engines.compiled.reads import Facts, Reads, reads
 from persample.engines.compiled.sizes import Varying
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task
@@ -20,7 +20,6 @@ _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
 _lock = threading.RLock()
-Facts = tuple[tuple[str, Hashable], ...]
 
 
 class UntraceableError(Exception):
@@ -85,7 +84,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
         now = reads(task.constants)
         formats = [Format.of(x) for x in task.tensors]
         kinds = tuple((len(f.shape), f.dtype, f.device) for f in formats)
-        family = _kept(_families, (now.key, task.structure, kinds, settings(formats[0].device)), Family)
+        family = _kept(_families, (now.facts, task.structure, kinds, settings(formats[0].device)), Family)
         found = next((p for p in reversed(family.programs) if p.fits(task, formats) and p.holds(now)), None)
         if found is None and not (family.is_frozen and _filled(task.samples.size) > task.samples.size):
             if family.failure:
@@ -131,12 +130,12 @@ def _notice(task: Task, now: Reads) -> None:
     """Warn if one loss is compiled again and again for the same reductions, and say what changes."""
     code = getattr(task.loss.fn, "__code__", type(task.loss.fn))
     history = _kept(_histories, (code, tuple(map(type, task.lift.wanted)), task.finishes), list)
-    history.append(now.key)
+    history.append(now.facts)
     if len(history) == _OFTEN:
         warnings.warn(
             f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time: {_difference(*history[-2:])}. Every "
-            "compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a tensor, or "
-            "use engine='eager'.",
+            "compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a tensor, "
+            "or use engine='eager'.",
             RuntimeWarning,
             stacklevel=6,
         )

@@ -36,7 +36,8 @@ def names(code: CodeType) -> Names:
     Args:
         code: the code of a function.
     """
-    read, used = set(), set()
+    read: set[str] = set()
+    used: set[str] = set()
     for part in _parts(code):
         used.update(part.co_names, (x for x in part.co_consts if isinstance(x, str) and x.isidentifier()))
         read.update(x.argval for x in dis.get_instructions(part) if x.opname in {"LOAD_GLOBAL", "LOAD_NAME"})

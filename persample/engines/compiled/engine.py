@@ -19,6 +19,7 @@ from persample.lift import Lift
 from persample.loss import SampleLoss
 from persample.merge import Stacked
 from persample.numeric import full_precision
+from persample.output import is_apart
 from persample.samples import Samples
 from persample.trees import tree_map
 
@@ -41,23 +42,19 @@ def compiled(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) ->
     return _computed(Task(lift, loss, samples, randomness, finishes=False))[0]
 
 
-def finished(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str, call: tuple[Any, ...]) -> list[Any]:
+def finished(task: Task, call: tuple[Any, ...]) -> list[Any] | None:
     """Compute the results of all reductions by compiled code, and remember the call.
 
     Args:
-        lift: what to do with the gradients.
-        loss: the loss of one sample.
-        samples: all samples, at least one.
-        randomness: as in ``torch.func.vmap``.
+        task: all samples of the call, at least one.
         call: what ``recall`` knows the next call like this one by.
 
     Returns:
-        One result per reduction.
+        One result per reduction, or None if they were written into ``task.out``.
 
     Raises:
         LossError: as ``compiled`` does.
     """
-    task = Task(lift, loss, samples, randomness, finishes=True)
     results, program, reads = _computed(task)
     if program is not None and reads is not None:
         remember(task, program, reads, call)
@@ -84,9 +81,12 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
         return _without(task, error), None, None
     if program is None:
         return _filled_up(task), None, None
+    captured = program.inputs(reads)
+    if task.out is not None and not is_apart(task.out, [*task.read, *captured]):
+        return _computed(replace(task, out=None))
     with full_precision(task.samples.params[0].device):
         try:
-            return program([*task.tensors, *program.inputs(reads)]), program, reads
+            return program([*task.tensors, *captured]), program, reads
         except DoubtfulError:
             return _eagerly(task), None, None
 
@@ -102,20 +102,21 @@ def _finish(task: Task, lifted: Any, connected: Any) -> Any:
 
 
 def _without(task: Task, error: UntraceableError) -> Any:
-    """Compute what no program can: finish by itself, if that is what depends on values, else refuse."""
+    """Return the result if only the last step, which is done by itself then, cannot be traced; else refuse."""
     if task.finishes:
         return _finish(task, *compiled(task.lift, task.loss, task.samples, task.randomness))
     _eagerly(task)  # what is wrong with the loss itself is said here
     raise LossError(
         f"loss_fn cannot be compiled ({error}). A program must not depend on values of params or batch (.item(), "
-        ".unique(), a bool mask as an index) or change what it closed over. Use torch.where, or engine='eager' or 'loop'."
+        ".unique(), a bool mask as an index) or change what it closed over. Use torch.where, or engine='eager' or "
+        "'loop'."
     ) from error
 
 
 def _filled_up(task: Task) -> Any:
-    """Compute with more samples than there are, the last one repeated with weight 0, and leave those out again."""
+    """Return the result, computed with more samples: the last one is repeated with weight 0, and left out again."""
     size = task.samples.size
-    lifted, connected = _computed(replace(task, samples=filled_up(task.samples), finishes=False))[0]
+    lifted, connected = _computed(replace(task, samples=filled_up(task.samples), finishes=False, out=None))[0]
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, Stacked):

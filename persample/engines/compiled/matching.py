@@ -71,16 +71,13 @@ def any_of(kinds: Container[type]) -> Take:
     return take
 
 
-def _row(kind: type, children: Sequence[Any]) -> Take:
+def _row(kind: Any, children: Sequence[Any]) -> Take:
     count = len(children)
 
     def take(x: Any, leaves: list[Any]) -> bool:
         if type(x) is not kind or len(x) != count:
             return False
-        for child, value in zip(children, x):  # noqa: B905 (equal lengths, and in a hurry)
-            if not child(value, leaves):
-                return False
-        return True
+        return all(child(value, leaves) for child, value in zip(children, x))  # noqa: B905 (in a hurry)
 
     return take
 
@@ -89,10 +86,7 @@ def _dict(names: Sequence[Any], children: Sequence[Any]) -> Take:
     def take(x: Any, leaves: list[Any]) -> bool:
         if type(x) is not dict or list(x) != names:
             return False
-        for child, value in zip(children, x.values()):  # noqa: B905 (equal lengths, and in a hurry)
-            if not child(value, leaves):
-                return False
-        return True
+        return all(child(value, leaves) for child, value in zip(children, x.values()))  # noqa: B905 (in a hurry)
 
     return take
 

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from persample.engines.compiled.lower import Run, functional, lower
 from persample.engines.compiled.packing import unpack
@@ -95,7 +93,7 @@ class Program:
 
 
 def static(task: Task, reads: Reads) -> Program:
-    """Compile a program for the sizes of one task.
+    """Return a program for the sizes of one task.
 
     Args:
         task: what to compute.
@@ -111,7 +109,7 @@ def static(task: Task, reads: Reads) -> Program:
 
 
 def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
-    """Compile a program for all values of some sizes.
+    """Return a program for all values of some sizes.
 
     Args:
         task: what to compute.

@@ -1,8 +1,9 @@
 """What a loss reads beside its arguments: facts that a compiled program was made for, and tensors that stay live.
 
 Watched are, from the loss and the reductions on: code, defaults, closure cells, the global variables that the code
-names, attributes (of modules all, of other objects those that the code names), the entries of containers, NumPy arrays
-by value, and what is reached from any of these. Code and global variables of installed packages are taken as constant.
+names, attributes (of modules and of objects of libraries all, of other objects those that the code names), the entries
+of containers, NumPy arrays by value, and what is reached from any of these. Code and global variables of installed
+packages are taken as constant.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import collections
 import enum
 import functools
 from collections.abc import Hashable, Mapping
-from operator import attrgetter, eq, is_
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Generic, Protocol
 
 import numpy as np
@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from persample.engines.compiled.code import is_installed, is_library, names
+from persample.engines.compiled.places import MISSING, Places
 from persample.errors import LossError
 
-_MISSING = object()
-_requires_grad = attrgetter("requires_grad")
+Facts = tuple[tuple[str, Hashable], ...]
+
 _MOST = 100_000
-_CONSTANTS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
-_PARTS_OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
+_CONSTANTS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size, range)
+_OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
 _BARE = {object, nn.Module, Generic, Protocol, abc.ABC}
-_OF_PROPERTIES = ("fget", "__func__", "func", "__wrapped__")
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
 
 
 class Held:
@@ -50,54 +51,26 @@ class Held:
         """Return a hash by identity."""
         return id(self.value)
 
-    def __repr__(self) -> str:
-        """Return what the object says of itself."""
-        return repr(self.value)
-
 
 class Reads:
-    """What was read, and where it was found.
+    """What was read.
 
     Args:
         known: attribute names that code was found to use before.
     """
 
-    def __init__(self, known: frozenset[str]) -> None:
-        self.facts: list[tuple[str, Hashable]] = []
+    def __init__(self, known: frozenset[str] = frozenset()) -> None:
         self.tensors: list[Tensor] = []
-        self._trainable: list[bool] = []
+        self.places = Places()
+        self.known = known
         self.used = known
-        self._known = known
-        self._seen: dict[int, tuple[int, Any]] = {}
-        # Where each value stands: as long as the same objects stand there, nothing was rebound.
-        self._items: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._cells: list[tuple[CellType, Any]] = []
-        self._wholes: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
-        self._rows: list[tuple[Any, tuple[Any, ...]]] = []
-        self._functions: list[tuple[FunctionType, Any, Any, Any]] = []
-        self._slots: list[tuple[Any, str, Any]] = []
-        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._facts: list[tuple[str, Hashable]] = []
+        self._seen: dict[int, tuple[int, Any]] = {}  # the objects too, so that no id is used again
 
     @property
-    def key(self) -> tuple[tuple[str, Hashable], ...]:
+    def facts(self) -> Facts:
         """Everything but the values of tensors, to compare and hash."""
-        return tuple(self.facts)
-
-    def hold(self) -> bool:
-        """Return whether everything is where it was, without looking further."""
-        return (
-            all(where.get(name, _MISSING) is x for where, name, x in self._items)
-            and all(_content(cell) is x for cell, x in self._cells)
-            and all(
-                x.__code__ is code and x.__defaults__ is defaults and x.__kwdefaults__ is keywords
-                for x, code, defaults, keywords in self._functions
-            )
-            and all(getattr(x, name, _MISSING) is value for x, name, value in self._slots)
-            and all(len(d) == len(v) and all(map(is_, d.values(), v)) and all(map(is_, d, k)) for d, k, v in self._wholes)
-            and all(map(eq, map(_requires_grad, self.tensors), self._trainable))
-            and all(len(row) == len(v) and all(map(is_, row, v)) for row, v in self._rows)
-            and all(x.dtype == copy.dtype and np.array_equal(x, copy) for x, copy in self._arrays)
-        )
+        return tuple(self._facts)
 
     def visit(self, path: str, x: Any) -> None:
         """Note an object and all that is reached from it.
@@ -107,159 +80,141 @@ class Reads:
             x: the object.
         """
         if isinstance(x, _CONSTANTS) and not isinstance(x, enum.Enum):
-            return self._note(path, (type(x), repr(x) if isinstance(x, slice) else x))
-        if isinstance(x, float | complex):
-            return self._note(path, (type(x), repr(x)))  # so that nan equals itself, and -0.0 is not 0.0
-        if id(x) in self._seen:
-            return self._note(path, ("again", self._seen[id(x)][0]))
-        self._seen[id(x)] = (len(self._seen), x)
-        if isinstance(x, Tensor):
-            return self._tensor(path, x)
-        for kinds, look in _LOOKS:
-            if isinstance(x, kinds):
-                return look(self, path, x)
-        return self._object(path, x)
+            self._note(path, (type(x), x))
+        elif isinstance(x, float | complex | slice):
+            self._note(path, (type(x), repr(x)))  # so that nan equals itself, and -0.0 is not 0.0
+        elif id(x) in self._seen:
+            self._note(path, ("again", self._seen[id(x)][0]))
+        else:
+            self._seen[id(x)] = (len(self._seen), x)
+            self._visit_new(path, x)
+
+    def _visit_new(self, path: str, x: Any) -> None:  # noqa: PLR0912 (one case per kind of object)
+        match x:
+            case Tensor():
+                self._tensor(path, x)
+            case FunctionType():
+                self._function(path, x)
+            case MethodType():
+                self.visit(path, x.__func__)
+                self.visit(f"{path} self", x.__self__)
+            case functools.partial():
+                self._note(path, "partial")
+                self.visit(path, (x.func, x.args, x.keywords))
+            case ModuleType():
+                self._note(path, ("module", x.__name__))
+                if not is_library(x):
+                    self._named(path, vars(x))
+            case type():
+                self._class(path, x)
+            case dict():
+                self._dict(path, x)
+            case list() | tuple() | collections.deque():
+                self._row(path, x)
+            case set() | frozenset():
+                values = frozenset(value if isinstance(value, _CONSTANTS) else Held(value) for value in x)
+                self._note(path, (type(x), values))
+                self.places.entries(x)
+            case np.ndarray():
+                self._note(path, (x.dtype.str, x.shape, x.tobytes()))
+                self.places.array(x)
+            case enum.Enum() | np.generic():
+                self._note(path, (type(x), x))
+            case _ if isinstance(x, _DESCRIPTORS):
+                self._note(path, type(x).__name__)
+                for name in ("fget", "__func__", "func"):
+                    self.visit(f"{path}.{name}", getattr(x, name, None))
+            case BuiltinFunctionType():
+                self._note(path, Held(x))
+            case _:
+                self._object(path, x)
 
     def _note(self, path: str, fact: Hashable) -> None:
-        self.facts.append((path, fact))
-        if len(self.facts) > _MOST:
+        self._facts.append((path, fact))
+        if len(self._facts) > _MOST:
             raise LossError(
                 f"loss_fn reaches more objects than can be watched for changes (at {path}). Pass what it needs in "
                 "batch, unbatched with None in in_dims, or use engine='eager'."
             )
 
     def _tensor(self, path: str, x: Tensor) -> None:
-        strides = x.stride() if x.layout == torch.strided else None
-        self._note(path, (type(x), x.dtype, x.device, tuple(x.shape), strides, x.requires_grad, x.is_conj(), x.is_neg()))
+        form = tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device
+        self._note(path, (type(x), form, x.requires_grad, x.is_conj(), x.is_neg()))
         self.tensors.append(x)
-        self._trainable.append(x.requires_grad)
+        self.places.tensor(x)
 
     def _function(self, path: str, x: FunctionType) -> None:
         code = x.__code__
         self._note(path, code)
-        self._functions.append((x, code, x.__defaults__, x.__kwdefaults__))
+        self.places.function(x)
         for name, cell in zip(code.co_freevars, x.__closure__ or (), strict=True):
-            self._cells.append((cell, _content(cell)))
-            if _content(cell) is not _MISSING:
-                self.visit(f"{path} closure {name!r}", _content(cell))
-        self.visit(f"{path} defaults", (x.__defaults__, x.__kwdefaults__))
-        if x.__dict__:
-            self._whole(f"{path} attributes", x.__dict__)
-        if is_installed(code.co_filename):
-            return
-        read, used = names(code)
-        self.used |= used
-        for name in read:
-            if name in x.__globals__:
-                self._item(f"{path} global {name!r}", x.__globals__, name)
+            value = self.places.cell(cell)
+            if value is not MISSING:
+                self.visit(f"{path} closure {name!r}", value)
+        self.visit(f"{path} defaults", x.__defaults__)
+        self.visit(f"{path} defaults", x.__kwdefaults__)
+        self._dict(f"{path} attributes", x.__dict__)
+        if not is_installed(code.co_filename):
+            found = names(code)
+            self.used |= found.used
+            for name in found.read:
+                if name in x.__globals__:
+                    self._item(f"{path} global {name!r}", x.__globals__, name)
 
     def _item(self, path: str, where: Mapping[str, Any], name: str) -> None:
-        value = where.get(name, _MISSING)
-        self._items.append((where, name, value))
-        if value is not _MISSING:
+        value = self.places.item(where, name)
+        if value is not MISSING:
             self.visit(path, value)
 
-    def _method(self, path: str, x: MethodType) -> None:
-        self.visit(path, x.__func__)
-        self.visit(f"{path} self", x.__self__)
-
-    def _partial(self, path: str, x: functools.partial[Any]) -> None:
-        self._note(path, "partial")
-        self.visit(path, (x.func, x.args, x.keywords))
-
-    def _namespace(self, path: str, x: ModuleType) -> None:
-        self._note(path, ("module", x.__name__))
-        if not is_library(x):
-            self._named(path, vars(x))
-
-    def _class(self, path: str, x: type) -> None:
-        if is_library(x):
-            return self._note(path, Held(x))
-        self._note(path, ("class", x.__qualname__))
-        self._named(path, vars(x), ("__call__", "__getattr__", "__getitem__"))
-        for base in x.__mro__[1:]:
-            self.visit(f"{path} base {base.__name__}", base)
-        return None
-
-    def _named(self, path: str, where: Mapping[str, Any], always: tuple[str, ...] = ()) -> None:
+    def _named(self, path: str, where: Mapping[str, Any], *always: str) -> None:
         """Visit the attributes whose names the code uses."""
-        for name in sorted(name for name in where if name in self._known or name in always):
+        for name in sorted(name for name in where if name in self.known or name in always):
             self._item(f"{path}.{name}", where, name)
 
-    def _whole(self, path: str, x: Mapping[Any, Any]) -> None:
+    def _class(self, path: str, x: type) -> None:
+        self._note(path, Held(x))
+        if not is_library(x):
+            self._named(path, vars(x), "__call__", "__getattr__", "__getitem__")
+            for base in x.__mro__[1:]:
+                self.visit(f"{path} base {base.__name__}", base)
+
+    def _dict(self, path: str, x: Mapping[Any, Any]) -> None:
         self._note(path, (type(x), len(x)))
-        self._wholes.append((x, tuple(x), tuple(x.values())))
+        self.places.entries(x)
         for name, value in list(x.items()):
-            if type(name) is str:
-                self._note(f"{path}[{name!r}]", name)
-            else:
-                self.visit(f"{path} key", name)
+            self.visit(f"{path} key", name)
             self.visit(f"{path}[{name!r}]", value)
 
     def _row(self, path: str, x: Any) -> None:
         self._note(path, (type(x), len(x)))
         if not isinstance(x, tuple):
-            self._rows.append((x, tuple(x)))
+            self.places.entries(x)
         for place, value in enumerate(tuple(x)):
             self.visit(f"{path}[{place}]", value)
-
-    def _set(self, path: str, x: Any) -> None:
-        self._note(path, (type(x), frozenset(value if isinstance(value, _CONSTANTS) else Held(value) for value in x)))
-        self._rows.append((x, tuple(x)))
-
-    def _array(self, path: str, x: np.ndarray[Any, Any]) -> None:
-        self._note(path, (x.dtype.str, x.shape, x.tobytes()))
-        self._arrays.append((x, x.copy()))
-
-    def _property(self, path: str, x: Any) -> None:
-        self._note(path, type(x))
-        for name in _OF_PROPERTIES:
-            inner = getattr(x, name, None)
-            if inner is not None:
-                self.visit(f"{path}.{name}", inner)
-
-    def _itself(self, path: str, x: Any) -> None:
-        self._note(path, Held(x))
 
     def _object(self, path: str, x: Any) -> None:
         kind, own = type(x), getattr(x, "__dict__", None)
         self.visit(f"{path} class", kind)
         slots = [name for base in kind.__mro__ for name in _slots(base)]
         if own is None and not slots:
-            return self._itself(path, x)
+            self._note(path, Held(x))
         for name in slots:
-            value = getattr(x, name, _MISSING)
-            self._slots.append((x, name, value))
-            if value is not _MISSING:
+            value = self.places.slot(x, name)
+            if value is not MISSING:
                 self.visit(f"{path}.{name}", value)
-        if own is None:
-            return None
-        if not _is_plain(kind):
-            return self._whole(f"{path} attributes", own)
-        for name in sorted(self._known | _PARTS_OF_MODULES if isinstance(x, nn.Module) else self._known):
+        if own is not None and not all(base in _BARE or not is_library(base) for base in kind.__mro__):
+            self._dict(f"{path} attributes", own)  # the library's own code reads them too
+        elif own is not None:
+            self._attributes(path, x, own)
+
+    def _attributes(self, path: str, x: Any, own: dict[str, Any]) -> None:
+        is_module = isinstance(x, nn.Module)
+        for name in sorted(self.known | _OF_MODULES if is_module else self.known):
             # An attribute that only the class has so far may get an instance's own value.
-            if name in own or hasattr(kind, name):
+            if name in own or hasattr(type(x), name):
                 self._item(f"{path}.{name}", own, name)
-        if isinstance(x, nn.Module):
-            for name in sorted(name for name in own if name.endswith("_hooks")):
-                self._whole(f"{path}.{name}", own[name])
-        return None
-
-
-_LOOKS: list[tuple[Any, Any]] = [
-    (FunctionType, Reads._function),
-    (MethodType, Reads._method),
-    (BuiltinFunctionType, Reads._itself),
-    (functools.partial, Reads._partial),
-    (ModuleType, Reads._namespace),
-    (type, Reads._class),
-    ((property, staticmethod, classmethod, functools.cached_property), Reads._property),
-    (dict, Reads._whole),
-    ((list, tuple, collections.deque), Reads._row),
-    ((set, frozenset), Reads._set),
-    (np.ndarray, Reads._array),
-    ((enum.Enum, np.generic), lambda reads, path, x: reads._note(path, (type(x), x))),
-]
+        for name in sorted(name for name in own if is_module and name.endswith("_hooks")):
+            self._dict(f"{path}.{name}", own[name])
 
 
 def reads(roots: Mapping[str, Any]) -> Reads:
@@ -271,25 +226,13 @@ def reads(roots: Mapping[str, Any]) -> Reads:
     Raises:
         LossError: if it is more than can be watched.
     """
-    found = Reads(frozenset())
+    found = Reads()
     while True:
         for name, root in roots.items():
             found.visit(name, root)
-        if found.used == found._known:
+        if found.used == found.known:
             return found
         found = Reads(found.used)  # once more, with the attributes that the code turned out to use
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _MISSING
-
-
-def _is_plain(kind: type) -> bool:
-    """Return whether no code of a library, that of bare bases aside, reads attributes of a class's instances."""
-    return all(base in _BARE or not is_library(base) for base in kind.__mro__)
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _set_grad_enabled
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 
@@ -20,6 +21,7 @@ from persample.engines.compiled.reads import Reads
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, as_input
 from persample.engines.compiled.trace import Format
+from persample.output import is_apart
 from persample.reductions import Reduction
 
 _MOST = 64
@@ -34,9 +36,7 @@ class Match:
 
     Args:
         options: the arguments that are compared as they are.
-        params: takes the parameters apart; a module must be the same one.
-        batch: takes the batch apart.
-        reduce: takes the reductions apart, and compares what is fixed in them.
+        takes: take params apart (a module must be the same one), batch, reduce (comparing what is fixed), and out.
         fixed: the parameters of a module.
         numbers: numbers and tensors in the reductions, and what was made of them.
         captured: the program's last inputs.
@@ -45,16 +45,14 @@ class Match:
     """
 
     options: tuple[Any, ...]
-    params: Take
-    batch: Take
-    reduce: Take
+    takes: tuple[Take, Take, Take, Take]
     fixed: list[Tensor]
     numbers: list[tuple[Any, Tensor]]
     captured: list[Tensor]
     guards: Any
     settings: Any
 
-    def inputs(self, params: Any, batch: Any, reduce: Any, options: tuple[Any, ...]) -> list[Tensor] | None:
+    def inputs(self, params: Any, batch: Any, reduce: Any, options: Any, out: Any) -> list[Tensor] | None:
         """Return the program's inputs, or None if the call is another one.
 
         Args:
@@ -62,15 +60,21 @@ class Match:
             batch: the same.
             reduce: the same.
             options: the arguments that are compared as they are.
+            out: as in ``per_sample_grads``.
         """
         tensors, numbers = [*self.fixed], list[Any]()
-        if options != self.options or not self.params(params, tensors) or not self.batch(batch, tensors):
+        take_params, take_batch, take_reduce, take_out = self.takes
+        if options != self.options or not take_params(params, tensors) or not take_batch(batch, tensors):
             return None
-        if not self.reduce(reduce, numbers):
+        if not take_reduce(reduce, numbers):
             return None
         for number, (value, made) in zip(numbers, self.numbers):  # noqa: B905 (as many, and in a hurry)
             known = number is value and not isinstance(value, Tensor)
             tensors.append(made if known else as_input(number, made.device))
+        if out is not None and not is_apart(out, [*tensors, *self.captured]):
+            return None
+        if not take_out(out, tensors):
+            return None
         tensors += self.captured
         alike = self.guards.check(*tensors) and settings(tensors[0].device) == self.settings
         return tensors if alike and _is_plain() else None
@@ -96,37 +100,35 @@ class Recalled:
         """Return the result of a call, or None if it is not like this one.
 
         Args:
-            *call: params, batch, reduce and options, as for ``recall``.
+            *call: params, batch, reduce, options and out, as for ``recall``.
         """
         tensors = self.match.inputs(*call)
-        if tensors is None or not self.reads.hold() or not self.program.holds(self.reads):
+        if tensors is None or not self.reads.places.hold() or not self.program.holds(self.reads):
             return None
         recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # as no_grad does, without a context
+        _set_grad_enabled(False)  # as no_grad does, without a context
         try:
-            return self.result(self.program.outputs(tensors))
+            results = self.program.outputs(tensors)
+            return self.result(results) if call[-1] is None else call[-1]
         except DoubtfulError:
             return None
         finally:
-            torch._C._set_grad_enabled(recording)
+            _set_grad_enabled(recording)
 
 
-def recall(loss_fn: Any, params: Any, batch: Any, reduce: Any, options: tuple[Any, ...]) -> Any:
+def recall(loss_fn: Any, *call: Any) -> Any:
     """Return the result of a call like one before, or None if it is not known to be one.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
-        params: the same.
-        batch: the same.
-        reduce: the same.
-        options: the arguments that are compared as they are.
+        *call: params, batch, reduce, the options that are compared as they are, and out.
     """
     try:
         known = _calls.get(loss_fn, ())
     except TypeError:  # not hashable
         return None
-    for call in known:
-        result = call(params, batch, reduce, options)  # no result is None: there is always something asked for
+    for remembered in known:
+        result = remembered(*call)  # no result is None: there is always something asked for
         if result is not None:
             return result
     return None
@@ -139,24 +141,28 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
         task: what was computed.
         program: by which program.
         reads: what its loss reads.
-        call: loss_fn, params, batch, reduce and options, as for ``recall``.
+        call: loss_fn, params, batch, reduce, options and out, as for ``recall``.
     """
-    loss_fn, params, batch, reduce, options = call
+    loss_fn, params, batch, reduce, options, out = call
     is_module = isinstance(params, nn.Module)
     fixed = [p for p in params.parameters() if p.requires_grad] if is_module else []
-    takes = equal(params) if is_module else taker(params, tensor), taker(batch, tensor), taker(reduce, _reduction)
-    given, found = [*fixed], list[Any]()
-    if not all(t and t(x, y) for t, x, y in zip(takes, call[1:], (given, given, found), strict=False)):
+    apart = equal(params) if is_module else taker(params, tensor)
+    takes: list[Any] = [apart, taker(batch, tensor), taker(reduce, _reduction), taker(out, tensor)]
+    given, found, written = [*fixed], list[Any](), list[Any]()
+    parts = zip(takes, (params, batch, reduce, out), (given, given, found, written), strict=True)
+    if not all(take and take(tree, leaves) for take, tree, leaves in parts):
         return
     mine, device = task.tensors, task.samples.params[0].device
-    if not _is_plain() or len(given) + len(found) != len(mine) or not all(map(_is_same, given, mine)):
+    written = written if task.out is not None else []
+    alike = len(given) + len(found) + len(written) == len(mine) and all(map(_is_same, given, mine))
+    if not _is_plain() or not alike or (task.out is None) != (out is None):
         return
-    captured, numbers = program.inputs(reads), list(zip(found, mine[len(given) :], strict=True))
+    captured, numbers = program.inputs(reads), list(zip(found, mine[len(given) :], strict=False))
     guards = TensorGuards(
-        *given, *(made for _, made in numbers), *captured, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        *given, *(made for _, made in numbers), *written, *captured, dynamic_dims_sizes=None, dynamic_dims_strides=None
     )
-    result = maker(trees.unflatten(program.outline, trees.structure(reduce)))
-    match = Match(options, *takes, fixed, numbers, captured, guards, settings(device))
+    result = maker(trees.unflatten(program.outline, trees.structure(reduce))) if out is None else tuple
+    match = Match(options, (*takes,), fixed, numbers, captured, guards, settings(device))
     try:
         known = _calls.setdefault(loss_fn, [])
     except TypeError:
@@ -181,10 +187,7 @@ def _reduction(x: Any) -> Take | None:
     def take(y: Any, numbers: list[Any]) -> bool:
         if type(y) is not kind:
             return False
-        for name, part in parts:
-            if not part(getattr(y, name), numbers):
-                return False
-        return True
+        return all(part(getattr(y, name), numbers) for name, part in parts)
 
     return take
 

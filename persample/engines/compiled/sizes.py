@@ -6,8 +6,10 @@ Torch's own symbolic shapes are frozen by most batching rules of torch.func; tra
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +95,8 @@ class Varying:
             for place, axis in places:
                 shapes[place][axis] = size
         moved = {place for places in self.symbols for place, _ in places}
-        strides = [contiguous(x) if n in moved else f.stride for n, (f, x) in enumerate(zip(formats, shapes, strict=True))]
-        return list(zip(map(tuple, shapes), strides, strict=True))
+        pairs = enumerate(zip(formats, shapes, strict=True))
+        return [(tuple(shape), contiguous(shape) if n in moved else f.stride) for n, (f, shape) in pairs]
 
     def points(self) -> list[tuple[int, ...]]:
         """Return at which sizes to trace: the corners that a formula is found from, and one more to check it."""
@@ -132,7 +134,7 @@ class Sizes:
         """
         formats, points = [Format.of(x) for x in task.tensors], varying.points()
         with plan.unbroken() as written:
-            traces = [trace(task, lambda: _at(formats, varying, point)) for point in points]
+            traces = [trace(task, partial(_at, formats, varying, point)) for point in points]
         graph = unified([traced.graph for traced in traces], points, varying.places)
         if graph is None or varying.of(formats) is None or not all(_is_alike(x, traces[0]) for x in traces):
             return None
@@ -204,11 +206,8 @@ def contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
     Args:
         shape: its shape.
     """
-    strides: list[Any] = []
-    for size in reversed(shape):
-        strides.insert(0, strides[0] * last if strides else 1)
-        last = size
-    return tuple(strides)
+    steps = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(reversed(list(steps)))[-len(shape) :] if shape else ()
 
 
 def _is_contiguous(f: Format) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
+from torch._C import _len_torch_function_stack
 
 
 def settings(device: torch.device) -> tuple[Hashable, ...]:
@@ -17,7 +18,7 @@ def settings(device: torch.device) -> tuple[Hashable, ...]:
     autocast = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
     return (
         torch.get_default_dtype(),
-        torch.get_default_device() if torch._C._len_torch_function_stack() else None,  # slow to ask
+        torch.get_default_device() if _len_torch_function_stack() else None,  # slow to ask
         autocast and (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),

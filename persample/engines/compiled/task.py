@@ -15,8 +15,11 @@ from persample import trees
 from persample.engines.eager import eager
 from persample.lift import Lift
 from persample.loss import SampleLoss
+from persample.output import write_into
 from persample.reductions import Reduction
 from persample.samples import Samples
+
+_ONE = trees.structure(None)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Task:
         samples: the chunk, not empty.
         randomness: as in ``torch.func.vmap``.
         finishes: compute the results themselves, not only what chunks are merged from.
+        container: what the results are returned in.
+        out: a previous result that they are written into, all of it apart from the inputs; None for fresh memory.
     """
 
     lift: Lift
@@ -36,20 +41,32 @@ class Task:
     samples: Samples
     randomness: str
     finishes: bool
+    container: trees.TreeSpec = _ONE
+    out: Any = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """What the program is called with."""
+    def read(self) -> list[Tensor]:
+        """What the program reads."""
         leaves = [x for x in self.samples.leaves if isinstance(x, Tensor)]
         weights = [] if self.samples.weights is None else [self.samples.weights]
         return [*self.samples.params, *leaves, *weights, *self._live[0]]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the program is called with: what it reads, then what it writes."""
+        return [*self.read, *self._written]
 
     @property
     def batched(self) -> list[bool]:
         """Which of the tensors hold one row per sample, on axis 0."""
         samples, leaves = self.samples, zip(self.samples.leaves, self.samples.leaves_batched, strict=True)
         split = [*samples.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
-        return [*split, *([] if samples.weights is None else [True]), *([False] * len(self._live[0]))]
+        weights = [] if samples.weights is None else [True]
+        return [*split, *weights, *(False for _ in self._live[0]), *(True for _ in self._written)]
+
+    @property
+    def _written(self) -> list[Tensor]:
+        return [] if self.out is None else trees.flatten(self.out)[0]
 
     @property
     def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
@@ -74,6 +91,7 @@ class Task:
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
             (samples.params_batched, samples.leaves_batched, samples.weights is None),
             (self.randomness, self.finishes, self._live[1]),
+            (self.container, self.out is None or trees.structure(self.out)),
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -83,7 +101,7 @@ class Task:
             tensors: like ``self.tensors``, perhaps of other sizes.
 
         Returns:
-            The finished results, or what ``lift`` returns.
+            The finished results, or None if they are in ``out``, or what ``lift`` returns.
         """
         given, (live, structure) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.samples.params)
@@ -97,7 +115,12 @@ class Task:
         lifted, connected = eager(lift, self.loss, samples, self.randomness)
         if not self.finishes:
             return lifted, connected
-        return lift.finish(lifted, params[0].device)
+        results = lift.finish(lifted, params[0].device)
+        if self.out is None:
+            return results
+        out = trees.unflatten([next(given) for _ in self._written], trees.structure(self.out))
+        write_into(out, trees.unflatten(results, self.container))
+        return None
 
 
 def filled_up(samples: Samples) -> Samples:

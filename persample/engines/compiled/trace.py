@@ -62,6 +62,9 @@ class Traced:
     noted: bool
 
 
+_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (so it is called)
+
+
 class _Values(TorchDispatchMode):
     """Lets values of tensors be read that are not traced: those that the loss closed over."""
 
@@ -81,7 +84,7 @@ class _Values(TorchDispatchMode):
         Returns:
             What the operation returns.
         """
-        if func is not torch.ops.aten._local_scalar_dense.default or isinstance(args[0], FakeTensor):
+        if func is not _READ or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with untraced():
             value = args[0].item()
@@ -116,7 +119,7 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
 
 
 def _lifted(graph: GraphModule) -> list[Tensor]:
-    """Make the tensors that a graph holds its last inputs, and return them."""
+    """Return the tensors that a graph holds, and make them its last inputs."""
     nodes = {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     inputs: dict[int, tuple[Any, Tensor]] = {}

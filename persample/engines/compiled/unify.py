@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from persample import trees
 
+
 def unified(
     graphs: Sequence[GraphModule], points: Sequence[Sequence[int]], places: Sequence[tuple[int, int]]
 ) -> GraphModule | None:
