@@ -59,6 +59,7 @@ METHODS = {
     "vmap(grad) by hand, clipped mean": vmap_clipped,
     "persample Mean": ours(Mean()),
     "persample ClippedMean": ours(ClippedMean(1.0)),
+    "persample ClippedMean, compiled": ours(ClippedMean(1.0), engine="compiled"),
     "persample ClippedMean in 4 chunks": lambda work: ours(ClippedMean(1.0), chunk_size=-(-len(work.batch[0]) // 4))(
         work
     ),

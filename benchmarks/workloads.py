@@ -47,8 +47,8 @@ def td_mlp(batch_size, hidden=256):
     return Workload(_mlp(8, hidden, hidden, 1), loss, lambda *args: loss(*args).mean(), batch)
 
 
-def reinforce_mlp(episodes=32, steps=200):
-    model = _mlp(8, 64, 64, 4)
+def reinforce_mlp(episodes=32, steps=200, hidden=64):
+    model = _mlp(8, hidden, hidden, 4)
     return _reinforce(model, episodes, steps)
 
 
@@ -147,9 +147,11 @@ def wide_mlp(batch_size=32):
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "TD(0) MLP 64, B=256": lambda: td_mlp(256, hidden=64),
     "TD(0) MLP 256, B=256": lambda: td_mlp(256),
     "TD(0) MLP 256, B=1024": lambda: td_mlp(1024),
     "REINFORCE MLP 64, 32x200": reinforce_mlp,
+    "REINFORCE MLP 256, 32x200": lambda: reinforce_mlp(hidden=256),
     "REINFORCE GRU 64, 32x50": gru_policy,
     "DQN Nature CNN, B=32": dqn_cnn,
     "transformer, vocabulary 2000, B=16": transformer,

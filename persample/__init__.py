@@ -8,6 +8,7 @@ tensor([-1., -1.])
 
 from persample import losses, naive
 from persample.composite import composite_grads
+from persample.engines import clear_cache
 from persample.errors import ArgumentError, LossError
 from persample.explain import explain
 from persample.grads import per_sample_grads
@@ -53,6 +54,7 @@ __all__ = [
     "Sum",
     "Variance",
     "WeightedSum",
+    "clear_cache",
     "composite_grads",
     "explain",
     "losses",
