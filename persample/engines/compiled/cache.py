@@ -113,6 +113,8 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
             if _filled(task.samples.size) > task.samples.size:
                 return None
         program = static(task, now) if program is None else program
+    except Warning:  # which somebody made an error
+        raise
     except Exception as error:
         # As text: its traceback would keep the batch alive.
         family.failure = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -31,7 +30,9 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         A function from a list of tensors (which it empties) to the outputs.
     """
     try:
-        return _compiled(flat, mode, inputs)
+        with warnings.catch_warnings():  # torch's compiler speaks to its own developers
+            warnings.simplefilter("ignore")
+            return _compiled(flat, mode, inputs)
     except Exception as error:  # noqa: BLE001 (whatever goes wrong in a compiler, the graph is right)
         warnings.warn(_advice(error), RuntimeWarning, stacklevel=2)
         return lambda tensors: graph(*tensors)
@@ -46,6 +47,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         inputs: fake tensors like those it will be called with.
     """
     from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     with mode:
         return make_fx(torch.func.functionalize(graph), decomposition_table=select_decomp_table())(*inputs)

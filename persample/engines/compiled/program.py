@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from persample.engines.compiled.lower import Run, functional, lower
 from persample.engines.compiled.packing import unpack
@@ -18,6 +16,9 @@ from persample.engines.compiled.sizes import Sizes, Varying
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, Traced, trace
 from persample.output import memory
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 class DoubtfulError(ArithmeticError):
@@ -122,6 +123,8 @@ def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
     family = Sizes.of(task, varying)
     if family is None:
         return None
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     with mode:
@@ -152,6 +155,9 @@ def _found(x: int | Tensor, reads: Reads) -> Tensor:
 
 
 def _symbol(env: ShapeEnv, number: int, hint: int) -> Any:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
     source = ConstantSource(f"size{number}")
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
     return env.create_symintnode(symbol, hint=hint, source=source)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.packing import pack
@@ -102,6 +101,8 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
     Returns:
         Its graph.
     """
+    from torch.fx.experimental.proxy_tensor import make_fx  # it takes half a second to import
+
     outline, noted, values = None, False, _Values()
 
     def flat(*tensors: Tensor) -> list[Tensor]:
