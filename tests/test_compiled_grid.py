@@ -53,9 +53,7 @@ def test_chunks_equal_the_loop(workload, chunk_size):
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = wanted_of(rows, torch.float64)
-    results = per_sample_grads(
-        work.loss_fn, work.params, work.batch, wanted, engine="compiled", chunk_size=chunk_size
-    )
+    results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled", chunk_size=chunk_size)
     assert_all_close(results, rows, 1e-9)
 
 
@@ -157,9 +155,7 @@ def test_aux_and_factors():
     def loss(params, s_tm1, r_t, s_t):
         return work.loss_fn(params, s_tm1, r_t, s_t), {"r": 2 * r_t, "seen": (s_t,)}
 
-    aux, factors = per_sample_grads(
-        loss, work.params, work.batch, (ps.Aux(), ps.Factored()), engine="compiled"
-    )
+    aux, factors = per_sample_grads(loss, work.params, work.batch, (ps.Aux(), ps.Factored()), engine="compiled")
     assert_trees_close(aux, {"r": 2 * work.batch[1], "seen": (work.batch[2],)}, 1e-12)
     aux["seen"][0].zero_()
     assert work.batch[2].any()  # the caller's own tensor is not what was returned

@@ -80,15 +80,16 @@ def test_dropout_of_a_module():
 
     torch.manual_seed(0)
     first, second = (
-        per_sample_grads(of_net, net, X, engine="compiled", randomness="different")["1.weight"]
-        for _ in range(2)
+        per_sample_grads(of_net, net, X, engine="compiled", randomness="different")["1.weight"] for _ in range(2)
     )
     ratio = first.squeeze(1) / X
     assert set(ratio.round(decimals=9).unique().tolist()) == {0.0, 2.0}
     assert len(ratio.unique(dim=0)) == len(X)
     assert not torch.equal(first, second)
     net.eval()
-    assert_trees_close(per_sample_grads(of_net, net, X, engine="compiled", randomness="different")["1.weight"], X[:, None], 1e-12)
+    assert_trees_close(
+        per_sample_grads(of_net, net, X, engine="compiled", randomness="different")["1.weight"], X[:, None], 1e-12
+    )
 
 
 def test_compiling_leaves_the_stream_where_an_engine_that_draws_nothing_leaves_it():

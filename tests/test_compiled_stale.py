@@ -478,7 +478,9 @@ class Net(nn.Module):
         self.register_buffer("shift", doubles(1, seed=4))
 
     def forward(self, x):
-        return (self.scale * self.linear(x) * FACTOR + self.shift * self.linear.bias + self.plain * self.linear.bias).sum()
+        return (
+            self.scale * self.linear(x) * FACTOR + self.shift * self.linear.bias + self.plain * self.linear.bias
+        ).sum()
 
 
 @pytest.mark.parametrize("as_params", [True, False], ids=["params", "closed over"])
