@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import gc
+import itertools
 import types
 import warnings
 import weakref
@@ -594,7 +596,7 @@ def test_numbers_and_tensors_of_reductions_are_inputs():
     for bound, direction, correction in changing:
         wanted = {"c": ps.ClippedSum(bound), "d": ps.Dot(direction), "v": ps.Variance(correction)}
         results.append(grads(loss, reduce=wanted))
-    assert all(differ(a[name], b[name]) for a, b in zip(results, results[1:], strict=False) for name in "cdv")
+    assert all(differ(a[name], b[name]) for a, b in itertools.pairwise(results) for name in "cdv")
     direction.mul_(5)  # in place
     assert differ(results[-1], grads(loss, reduce=wanted))
     assert compilations() - before <= 2  # max_norm of another dtype may cost one
@@ -693,13 +695,14 @@ def test_what_is_forgotten_is_freed():
     class Big:
         scale = 2.0
 
-    big = Big()
-    reference = weakref.ref(big)
-    grads(lambda w, x: big.scale * (w @ x))
-    del big
-    clear_cache()
-    import gc
+    def call():
+        big = Big()
+        grads(lambda w, x: big.scale * (w @ x))
+        return weakref.ref(big)
 
+    reference = call()
+    assert reference() is not None  # as long as its program
+    clear_cache()
     gc.collect()
     assert reference() is None
 
@@ -708,7 +711,7 @@ def test_the_size_is_bounded(monkeypatch):
     monkeypatch.setattr(cache, "_MOST_FAMILIES", 3)
 
     def loss(scale):
-        return eval(f"lambda w, x: {scale} * (w @ x)")  # noqa: S307 (another code each time)
+        return eval(f"lambda w, x: {scale} * (w @ x)")  # another code each time
 
     for scale in range(5):
         per_sample_grads(loss(scale), W, X, ps.Sum(), engine="compiled")
@@ -717,13 +720,16 @@ def test_the_size_is_bounded(monkeypatch):
 
 
 def test_the_warning_names_the_cause():
+    def call(scale):
+        return per_sample_grads(lambda w, x: scale * (w @ x), W, X, ps.Sum(), engine="compiled")
+
+    for step in range(7):
+        call(1.0 + step)
     with pytest.warns(RuntimeWarning, match=r"8th time: .*closure 'scale' changed.*unbatched.*tensor"):
-        for step in range(8):
-            scale = 1.0 + step
-            per_sample_grads(lambda w, x: scale * (w @ x), W, X, ps.Sum(), engine="compiled")  # noqa: B023
+        call(8.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        per_sample_grads(lambda w, x: scale * (w @ x), W, X, ps.Sum(), engine="compiled")
+        call(9.0)  # said once
 
 
 def test_code_of_packages_is_told_from_the_users():
