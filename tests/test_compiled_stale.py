@@ -7,6 +7,7 @@ import enum
 import functools
 import gc
 import itertools
+import math
 import types
 import warnings
 import weakref
@@ -17,7 +18,6 @@ import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
-from torch.nn import functional as F
 
 import persample as ps
 from persample import per_sample_grads
@@ -135,7 +135,7 @@ def test_global_variables(monkeypatch):
 def test_a_global_variable_that_appears_later(monkeypatch):
     def loss(w, x):
         try:
-            return APPEARS * (w @ x)  # noqa: F821
+            return APPEARS * (w @ x)
         except NameError:
             return w @ x
 
@@ -438,6 +438,24 @@ def test_a_value_that_is_read(read):
     number.fill_(2.0)
     grads(lambda w, x: read(number) * (w @ x))  # another function
     assert compilations() - before == 3
+
+
+def test_values_that_equality_does_not_tell_apart():
+    number = torch.tensor(0.0)
+
+    def sign(x):
+        return 0.5 if math.isnan(x) else math.copysign(1.0, x)
+
+    def loss(w, x, scale):
+        return sign(scale) * sign(number.item()) * (w @ x)
+
+    seen(loss, number.neg_, batch=(X, 0.0))
+    assert differ(grads(loss, batch=(X, 0.0)), grads(loss, batch=(X, -0.0)))
+    number.fill_(math.nan)
+    grads(loss, batch=(X, math.nan))
+    before = compilations()
+    grads(loss, batch=(X, math.nan))
+    assert compilations() == before
 
 
 def test_the_shape_that_is_read_of_a_tensor():
