@@ -1,0 +1,760 @@
+"""A compiled program is never stale: whatever the loss reads is changed, and the next result compared with eager."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import gc
+import itertools
+import math
+import types
+import warnings
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch import nn
+
+import persample as ps
+from persample import per_sample_grads
+from persample.engines.compiled import cache, clear_cache, program
+from persample.engines.compiled.cache import compilations
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _traced_only(monkeypatch):
+    """Run the traced graph as it is: staleness is a matter of the key and of the trace, and Inductor takes seconds."""
+    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    clear_cache()
+
+
+def doubles(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+W, X = doubles(3, seed=1), doubles(4, 3, seed=2)
+
+
+def grads(loss, params=W, batch=X, reduce=None, rtol=1e-9, **options):
+    """Compute on the compiled engine twice (by the key, then recalled), compare with eager, and return the result."""
+    wanted = (ps.Sum(), ps.Loss()) if reduce is None else reduce
+    expected = per_sample_grads(loss, params, batch, wanted, **options)
+    for _ in range(2):
+        actual = per_sample_grads(loss, params, batch, wanted, engine="compiled", **options)
+        assert_trees_close(actual, expected, rtol)
+    return actual
+
+
+def differ(one, other):
+    leaves = (torch.utils._pytree.tree_leaves(tree) for tree in (one, other))
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+
+
+def seen(loss, change, **options):
+    """Assert that a change is seen at once, also by a call that was recalled before."""
+    before = grads(loss, **options)
+    change()
+    assert differ(before, grads(loss, **options)), "the change makes no difference: the test shows nothing"
+
+
+# ---------------------------------------------------------------- what functions refer to
+
+FACTOR = 2.0
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+def cubed(x):
+    return x**3
+
+
+CHAIN = scaled
+TABLE = {"scale": [2.0, {"deep": 3.0}]}
+
+
+def test_a_number_in_a_closure_cell():
+    gamma = 0.5
+
+    def loss(w, x):
+        return gamma * (w @ x)
+
+    def change():
+        nonlocal gamma
+        gamma = 0.25
+
+    seen(loss, change)
+
+
+def test_a_tensor_in_a_closure_cell_is_live():
+    target = doubles(3, seed=3)
+
+    def loss(w, x):
+        return ((w - target) @ x) ** 2
+
+    def rebind():
+        nonlocal target
+        target = doubles(3, seed=4)
+
+    before = compilations()
+    seen(loss, lambda: target.mul_(2))
+    seen(loss, rebind)
+    seen(loss, lambda: target.mul_(3))
+    assert compilations() - before == 1
+
+
+def test_defaults():
+    def loss(w, x, scale=2.0, *, shift=1.0, many=[1.0]):  # noqa: B006 (that is the case to test)
+        return scale * many[0] * (w @ x) + shift * w[0]
+
+    seen(loss, lambda: setattr(loss, "__defaults__", (3.0,)))
+    seen(loss, lambda: setattr(loss, "__kwdefaults__", {"shift": 4.0, "many": [1.0]}))
+    seen(loss, lambda: loss.__kwdefaults__["many"].__setitem__(0, 5.0))
+
+
+def test_global_variables(monkeypatch):
+    def loss(w, x):
+        return CHAIN(w @ x) * TABLE["scale"][0] + TABLE["scale"][1]["deep"]
+
+    monkeypatch.setitem(globals(), "TABLE", {"scale": [2.0, {"deep": 3.0}]})
+    seen(loss, lambda: monkeypatch.setitem(globals(), "FACTOR", 3.0))  # read by a function that the loss calls
+    seen(loss, lambda: monkeypatch.setitem(globals(), "CHAIN", cubed))
+    seen(loss, lambda: TABLE["scale"].__setitem__(0, 5.0))
+    seen(loss, lambda: TABLE["scale"][1].__setitem__("deep", 6.0))
+    seen(loss, lambda: TABLE.__setitem__("scale", [7.0, {"deep": 8.0}]))
+
+
+def test_a_global_variable_that_appears_later(monkeypatch):
+    def loss(w, x):
+        try:
+            return APPEARS * (w @ x)
+        except NameError:
+            return w @ x
+
+    seen(loss, lambda: monkeypatch.setitem(globals(), "APPEARS", 4.0))
+
+
+def test_an_attribute_of_the_function_that_appears_later():
+    def loss(w, x):
+        return getattr(loss, "scale", 1.0) * (w @ x)
+
+    seen(loss, lambda: setattr(loss, "scale", 2.0))
+    seen(loss, lambda: setattr(loss, "scale", 3.0))
+
+
+def test_the_code_of_a_function():
+    def helper(x):
+        return 2 * x
+
+    def loss(w, x):
+        return helper(w @ x)
+
+    seen(loss, lambda: setattr(helper, "__code__", (lambda x: x * 7).__code__))
+
+
+def test_functions_in_containers_partials_and_wrappers():
+    parts = {"f": [functools.partial(torch.mul, other=2.0)]}
+
+    @functools.wraps(scaled)
+    def wrapped(x):
+        return parts["f"][0](x)
+
+    seen(lambda w, x: wrapped(w @ x), lambda: parts["f"].__setitem__(0, functools.partial(torch.mul, other=3.0)))
+    loss = functools.partial(lambda w, x, table: table["k"] * (w @ x), table=parts)
+    parts["k"] = 1.0
+    seen(loss, lambda: parts.__setitem__("k", 2.0))
+
+
+# ---------------------------------------------------------------- objects
+
+
+@dataclasses.dataclass
+class Config:
+    gamma: float = 0.5
+    inner: types.SimpleNamespace = dataclasses.field(default_factory=lambda: types.SimpleNamespace(scale=[2.0]))
+
+
+class Slotted:
+    __slots__ = ("__hidden", "scale")
+
+    def __init__(self):
+        self.scale = self.__hidden = 2.0
+
+    def hide(self, value):
+        self.__hidden = value
+
+    def __call__(self, x):
+        return self.scale * self.__hidden * x
+
+
+class Base:
+    rate = 2.0
+
+    @classmethod
+    def shift(cls):
+        return cls.rate
+
+    @staticmethod
+    def flat(x):
+        return FACTOR * x
+
+    @property
+    def double(self):
+        return 2 * self.rate
+
+
+class Derived(Base):
+    pass
+
+
+class Operator:
+    """Python calls its methods without their being named."""
+
+    def __init__(self):
+        self.scale = 2.0
+
+    def __mul__(self, x):
+        return self.scale * x * FACTOR
+
+
+class Descriptor:
+    def __get__(self, owner, kind):
+        return FACTOR
+
+
+class Described:
+    rate = Descriptor()
+
+
+class Row(NamedTuple):
+    gamma: float
+
+    def scaled(self, x):
+        return self.gamma * FACTOR * x
+
+
+class Table(dict):
+    pass
+
+
+class Many(list):
+    pass
+
+
+class Kind(enum.Enum):
+    MEAN = 1
+
+    def scaled(self, x):
+        return FACTOR * x
+
+
+def test_attributes():
+    config, space = Config(), types.SimpleNamespace(gamma=0.5)
+
+    def loss(w, x):
+        return config.gamma * config.inner.scale[0] * space.gamma * (w @ x)
+
+    before = compilations()
+    seen(loss, lambda: setattr(config, "gamma", 0.25))
+    seen(loss, lambda: setattr(space, "gamma", 0.125))
+    seen(loss, lambda: config.inner.scale.__setitem__(0, 3.0))
+    seen(loss, lambda: setattr(config.inner, "scale", [4.0]))
+    config.gamma = 0.5  # as it was before, with the others: four programs and no more
+    assert compilations() - before == 5
+
+
+def test_slots():
+    slotted = Slotted()
+
+    def loss(w, x):
+        return slotted(w @ x)
+
+    seen(loss, lambda: setattr(slotted, "scale", 3.0))
+    seen(loss, lambda: slotted.hide(4.0))
+
+
+def test_attributes_of_classes(monkeypatch):
+    thing = Derived()
+
+    def loss(w, x):
+        return thing.rate * thing.shift() * thing.double * thing.flat(w @ x)
+
+    monkeypatch.setattr(Base, "rate", 2.0)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    seen(loss, lambda: setattr(Base, "rate", 3.0))
+    seen(loss, lambda: setattr(thing, "rate", 4.0))
+    seen(loss, lambda: monkeypatch.setitem(globals(), "FACTOR", 3.0))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda things, x: things["operator"] * x,
+        lambda things, x: things["described"].rate * x,
+        lambda things, x: things["row"].scaled(x),
+        lambda things, x: things["kind"].scaled(x),
+    ],
+    ids=["__mul__", "__get__", "method of a NamedTuple", "method of an Enum"],
+)
+def test_globals_of_methods_that_nobody_names(expression, monkeypatch):
+    things = {"operator": Operator(), "described": Described(), "row": Row(0.5), "kind": Kind.MEAN}
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    seen(lambda w, x: expression(things, w @ x), lambda: monkeypatch.setitem(globals(), "FACTOR", 3.0))
+
+
+def test_attributes_that_only_such_a_method_reads():
+    operator = Operator()
+    seen(lambda w, x: operator * (w @ x), lambda: setattr(operator, "scale", 3.0))
+
+
+@pytest.mark.parametrize("kind", [Table, Many])
+def test_attributes_of_containers(kind):
+    container = kind()
+    container.rate = 2.0
+    seen(lambda w, x: container.rate * (w @ x), lambda: setattr(container, "rate", 3.0))
+
+
+def test_views_sets_and_weak_references():
+    table, config = {"gamma": 2.0}, Derived()
+    view, members, reference = types.MappingProxyType(table), {config}, weakref.ref(config)
+    seen(lambda w, x: view["gamma"] * (w @ x), lambda: table.update(gamma=3.0))
+    seen(lambda w, x: sum(m.rate for m in members) * (w @ x), lambda: setattr(config, "rate", 3.0))
+    seen(lambda w, x: reference().rate * (w @ x), lambda: setattr(config, "rate", 4.0))
+
+
+def test_numpy_arrays_by_value():
+    array = np.array([1.0, 2.0, 3.0])
+
+    def loss(w, x):
+        return (w * torch.from_numpy(array)) @ x
+
+    seen(loss, lambda: array.__setitem__(0, 9.0))
+    seen(loss, lambda: array.__imul__(2.0))
+
+
+def test_a_callable_object_is_itself_whatever_it_equals():
+    @dataclasses.dataclass(frozen=True)
+    class Loss:
+        scale: float = dataclasses.field(compare=False)
+
+        def __call__(self, w, x):
+            return self.scale * (w @ x)
+
+    assert Loss(2.0) == Loss(3.0)
+    assert differ(grads(Loss(2.0)), grads(Loss(3.0)))
+
+
+def test_a_method_of_an_object():
+    class Agent:
+        gamma = 0.5
+
+        def loss(self, w, x):
+            return self.gamma * (w @ x)
+
+    agent, other = Agent(), Agent()
+    other.gamma = 0.75
+    before = grads(agent.loss)
+    assert differ(before, grads(other.loss))
+    agent.gamma = 0.25
+    assert differ(before, grads(agent.loss))
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def test_target_networks():
+    target = nn.Linear(3, 1, dtype=F64)
+    holder = {"net": target}
+
+    def loss(w, x):
+        return (w @ x - holder["net"](x).squeeze()) ** 2
+
+    def update():
+        with torch.no_grad():
+            target.weight.mul_(0.5)
+
+    def swap_data():
+        target.weight.data = doubles(1, 3, seed=5)
+
+    before = compilations()
+    seen(loss, update)
+    seen(loss, swap_data)
+    seen(loss, lambda: target.load_state_dict(nn.Linear(3, 1, dtype=F64).state_dict()))
+    seen(loss, lambda: setattr(target, "weight", nn.Parameter(doubles(1, 3, seed=6))))
+    seen(loss, lambda: holder.update(net=nn.Linear(3, 1, dtype=F64)))
+    assert compilations() - before == 1
+    with torch.no_grad():
+        kept = grads(loss)
+        target.weight.mul_(2)  # no longer the one that is read
+        assert not differ(kept, grads(loss))
+
+
+def test_data_and_grad_of_a_tensor():
+    box = {"w": nn.Parameter(doubles(3, seed=7))}
+    box["w"].grad = doubles(3, seed=8)
+
+    def of_data(w, x):
+        return (w * box["w"].data) @ x
+
+    def of_grad(w, x):
+        return (w * box["w"].grad) @ x
+
+    def swap():
+        box["w"].data = doubles(3, seed=9)
+
+    def rebind():
+        box["w"] = nn.Parameter(doubles(3, seed=11))
+        box["w"].grad = doubles(3, seed=12)
+
+    seen(of_data, swap)
+    seen(of_grad, lambda: setattr(box["w"], "grad", doubles(3, seed=10)))
+    seen(of_grad, lambda: box["w"].grad.mul_(2))
+    grads(of_data)
+    seen(of_grad, rebind)
+    grads(of_data)
+
+
+READERS = {
+    "item": lambda x: x.item(),
+    "float": float,
+    "bool": lambda x: 2.0 if x else 1.0,
+    "tolist": lambda x: x.tolist(),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_a_value_that_is_read(read):
+    number = torch.tensor(2.0, dtype=F64)
+    before = compilations()
+    seen(lambda w, x: read(number) * (w @ x), lambda: number.fill_(0.0))
+    number.fill_(2.0)
+    grads(lambda w, x: read(number) * (w @ x))  # another function
+    assert compilations() - before == 3
+
+
+def test_values_that_equality_does_not_tell_apart():
+    number = torch.tensor(0.0)
+
+    def sign(x):
+        return 0.5 if math.isnan(x) else math.copysign(1.0, x)
+
+    def loss(w, x, scale):
+        return sign(scale) * sign(number.item()) * (w @ x)
+
+    seen(loss, number.neg_, batch=(X, 0.0))
+    assert differ(grads(loss, batch=(X, 0.0)), grads(loss, batch=(X, -0.0)))
+    number.fill_(math.nan)
+    grads(loss, batch=(X, math.nan))
+    before = compilations()
+    grads(loss, batch=(X, math.nan))
+    assert compilations() == before
+
+
+def test_the_shape_that_is_read_of_a_tensor():
+    table = torch.zeros(2, 3)
+    seen(lambda w, x: table.shape[1] * (w @ x), lambda: table.resize_(2, 5))
+
+    def swap():
+        table.data = torch.zeros(2, 7)
+
+    seen(lambda w, x: table.shape[1] * (w @ x), swap)
+
+
+def test_tensors_of_another_form():
+    box = {"m": doubles(3, seed=3)}
+
+    def loss(w, x):
+        return ((w * box["m"]) @ x.to(w.dtype)) ** 2
+
+    strided = doubles(3, 3, seed=4)
+    for m in (doubles(1, seed=5), strided[:, 0], doubles(1, seed=6).expand(3), doubles(3, seed=7).float()):
+        seen(loss, functools.partial(box.__setitem__, "m", m))
+    wide = doubles(4, 6, seed=8)
+    clear_cache()  # and with it the count of compilations of one loss
+    for batch in (wide[:, ::2], X[:1].expand(4, 3), X.T.contiguous().T, X.float()):
+        grads(loss, batch=batch)
+    for params in (strided[:, 1], nn.Parameter(W), W[:1].expand(3)):
+        grads(loss, params=params)
+
+
+# ---------------------------------------------------------------- modules
+
+
+class Net(nn.Module):
+    """Keeps a number, a buffer and an unregistered tensor, all read in forward, which no code names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1, dtype=F64)
+        self.scale, self.plain = 2.0, doubles(1, seed=3)
+        self.register_buffer("shift", doubles(1, seed=4))
+
+    def forward(self, x):
+        return (
+            self.scale * self.linear(x) * FACTOR + self.shift * self.linear.bias + self.plain * self.linear.bias
+        ).sum()
+
+
+@pytest.mark.parametrize("as_params", [True, False], ids=["params", "closed over"])
+def test_modules(as_params, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    net = Net()
+    if as_params:
+        loss, params = (lambda net, x: net(x)), net
+    else:
+        loss, params = (lambda w, x: net(w * x)), W
+    see = functools.partial(seen, loss, params=params)
+    see(lambda: setattr(net, "scale", 3.0))
+    see(lambda: monkeypatch.setitem(globals(), "FACTOR", 3.0))
+    see(lambda: net.shift.mul_(2))
+    see(lambda: setattr(net, "shift", doubles(1, seed=5)))
+    see(lambda: setattr(net, "plain", doubles(1, seed=6)))
+    see(lambda: net.linear.register_forward_hook(lambda module, args, out: 2 * out))
+    see(lambda: setattr(net, "linear", nn.Linear(3, 1, dtype=F64)))
+    see(lambda: setattr(net, "forward", lambda x: net.linear(x).sum()))
+
+
+def test_a_hook_on_all_modules():
+    linear, handles = nn.Linear(3, 1, dtype=F64), []
+
+    def add():
+        register = torch.nn.modules.module.register_module_forward_hook
+        handles.append(register(lambda module, args, out: 2 * out))
+
+    try:
+        seen(lambda net, x: net(x).sum(), add, params=linear)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_train_mode_and_dropout():
+    net = nn.Sequential(nn.Linear(3, 2, dtype=F64), nn.Dropout(1.0), nn.Linear(2, 1, dtype=F64))
+    loss = lambda net, x: net(x).sum()
+    options = {"params": net, "randomness": "different"}
+    seen(loss, net.eval, **options)
+    seen(loss, net.train, **options)
+    seen(loss, lambda: setattr(net[1], "p", 0.0), **options)
+
+
+def test_frozen_parameters():
+    net = nn.Sequential(nn.Linear(3, 2, dtype=F64), nn.Linear(2, 1, dtype=F64))
+    net[0].requires_grad_(False)
+    loss, reduce = (lambda net, x: net(x).sum()), ps.Sum()
+    assert grads(loss, net, reduce=reduce).keys() == {"1.weight", "1.bias"}
+    with torch.no_grad():
+        net[0].weight.mul_(3)
+    grads(loss, net, reduce=reduce)
+    net[0].requires_grad_(True)
+    assert len(grads(loss, net, reduce=reduce)) == 4
+    net[1].requires_grad_(False)
+    assert grads(loss, net, reduce=reduce).keys() == {"0.weight", "0.bias"}
+
+
+def test_requires_grad_of_a_tensor_that_is_closed_over():
+    scale = doubles(3, seed=3)
+    loss = lambda w, x: (w * scale) @ x if scale.requires_grad else w @ x
+    seen(loss, lambda: scale.requires_grad_(True))
+    seen(loss, lambda: scale.requires_grad_(False))
+
+
+# ---------------------------------------------------------------- settings, reductions, arguments
+
+
+def test_settings_of_torch():
+    w, x = W.float(), X.float()
+    target = nn.Linear(3, 1)
+
+    def loss(w, x):
+        return ((w @ x - target(x).squeeze()) ** 2).float()
+
+    plain = grads(loss, w, x, rtol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        target(x)  # fills autocast's cache
+        assert differ(plain, grads(loss, w, x, rtol=0.05))
+        with torch.no_grad():
+            target.weight.mul_(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        grads(loss, w, x, rtol=0.05)
+        assert target(x).dtype == torch.bfloat16
+    grads(loss, w, x, rtol=1e-4)
+
+
+def test_default_dtype():
+    def loss(w, x):
+        return ((torch.ones(3) / 3).double() * w) @ x
+
+    before = grads(loss)
+    torch.set_default_dtype(F64)
+    try:
+        assert differ(before, grads(loss))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not differ(before, grads(loss))
+
+
+def test_numbers_and_tensors_of_reductions_are_inputs():
+    loss = lambda w, x: (w @ x) ** 2
+    before = compilations()
+    changing = [
+        (0.5, doubles(3, seed=1), 1),
+        (0, doubles(3, seed=2), 0),
+        (float("inf"), doubles(3, seed=2) * 3, 0.5),
+        (torch.tensor(0.25), doubles(3, 2, seed=3)[:, 0].contiguous(), 2),
+    ]
+    results = []
+    for bound, direction, correction in changing:
+        wanted = {"c": ps.ClippedSum(bound), "d": ps.Dot(direction), "v": ps.Variance(correction)}
+        results.append(grads(loss, reduce=wanted))
+    assert all(differ(a[name], b[name]) for a, b in itertools.pairwise(results) for name in "cdv")
+    direction.mul_(5)  # in place
+    assert differ(results[-1], grads(loss, reduce=wanted))
+    assert compilations() - before <= 2  # max_norm of another dtype may cost one
+
+
+def test_what_the_door_refuses_is_refused_the_next_time_too():
+    loss = lambda w, x: (w @ x) ** 2
+    grads(loss, reduce=ps.Variance(1))
+    with pytest.raises(ps.ArgumentError, match=r"Variance\(\): expected samples .* more than 5, received B = 4"):
+        per_sample_grads(loss, W, X, ps.Variance(5), engine="compiled")
+    with pytest.raises(ps.ArgumentError, match="engine"):
+        per_sample_grads(loss, W, X, ps.Variance(1), engine="compile")
+    grads(loss, reduce=ps.Dot(W))
+    with pytest.raises(ps.ArgumentError, match="direction"):
+        per_sample_grads(loss, W, X, ps.Dot(torch.ones(4, dtype=F64)), engine="compiled")
+
+
+def test_the_function_of_a_weighted_sum():
+    loss, power = (lambda w, x: (w @ x) ** 2), 1.0
+    weigh = lambda norms: norms**-power
+
+    def change():
+        nonlocal power
+        power = 2.0
+
+    seen(loss, change, reduce=ps.WeightedSum(weigh))
+    one, other = (grads(loss, reduce=ps.WeightedSum(f)) for f in (torch.exp, torch.reciprocal))
+    assert differ(one, other)
+
+
+def test_reductions_that_differ():
+    loss = lambda w, x: (w @ x) ** 2
+    wanted = [ps.Sum(), ps.Mean(), (ps.Sum(), ps.Mean()), [ps.Mean(), ps.Sum()], {"a": ps.Sum()}, {"b": ps.Sum()}]
+    for reduce in [*wanted, *wanted]:
+        grads(loss, reduce=reduce)
+    assert differ(grads(loss, reduce=ps.Norm()), grads(loss, reduce=ps.Loss()))
+
+
+def test_in_dims_changed_in_place():
+    square, other = doubles(3, 3, seed=3), doubles(3, 3, seed=4)
+    dims = [0, 0]
+
+    def loss(w, x, y):
+        return (w @ x) * (w @ y)
+
+    seen(loss, lambda: dims.__setitem__(1, 1), batch=(square, other), in_dims=(None, dims))
+
+
+def test_parameters_of_another_structure():
+    net = nn.Linear(3, 1, dtype=F64)
+
+    class Params(NamedTuple):
+        w: torch.Tensor
+
+    def loss(p, x):
+        if isinstance(p, nn.Module):
+            return p(x).sum()
+        while not isinstance(p, torch.Tensor):
+            p = next(iter(p.values())) if isinstance(p, dict) else p[0]
+        return (p @ x) ** 2
+
+    for _ in range(2):
+        for params in (W, {"w": W}, {"v": W}, {"w": [W]}, Params(W), (W,), net):
+            grads(loss, params)
+
+
+def test_constants_in_the_batch():
+    def loss(w, x, scale):
+        return scale * (w @ x)
+
+    assert differ(grads(loss, batch=(X, 2.0)), grads(loss, batch=(X, 3.0)))
+    grads(loss, batch=(X, 2.0))
+    grads(loss, batch=(X, 2))
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_an_equal_lambda_hits():
+    before = compilations()
+    for _ in range(5):
+        grads(lambda w, x: (w @ x) ** 2 + 0.5)
+    assert compilations() - before == 1
+
+
+def test_clear_cache():
+    loss = lambda w, x: (w @ x) ** 2
+    first = grads(loss)
+    clear_cache()
+    assert compilations() == 0
+    assert not differ(first, grads(loss))
+    assert compilations() == 1
+
+
+def test_what_is_forgotten_is_freed():
+    class Big:
+        scale = 2.0
+
+    def call():
+        big = Big()
+        grads(lambda w, x: big.scale * (w @ x))
+        return weakref.ref(big)
+
+    reference = call()
+    assert reference() is not None  # as long as its program
+    clear_cache()
+    gc.collect()
+    assert reference() is None
+
+
+def test_the_size_is_bounded(monkeypatch):
+    monkeypatch.setattr(cache, "_MOST_FAMILIES", 3)
+
+    def loss(scale):
+        return eval(f"lambda w, x: {scale} * (w @ x)")  # another code each time
+
+    for scale in range(5):
+        per_sample_grads(loss(scale), W, X, ps.Sum(), engine="compiled")
+    assert compilations() == 3
+    grads(loss(0))
+
+
+def test_the_warning_names_the_cause():
+    def call(scale):
+        return per_sample_grads(lambda w, x: scale * (w @ x), W, X, ps.Sum(), engine="compiled")
+
+    for step in range(7):
+        call(1.0 + step)
+    with pytest.warns(RuntimeWarning, match=r"8th time: .*closure 'scale' changed.*unbatched.*tensor"):
+        call(8.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(9.0)  # said once
+
+
+def test_code_of_packages_is_told_from_the_users():
+    from persample.engines.compiled import code
+
+    assert code.is_installed(torch.__file__)
+    assert code.is_installed(ps.__file__)
+    assert not code.is_installed(__file__)
+    mine = ps.__file__.replace("/__init__.py", "_experiments/train.py")
+    assert not code.is_installed(mine)
