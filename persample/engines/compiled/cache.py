@@ -106,9 +106,12 @@ def _kept(table: OrderedDict[Any, Any], key: Hashable, make: Callable[[], Any]) 
 def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> Program | None:
     changes = (Varying.between(before, formats) for before in reversed(family.seen))
     varying = next((change for change in changes if change is not None), None)
+    if varying is not None and min(varying.of(formats) or (0,)) < 2:
+        varying = None  # no program for many sizes takes 0 or 1, which torch treats apart
+    by_batch = varying is not None and varying.is_batch_only(task)
     try:
-        program = None if varying is None else dynamic(task, now, varying)
-        if program is None and varying is not None and varying.is_batch_only(task):
+        program = None if varying is None or (family.is_frozen and by_batch) else dynamic(task, now, varying)
+        if program is None and by_batch:
             family.is_frozen = True
             if _filled(task.samples.size) > task.samples.size:
                 return None

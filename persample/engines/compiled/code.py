@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import persample
 
-_INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
-_OURS = str(Path(persample.__file__).resolve().parent)
+_INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
+_OURS = Path(persample.__file__).resolve().parent
 
 
 class Names(NamedTuple):
@@ -60,8 +60,7 @@ def is_installed(file: str) -> bool:
     """
     if file.startswith("<frozen") or not file:
         return True
-    path = str(Path(file).resolve())
-    return path.startswith((_OURS, *_INSTALLED))
+    return not {_OURS, *_INSTALLED}.isdisjoint(Path(file).resolve().parents)
 
 
 def is_library(x: Any) -> bool:

@@ -107,9 +107,9 @@ def _without(task: Task, error: UntraceableError) -> Any:
         return _finish(task, *compiled(task.lift, task.loss, task.samples, task.randomness))
     _eagerly(task)  # what is wrong with the loss itself is said here
     raise LossError(
-        f"loss_fn cannot be compiled ({error}). A program must not depend on values of params or batch (.item(), "
-        ".unique(), a bool mask as an index) or change what it closed over. Use torch.where, or engine='eager' or "
-        "'loop'."
+        f"loss_fn cannot be compiled ({error}). A program must not depend on values of params or batch, or on "
+        "any computed from what it closed over (.item(), .unique(), a bool mask as an index), nor change these. Use "
+        "torch.where, or engine='eager' or 'loop'."
     ) from error
 
 

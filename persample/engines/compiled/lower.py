@@ -11,6 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
+_warned: set[str] = set()
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
@@ -34,7 +37,10 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
             warnings.simplefilter("ignore")
             return _compiled(flat, mode, inputs)
     except Exception as error:  # noqa: BLE001 (whatever goes wrong in a compiler, the graph is right)
-        warnings.warn(_advice(error), RuntimeWarning, stacklevel=2)
+        advice = _advice(error)
+        if advice not in _warned:
+            _warned.add(advice)
+            warnings.warn(advice, RuntimeWarning, stacklevel=2)
         return lambda tensors: graph(*tensors)
 
 
@@ -49,14 +55,17 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    table = select_decomp_table()
+    if mode.shape_env is not None:  # those of products treat very small ones apart, and so split the sizes
+        table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
         pure = make_fx(torch.func.functionalize(graph))(*inputs)
         for node in pure.graph.nodes:
             # The operations that others are made of may lay out their results differently, where no view exists.
-            if node.target is torch.ops.aten.view.default:
-                node.target = torch.ops.aten.reshape.default
+            if node.target is _aten.view.default:
+                node.target = _aten.reshape.default
         pure.recompile()
-        return make_fx(pure, decomposition_table=select_decomp_table())(*inputs)
+        return make_fx(pure, decomposition_table=table)(*inputs)
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
@@ -73,7 +82,7 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
 def _advice(error: Exception) -> str:
     from torch._inductor.exc import InvalidCxxCompiler
 
-    if isinstance(error, InvalidCxxCompiler) or isinstance(error.__cause__, InvalidCxxCompiler):
+    if isinstance(getattr(error, "inner_exception", error), InvalidCxxCompiler):
         reason = "found no C++ compiler. Install one (Debian: apt install g++), or point CXX to it"
     else:
         reason = f"failed in torch's compiler ({type(error).__name__}: {str(error).splitlines()[0]})"

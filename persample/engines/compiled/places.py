@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter, eq, is_
+from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 MISSING = object()
-_requires_grad = attrgetter("requires_grad")
 
 
 class Places:
@@ -25,8 +23,6 @@ class Places:
         self._dicts: list[tuple[Mapping[Any, Any], list[Any], list[Any]]] = []
         self._rows: list[tuple[Any, list[Any]]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        self._tensors: list[Tensor] = []
-        self._trainable: list[bool] = []
 
     def hold(self) -> bool:
         """Return whether everything is where it was, without looking further."""
@@ -40,7 +36,6 @@ class Places:
             and all(_same(x, keys) and _same(x.values(), values) for x, keys, values in self._dicts)
             and all(_same(x, values) for x, values in self._rows)
             and all(getattr(x, name, MISSING) is value for x, name, value in self._slots)
-            and all(map(eq, map(_requires_grad, self._tensors), self._trainable))
             and all(x.dtype == copy.dtype and np.array_equal(x, copy) for x, copy in self._arrays)
         )
 
@@ -101,15 +96,6 @@ class Places:
             x: the array.
         """
         self._arrays.append((x, x.copy()))
-
-    def tensor(self, x: Tensor) -> None:
-        """Keep an eye on whether a tensor is trained; its values are read anew each time.
-
-        Args:
-            x: the tensor.
-        """
-        self._tensors.append(x)
-        self._trainable.append(x.requires_grad)
 
 
 def content(cell: CellType) -> Any:

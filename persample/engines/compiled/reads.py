@@ -12,8 +12,16 @@ import abc
 import collections
 import enum
 import functools
+import weakref
 from collections.abc import Hashable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Generic, Protocol
 
 import numpy as np
@@ -28,7 +36,7 @@ Facts = tuple[tuple[str, Hashable], ...]
 
 _MOST = 100_000
 _CONSTANTS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size, range)
-_OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
+_OF_MODULES = {"forward", "training", "_parameters", "_buffers", "_modules"}
 _BARE = {object, nn.Module, Generic, Protocol, abc.ABC}
 _DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
 
@@ -87,9 +95,13 @@ class Reads:
             self._note(path, ("again", self._seen[id(x)][0]))
         else:
             self._seen[id(x)] = (len(self._seen), x)
-            self._visit_new(path, x)
+            if self._is_known(path, x):
+                if not is_library(type(x)):  # a subclass: a NamedTuple, an Enum
+                    self._attributes(path, x)
+            else:
+                self._object(path, x)
 
-    def _visit_new(self, path: str, x: Any) -> None:  # noqa: PLR0912 (one case per kind of object)
+    def _is_known(self, path: str, x: Any) -> bool:  # noqa: PLR0912 (one case per kind of object)
         match x:
             case Tensor():
                 self._tensor(path, x)
@@ -107,14 +119,14 @@ class Reads:
                     self._named(path, vars(x))
             case type():
                 self._class(path, x)
-            case dict():
+            case dict() | MappingProxyType():
                 self._dict(path, x)
             case list() | tuple() | collections.deque():
                 self._row(path, x)
             case set() | frozenset():
-                values = frozenset(value if isinstance(value, _CONSTANTS) else Held(value) for value in x)
-                self._note(path, (type(x), values))
-                self.places.entries(x)
+                self._row(path, x)
+            case weakref.ref():
+                self.visit(path, x())
             case np.ndarray():
                 self._note(path, (x.dtype.str, x.shape, x.tobytes()))
                 self.places.array(x)
@@ -127,7 +139,8 @@ class Reads:
             case BuiltinFunctionType():
                 self._note(path, Held(x))
             case _:
-                self._object(path, x)
+                return False
+        return True
 
     def _note(self, path: str, fact: Hashable) -> None:
         self._facts.append((path, fact))
@@ -141,7 +154,8 @@ class Reads:
         form = tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device
         self._note(path, (type(x), form, x.requires_grad, x.is_conj(), x.is_neg()))
         self.tensors.append(x)
-        self.places.tensor(x)
+        if "grad" in self.known and x.is_leaf:
+            self.visit(f"{path}.grad", self.places.slot(x, "grad"))
 
     def _function(self, path: str, x: FunctionType) -> None:
         code = x.__code__
@@ -158,8 +172,7 @@ class Reads:
             found = names(code)
             self.used |= found.used
             for name in found.read:
-                if name in x.__globals__:
-                    self._item(f"{path} global {name!r}", x.__globals__, name)
+                self._item(f"{path} global {name!r}", x.__globals__, name)
 
     def _item(self, path: str, where: Mapping[str, Any], name: str) -> None:
         value = self.places.item(where, name)
@@ -174,7 +187,9 @@ class Reads:
     def _class(self, path: str, x: type) -> None:
         self._note(path, Held(x))
         if not is_library(x):
-            self._named(path, vars(x), "__call__", "__getattr__", "__getitem__")
+            # Python calls methods such as __mul__ and __get__, and nn.Module calls forward, without their being named.
+            special = [name for name, f in vars(x).items() if name.startswith("__") and isinstance(f, FunctionType)]
+            self._named(path, vars(x), "forward", *special)
             for base in x.__mro__[1:]:
                 self.visit(f"{path} base {base.__name__}", base)
 
@@ -193,21 +208,23 @@ class Reads:
             self.visit(f"{path}[{place}]", value)
 
     def _object(self, path: str, x: Any) -> None:
+        if getattr(x, "__dict__", None) is None and not any(map(_slots, type(x).__mro__)):
+            self._note(path, Held(x))
+        self._attributes(path, x)
+
+    def _attributes(self, path: str, x: Any) -> None:
         kind, own = type(x), getattr(x, "__dict__", None)
         self.visit(f"{path} class", kind)
-        slots = [name for base in kind.__mro__ for name in _slots(base)]
-        if own is None and not slots:
-            self._note(path, Held(x))
-        for name in slots:
+        for name in [name for base in kind.__mro__ for name in _slots(base)]:
             value = self.places.slot(x, name)
             if value is not MISSING:
                 self.visit(f"{path}.{name}", value)
         if own is not None and not all(base in _BARE or not is_library(base) for base in kind.__mro__):
             self._dict(f"{path} attributes", own)  # the library's own code reads them too
         elif own is not None:
-            self._attributes(path, x, own)
+            self._used_attributes(path, x, own)
 
-    def _attributes(self, path: str, x: Any, own: dict[str, Any]) -> None:
+    def _used_attributes(self, path: str, x: Any, own: dict[str, Any]) -> None:
         is_module = isinstance(x, nn.Module)
         for name in sorted(self.known | _OF_MODULES if is_module else self.known):
             # An attribute that only the class has so far may get an instance's own value.
@@ -235,6 +252,9 @@ def reads(roots: Mapping[str, Any]) -> Reads:
         found = Reads(found.used)  # once more, with the attributes that the code turned out to use
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+    given = [slots] if isinstance(slots, str) else list(slots)
+    private = [name for name in given if name.startswith("__") and not name.endswith("__")]
+    public = [name for name in given if isinstance(vars(kind).get(name), MemberDescriptorType)]
+    return public + [f"_{kind.__name__.lstrip('_')}{name}" for name in private]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from persample import trees
 from persample.engines.compiled.cache import on_clear
 from persample.engines.compiled.matching import Take, any_of, equal, maker, taker, tensor
 from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.reads import Reads
+from persample.engines.compiled.reads import Held, Reads
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, as_input
 from persample.engines.compiled.trace import Format
@@ -40,7 +42,8 @@ class Match:
         fixed: the parameters of a module.
         numbers: numbers and tensors in the reductions, and what was made of them.
         captured: the program's last inputs.
-        guards: what torch checks of all inputs.
+        read: all tensors that the loss reads, if only their shape.
+        guards: what torch checks of all inputs and of what is read.
         settings: those of torch.
     """
 
@@ -49,6 +52,7 @@ class Match:
     fixed: list[Tensor]
     numbers: list[tuple[Any, Tensor]]
     captured: list[Tensor]
+    read: list[Tensor]
     guards: Any
     settings: Any
 
@@ -76,7 +80,7 @@ class Match:
         if not take_out(out, tensors):
             return None
         tensors += self.captured
-        alike = self.guards.check(*tensors) and settings(tensors[0].device) == self.settings
+        alike = self.guards.check(*tensors, *self.read) and settings(tensors[0].device) == self.settings
         return tensors if alike and _is_plain() else None
 
 
@@ -124,7 +128,7 @@ def recall(loss_fn: Any, *call: Any) -> Any:
         *call: params, batch, reduce, the options that are compared as they are, and out.
     """
     try:
-        known = _calls.get(loss_fn, ())
+        known = _calls.get(_name(loss_fn), ())
     except TypeError:  # not hashable
         return None
     for remembered in known:
@@ -159,18 +163,23 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
         return
     captured, numbers = program.inputs(reads), list(zip(found, mine[len(given) :], strict=False))
     guards = TensorGuards(
-        *given, *(made for _, made in numbers), *written, *captured, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        *given,
+        *(made for _, made in numbers),
+        *written,
+        *captured,
+        *reads.tensors,
+        dynamic_dims_sizes=None,
+        dynamic_dims_strides=None,
     )
     result = maker(trees.unflatten(program.outline, trees.structure(reduce))) if out is None else tuple
-    match = Match(options, (*takes,), fixed, numbers, captured, guards, settings(device))
+    match = Match(copy.deepcopy(options), (*takes,), fixed, numbers, captured, reads.tensors, guards, settings(device))
     try:
-        known = _calls.setdefault(loss_fn, [])
+        known = _calls.pop(_name(loss_fn), [])
     except TypeError:
         return
-    _calls[loss_fn] = [Recalled(program, reads, match, result), *known][:_MOST_OF_ONE]
-    _calls.move_to_end(loss_fn)
-    while len(_calls) > _MOST:
-        _calls.popitem(last=False)
+    _calls[_name(loss_fn)] = [Recalled(program, reads, match, result), *known][:_MOST_OF_ONE]
+    for name in list(_calls)[:-_MOST]:
+        _calls.pop(name, None)
 
 
 def _reduction(x: Any) -> Take | None:
@@ -179,6 +188,7 @@ def _reduction(x: Any) -> Take | None:
         return equal(x)
     kind, live = type(x), x.live
     fixed = [(name, equal(value)) for name, value in vars(x).items() if name not in live]
+    fixed += [("needs_more_than", equal(x.needs_more_than))]
     fields = [(name, taker(getattr(x, name), _number)) for name in live]
     if any(take is None for _, take in fields):
         return None
@@ -190,6 +200,11 @@ def _reduction(x: Any) -> Take | None:
         return all(part(getattr(y, name), numbers) for name, part in parts)
 
     return take
+
+
+def _name(loss_fn: Any) -> Any:
+    """Return what calls of a loss are found by: itself, whatever it says it equals; a method is made anew each time."""
+    return loss_fn if isinstance(loss_fn, FunctionType | MethodType) else Held(loss_fn)
 
 
 def _number(x: Any) -> Take | None:

@@ -6,10 +6,13 @@ from collections.abc import Hashable
 
 import torch
 from torch._C import _len_torch_function_stack
+from torch.nn.modules import module
+
+_HOOKS = [x for name, x in vars(module).items() if name.startswith("_global_") and name.endswith("_hooks")]
 
 
 def settings(device: torch.device) -> tuple[Hashable, ...]:
-    """Return the settings that a compiled program depends on: dtypes, devices, autocast, threads, precision, kernels.
+    """Return the settings that a compiled program depends on: dtypes, devices, autocast, threads, precision, hooks.
 
     Args:
         device: where the parameters are.
@@ -23,4 +26,5 @@ def settings(device: torch.device) -> tuple[Hashable, ...]:
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
+        tuple(map(tuple, _HOOKS)) if any(_HOOKS) else (),
     )

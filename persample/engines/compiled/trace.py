@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.packing import pack
@@ -91,6 +92,35 @@ class _Values(TorchDispatchMode):
         return value
 
 
+class _Lists(TorchFunctionMode):
+    """Notes the same of ``tolist``, which is no operation.
+
+    Args:
+        read: where to.
+    """
+
+    def __init__(self, read: list[tuple[Tensor, Any]]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch.
+
+        Args:
+            func: the function.
+            types: the subclasses of tensors among the arguments.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+        """
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.tolist:
+            self._read.append((args[0], result))
+        return result
+
+
 def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]]) -> Traced:
     """Trace a function.
 
@@ -107,7 +137,7 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with exceptions_noted() as exceptions, values:
+        with exceptions_noted() as exceptions, values, _Lists(values.read):
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_expanded(x) else x for x in results]
