@@ -42,8 +42,9 @@ class Match:
         fixed: the parameters of a module.
         numbers: numbers and tensors in the reductions, and what was made of them.
         captured: the program's last inputs.
-        read: all tensors that the loss reads, if only their shape.
-        guards: what torch checks of all inputs and of what is read.
+        guards: what torch checks of the inputs: dtypes, shapes, strides, devices.
+        read: all tensors that the loss reads, if only their shape, each once.
+        read_guards: the same of these; apart, for an input may be among them, and guards take none twice.
         settings: those of torch.
     """
 
@@ -52,8 +53,9 @@ class Match:
     fixed: list[Tensor]
     numbers: list[tuple[Any, Tensor]]
     captured: list[Tensor]
-    read: list[Tensor]
     guards: Any
+    read: list[Tensor]
+    read_guards: Any
     settings: Any
 
     def inputs(self, params: Any, batch: Any, reduce: Any, options: Any, out: Any) -> list[Tensor] | None:
@@ -79,9 +81,9 @@ class Match:
             return None
         if not take_out(out, tensors):
             return None
-        tensors += self.captured
-        alike = self.guards.check(*tensors, *self.read) and settings(tensors[0].device) == self.settings
-        return tensors if alike and _is_plain() else None
+        alike = self.guards.check(*tensors) and self.read_guards.check(*self.read)
+        alike = alike and settings(tensors[0].device) == self.settings and _is_plain()
+        return [*tensors, *self.captured] if alike else None
 
 
 @dataclass
@@ -162,17 +164,12 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
     if not _is_plain() or not alike or (task.out is None) != (out is None):
         return
     captured, numbers = program.inputs(reads), list(zip(found, mine[len(given) :], strict=False))
-    guards = TensorGuards(
-        *given,
-        *(made for _, made in numbers),
-        *written,
-        *captured,
-        *reads.tensors,
-        dynamic_dims_sizes=None,
-        dynamic_dims_strides=None,
-    )
+    guards = _guards([*given, *(made for _, made in numbers), *written])
+    read = list({id(x): x for x in [*reads.tensors, *captured]}.values())
     result = maker(trees.unflatten(program.outline, trees.structure(reduce))) if out is None else tuple
-    match = Match(copy.deepcopy(options), (*takes,), fixed, numbers, captured, reads.tensors, guards, settings(device))
+    match = Match(
+        copy.deepcopy(options), (*takes,), fixed, numbers, captured, guards, read, _guards(read), settings(device)
+    )
     try:
         known = _calls.pop(_name(loss_fn), [])
     except TypeError:
@@ -209,6 +206,10 @@ def _name(loss_fn: Any) -> Any:
 
 def _number(x: Any) -> Take | None:
     return any_of({int, float}) if type(x) in {int, float} else tensor(x)
+
+
+def _guards(tensors: Sequence[Tensor]) -> Any:
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
