@@ -134,13 +134,25 @@ class TestNotReplayed:
 
     def test_leaves_the_streams_where_the_first_pass_left_them(self):
         torch.manual_seed(0)
-        mlp(0.3)(X)
+        network = mlp(0.3)
+        for chunk in X.split(4):
+            network(chunk)
         left = torch.get_rng_state()
         torch.manual_seed(0)
         model = nn.Sequential(mlp(0.3), Growing())
         with pytest.raises(LossError, match="Growing"):
-            composite_grads(lambda m, x: m(x), uniformity, model, X, batched=True, chunk_size=None)
+            composite_grads(lambda m, x: m(x), uniformity, model, X, batched=True, chunk_size=4)
         assert torch.equal(torch.get_rng_state(), left)
+
+    def test_an_only_chunk_is_encoded_once(self):
+        calls = []
+
+        def encode(w, x):
+            calls.append(len(x))
+            return w * x * len(calls)
+
+        composite_grads(encode, uniformity, torch.ones(5).double(), X, batched=True, chunk_size=None)
+        assert calls == [len(X)]
 
     def test_a_small_change_is_one(self):
         """1% of noise, in a single sample, in float32."""

@@ -48,7 +48,7 @@ def composite_grads(
     passes: encode all samples without a graph, zᵢ = f(xᵢ); compute L = g(z) and dL/dz; encode again, a chunk at a time,
     and back-propagate ⟨zᵢ, dL/dzᵢ⟩, of which the gradient is sample i's share of dL/dθ. Exact: the second pass replays
     the random numbers of the first (dropout), and is checked to find the same z. Memory beyond z, dL/dz and the graph
-    of g follows ``chunk_size``; the price is one more forward pass.
+    of g follows ``chunk_size``; the price is one more forward pass (none for an only chunk with ``batched=True``).
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
 

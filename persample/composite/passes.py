@@ -15,6 +15,7 @@ from persample.composite.buffers import Watch
 from persample.composite.culprit import not_replayed
 from persample.composite.encode import at_once, first_pass, one_by_one, whole
 from persample.composite.full_batch import solve_adjoint, solve_statistics
+from persample.composite.kept import KeptGraph
 from persample.composite.processes import Processes
 from persample.composite.replay import NotReplayedError, Replay, Replayed, contributions, tolerance
 from persample.composite.towers import Tower
@@ -47,6 +48,8 @@ class Passes:
 
     def __init__(self, tower: Tower, way: str, batch_norm: str, processes: Processes) -> None:
         self._encode, self._engine = WAYS[way]
+        alone = way == "batched" and batch_norm == "refuse" and len([*tower.chunks()]) == 1
+        self._kept = KeptGraph() if alone and tower.samples.size else None
         self._processes = processes
         self._solves = batch_norm == "full"
         self._mode: Any = None
@@ -81,7 +84,8 @@ class Passes:
         Args:
             watch: notes what is left in buffers, if they are to be kept.
         """
-        self._z = first_pass(self._tower if watch is None else watch.over(self._tower), self._encode)
+        encode = self._encode if self._kept is None else self._kept.encode
+        self._z = first_pass(self._tower if watch is None else watch.over(self._tower), encode)
         return self._z
 
     def aim(self, cotangents: Sequence[Tensor | None]) -> None:
@@ -90,6 +94,7 @@ class Passes:
         Args:
             cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
         """
+        self._cotangents = cotangents
         self._replay = Replay(self._start)
         self._used = any(cotangent is not None for cotangent in cotangents)
         further = (lambda: self._mode.terms) if self._solves else lambda: 0.0
@@ -104,6 +109,8 @@ class Passes:
             wanted: the reductions.
         """
         losses = self._losses
+        if self._kept is not None:
+            return self._kept.lifted(Lift(wanted), losses.encoder, self._cotangents)
         lift = Lift([*wanted, Replayed(tolerance(self._tower.encoder, self._z))])
         with unwritten(losses.encoder, losses.samples):
             chunks = self._replay.over(losses.chunks())
