@@ -43,8 +43,12 @@ def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def laid_out(x: Tensor) -> Tensor:
     """Return a tensor with its elements side by side in memory, also in compiled code, which would gather them anew."""
+    if not is_traced(x):
+        return x.contiguous()
+    from torch._inductor.inductor_prims import force_stride_order
+
     x = x.contiguous()
-    return x.as_strided(x.shape, x.stride()) if is_traced(x) else x
+    return force_stride_order(x, x.stride())
 
 
 def is_expanded(x: Tensor) -> bool:

@@ -73,7 +73,7 @@ class Outer:
         same = out is not None and out.dtype == self.dtype == self.left.dtype == self.right.dtype
         # With one step a broadcast multiply writes at the speed of memory, bmm at half of it.
         multiply: Any = torch.mul if self.steps == 1 else torch.matmul
-        left, right = numeric.laid_out(self.left).mT, numeric.laid_out(self.right)  # in the order of the result
+        left, right = self.left.mT, numeric.laid_out(self.right)  # along which memory is written
         if out is not None and same and out.is_contiguous() and self.layout.is_matrix:
             multiply(left, right, out=out.view(len(self), 1, *self.layout.block[1:]))
             return out
