@@ -96,9 +96,8 @@ class Stacked:
         rows = self.concatenated()
         if isinstance(rows, Tensor):
             return restore(rows, self.dtype)
-        fits = (
-            isinstance(out, Tensor) and out.dtype == self.dtype == rows.dtype and out.shape == (len(rows), *rows.shape)
-        )
+        fits = isinstance(out, Tensor) and out.shape == (len(rows), *rows.shape) and out.device == rows.device
+        fits = fits and out is not None and out.dtype == self.dtype == rows.dtype
         return restore(rows.materialize(out if fits else None), self.dtype)
 
 

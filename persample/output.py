@@ -107,7 +107,9 @@ def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
         (False, True)
     """
     leaves = trees.flatten(out)[0]
-    if not all(isinstance(x, Tensor) and not is_wrapped(x) and not x.is_inference() for x in leaves):
+    if not all(isinstance(x, Tensor) for x in leaves):
+        return False
+    if any(is_wrapped(x) or x.is_inference() or is_expanded(x) for x in leaves):
         return False
     taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
     mine = [memory(x) for x in leaves]

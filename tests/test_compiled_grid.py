@@ -93,11 +93,16 @@ def test_one_sample():
     work = build("mlp_td")
     batch = tuple(x[:1] for x in work.batch)
     rows = oracle(work.loss_fn, work.params, batch)
-    names = [name for name in REDUCTIONS if name not in {"Variance", "NoiseScale"}]
+    names = [name for name in REDUCTIONS if name not in {"Variance", "Variance-plain", "NoiseScale"}]
     wanted = {name: REDUCTIONS[name][0](rows, torch.float64) for name in names}
     results = per_sample_grads(work.loss_fn, work.params, batch, wanted, engine="compiled")
     for name in names:
         assert_trees_close(results[name], REDUCTIONS[name][1](rows), 1e-9)
+    # Of one sample it is 0, but for the rounding of a difference.
+    for x in torch.utils._pytree.tree_leaves(
+        per_sample_grads(work.loss_fn, work.params, batch, ps.Variance(correction=0), engine="compiled")
+    ):
+        assert x.abs().max() < 1e-14
     with pytest.raises(ps.ArgumentError, match=r"Variance\(\): expected samples .* more than 1, received B = 1"):
         per_sample_grads(work.loss_fn, work.params, batch, ps.Variance(), engine="compiled")
 
