@@ -13,7 +13,7 @@ from persample.engines.compiled.program import Program, dynamic, static
 from persample.engines.compiled.reads import Facts, Reads, reads
 from persample.engines.compiled.sizes import Varying
 from persample.engines.compiled.state import settings
-from persample.engines.compiled.task import Task
+from persample.engines.compiled.task import Task, full_size
 from persample.engines.compiled.trace import Format
 
 _MOST_FAMILIES = 64
@@ -86,7 +86,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
         kinds = tuple((len(f.shape), f.dtype, f.device) for f in formats)
         family = _kept(_families, (now.facts, task.structure, kinds, settings(formats[0].device)), Family)
         found = next((p for p in reversed(family.programs) if p.fits(task, formats) and p.holds(now)), None)
-        if found is None and not (family.is_frozen and _filled(task.samples.size) > task.samples.size):
+        if found is None and not (family.is_frozen and full_size(task.samples.size) > task.samples.size):
             if family.failure:
                 raise UntraceableError(family.failure)
             _notice(task, now)
@@ -113,7 +113,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
         program = None if varying is None or (family.is_frozen and by_batch) else dynamic(task, now, varying)
         if program is None and by_batch:
             family.is_frozen = True
-            if _filled(task.samples.size) > task.samples.size:
+            if full_size(task.samples.size) > task.samples.size:
                 return None
         program = static(task, now) if program is None else program
     except Warning:  # which somebody made an error
@@ -125,10 +125,6 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]
     return program
-
-
-def _filled(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _notice(task: Task, now: Reads) -> None:

@@ -64,7 +64,8 @@ class Varying:
         Args:
             task: the task whose inputs vary.
         """
-        return all(axis == 0 and task.batched[place] for places in self.symbols for place, axis in places)
+        batched = task.batched
+        return all(axis == 0 and batched[place] for places in self.symbols for place, axis in places)
 
     def of(self, formats: Sequence[Format]) -> tuple[int, ...] | None:
         """Return the sizes in a call, or None if those that should be alike are not.

@@ -123,6 +123,19 @@ class Task:
         return None
 
 
+def full_size(size: int) -> int:
+    """Return the least power of two that so many samples fit into.
+
+    Args:
+        size: at least 1.
+
+    Examples:
+        >>> full_size(5), full_size(8)
+        (8, 8)
+    """
+    return 1 << (size - 1).bit_length()
+
+
 def filled_up(samples: Samples) -> Samples:
     """Return more samples, the last one repeated with weight 0 until their number is a power of two.
 
@@ -130,7 +143,7 @@ def filled_up(samples: Samples) -> Samples:
         samples: at least one.
     """
     size = samples.size
-    full = 1 << (size - 1).bit_length()
+    full = full_size(size)
     index = torch.arange(full, device=samples.params[0].device).clamp_max(size - 1)
 
     def more(values: Sequence[Any], batched: Sequence[bool]) -> tuple[Any, ...]:

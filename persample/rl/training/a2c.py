@@ -10,13 +10,14 @@ from torch import Tensor
 from persample.losses import advantage_actor_critic_loss
 from persample.rl.check import Envs
 from persample.rl.episodes import Episodes, collect_episodes
-from persample.rl.networks import ActorCritic, count_actions
+from persample.rl.networks import ActorCritic
 from persample.rl.policies import categorical_policy
 from persample.rl.training.algorithm import Batch, check_numbers
+from persample.rl.training.episodic import Episodic
 
 
 @dataclass(frozen=True)
-class A2C:
+class A2C(Episodic):
     """Advantage actor-critic with generalized advantages; a sample is an episode.
 
     The loss is ``persample.losses.advantage_actor_critic_loss``. Of an episode that a time limit cut, the last state
@@ -62,22 +63,6 @@ class A2C:
             entropy_cost=(0.0, 1e6),
         )
 
-    @property
-    def num_envs(self) -> int:
-        """Number of environments."""
-        return min(16, self.batch)
-
-    def network(self, envs: Envs) -> ActorCritic:
-        """Make policy and value function.
-
-        Args:
-            envs: N environments.
-
-        Returns:
-            The module.
-        """
-        return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
-
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Play episodes.
 
@@ -117,17 +102,6 @@ class A2C:
             entropy_cost=self.entropy_cost,
             mask_t=mask_t,
         )
-
-    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
-        """Measure nothing more.
-
-        Args:
-            network: not asked.
-
-        Returns:
-            No numbers.
-        """
-        return {}
 
 
 def bootstrapped(episodes: Episodes) -> Tensor:

@@ -10,13 +10,14 @@ from torch import Tensor
 from persample.losses import discounted_returns, reinforce_loss
 from persample.rl.check import Envs
 from persample.rl.episodes import collect_episodes
-from persample.rl.networks import ActorCritic, count_actions
+from persample.rl.networks import ActorCritic
 from persample.rl.policies import categorical_policy
 from persample.rl.training.algorithm import Batch, check_numbers
+from persample.rl.training.episodic import Episodic
 
 
 @dataclass(frozen=True)
-class Reinforce:
+class Reinforce(Episodic):
     """REINFORCE with a learned baseline (Sutton and Barto 2018, section 13.4); a sample is an episode.
 
     ℓ = Σₜ −log π(aₜ|sₜ) Aₜ + c (v(sₜ) − Gₜ)². Gₜ are the returns of what was received (a time limit ends an episode),
@@ -53,22 +54,6 @@ class Reinforce:
             value_weight=(0.0, 1e6),
         )
 
-    @property
-    def num_envs(self) -> int:
-        """Number of environments."""
-        return min(16, self.batch)
-
-    def network(self, envs: Envs) -> ActorCritic:
-        """Make policy and value function.
-
-        Args:
-            envs: N environments.
-
-        Returns:
-            The module.
-        """
-        return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
-
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Play episodes.
 
@@ -102,17 +87,6 @@ class Reinforce:
         obs_t, a_t, return_t, adv_t, mask_t = sample
         errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
         return reinforce_loss(network.policy(obs_t), a_t, adv_t, mask_t) + self.value_weight * (errors**2).sum()
-
-    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
-        """Measure nothing more.
-
-        Args:
-            network: not asked.
-
-        Returns:
-            No numbers.
-        """
-        return {}
 
 
 def standardized(x_t: Tensor, mask_t: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""What algorithms that learn from whole episodes have in common."""
+
+from __future__ import annotations
+
+from persample.rl.check import Envs
+from persample.rl.networks import ActorCritic, count_actions
+
+
+class Episodic:
+    """An algorithm with a policy and a value function, of which a sample is an episode.
+
+    Attributes:
+        hidden: width of the two hidden layers of policy and value function.
+        batch: episodes per update B.
+    """
+
+    hidden: int
+    batch: int
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return min(16, self.batch)
+
+    def network(self, envs: Envs) -> ActorCritic:
+        """Make policy and value function.
+
+        Args:
+            envs: N environments.
+
+        Returns:
+            The module.
+        """
+        return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
+
+    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
+        """Measure nothing more.
+
+        Args:
+            network: not asked.
+
+        Returns:
+            No numbers.
+        """
+        return {}
