@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.numeric import as_real, exceeds
+from persample.numeric import as_real, exceeds, together
 from persample.trees import TreeSpec, unflatten
 
 
@@ -66,7 +66,8 @@ class Gradients:
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
         """‖gᵢ‖² of each parameter by itself, ``[B]`` float64 each."""
-        return [factor.squared_norms() for factor in self.factors]
+        own = (x for factor in self.factors for x in vars(factor).values() if isinstance(x, Tensor))
+        return together(own, lambda: [factor.squared_norms() for factor in self.factors])
 
     @cached_property
     def norms(self) -> Tensor:
@@ -111,16 +112,18 @@ class Gradients:
         Returns:
             One sum per parameter, ``[*shape]``, real.
         """
-        distinct = {id(scale): self._coefficients(scale) for scale in scales}  # as a rule they are one
+        distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype]] = {}  # as a rule one
         sums = []
         for factor, scale, dtype in zip(self.weighted_factors, scales, dtypes, strict=True):
-            coefficients, wide = distinct[id(scale)]
-            sums.append(factor.weighted_sum(coefficients, torch.float64 if wide else dtype).to(dtype))
+            key = id(scale), dtype
+            if key not in distinct:
+                distinct[key] = self._coefficients(scale, dtype)
+            sums.append(factor.weighted_sum(*distinct[key]).to(dtype))
         return sums
 
-    def _coefficients(self, scale: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Return wᵢ sᵢ, and whether float32 is too narrow for them: scales of huge or tiny gradients may be."""
+    def _coefficients(self, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, torch.dtype]:
+        """Return wᵢ sᵢ, and the dtype to add up in: float32 may be too narrow for scales of huge or tiny gradients."""
         if scale is None:
-            return self.weights, False
+            return self.weights, dtype
         scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
-        return scale, exceeds(scale)
+        return (scale, torch.float64) if exceeds(scale) else (scale.to(dtype), dtype)

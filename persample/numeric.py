@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,15 +140,66 @@ def squared_norms(x: Tensor) -> Tensor:
         return rows.double().square().sum(1)
     if len(rows) > 1 and rows.stride(0) == 0:  # one row for all samples
         return squared_norms(rows[:1]).expand(len(rows))
+    pool: _Pool | None = getattr(_local, "pool", None)
+    if pool is not None and not is_traced(rows) and rows.untyped_storage().data_ptr() in pool.memory:
+        return pool.squared(rows)
     squared = _blockwise(rows)
     if is_traced(rows) and rows.numel():
         return _scaled(rows, squared)
+    _mend([(rows, squared)])
+    return squared
+
+
+class _Pool:
+    """Squared norms that are looked at together, those of the same rows computed once.
+
+    Args:
+        lasting: tensors that live at least as long as the pool.
+    """
+
+    def __init__(self, lasting: Iterable[Tensor]) -> None:
+        self.memory = {x.untyped_storage().data_ptr() for x in lasting if not is_wrapped(x)}
+        self.norms: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def squared(self, rows: Tensor) -> Tensor:
+        """Return the squared norms of rows, not looked at yet."""
+        key = rows.data_ptr(), rows.shape, rows.stride(), rows.dtype
+        if key not in self.norms:
+            self.norms[key] = rows, _blockwise(rows)
+        return self.norms[key][1]
+
+
+def together(lasting: Iterable[Tensor], compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Compute several norms with one look at all magnitudes, and those of the same rows (of a bias and a signal) once.
+
+    Args:
+        lasting: the tensors whose norms may be looked at together, alive anyway.
+        compute: calls ``squared_norms``; called again if norms were mended.
+
+    Returns:
+        What it returns.
+    """
+    _local.pool = pool = _Pool(lasting)
+    try:
+        result = compute()
+        return compute() if _mend(list(pool.norms.values())) else result
+    finally:
+        _local.pool = None
+
+
+def _mend(norms: list[tuple[Tensor, Tensor]]) -> bool:
+    """Compute squared norms anew where float32 is too narrow for squares; return whether there were any."""
     # Squares of numbers below 1e-19 vanish in float32, those above 1e19 overflow: such rows are scaled to 1 first.
-    least = torch.finfo(rows.dtype).tiny ** 0.5
-    if rows.numel() and not _within(squared, least):
+    norms = [(rows, squared) for rows, squared in norms if rows.numel()]
+    if not norms:
+        return False
+    least = max(torch.finfo(rows.dtype).tiny for rows, _ in norms) ** 0.5
+    if _within(torch.cat([squared for _, squared in norms]) if len(norms) > 1 else norms[0][1], least):
+        return False
+    for rows, squared in norms:
         doubtful = ~((squared > least) & (squared < torch.inf))
         squared[doubtful] = _scaled(rows[doubtful], squared[doubtful])
-    return squared
+    return True
 
 
 def _within(x: Tensor, least: float, most: float = torch.inf) -> bool:
@@ -172,4 +224,6 @@ def _blockwise(rows: Tensor) -> Tensor:
 
 
 def _squared(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1).double().square()
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return torch.linalg.vector_norm(x, dim=-1).double().square()
+    return x.square().sum(-1).double()  # across memory, ten times as fast

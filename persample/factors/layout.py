@@ -79,7 +79,8 @@ class Layout:
 
     def operand(self, x: Tensor, size: int) -> Tensor:
         """Return an operand ``[n, *axes, T]`` of the product as ``[n, G, T, size]``, size being o or i."""
-        moved = x.permute(0, *(axis + 1 for axis in self._sorted()), x.ndim - 1)
+        order = self._sorted()
+        moved = x if order == sorted(order) else x.permute(0, *(axis + 1 for axis in order), x.ndim - 1)
         return moved.reshape(len(x), self.block[0], size, x.shape[-1]).transpose(2, 3)
 
     def _sorted(self) -> list[int]:

@@ -117,11 +117,11 @@ class Outer:
             left = numeric.scaled_rows(left, weights, dtype)
         elif weights is not None:
             right = numeric.scaled_rows(right, weights, dtype)
-        signals, inputs = _folded(left.to(dtype)), _folded(right.to(dtype))
-        product = (
-            (signals[0].T @ inputs[0])[None] if len(signals) == 1 else signals.mT @ inputs
-        )  # mm is faster than bmm
-        return self.layout.restore(product[None])[0]
+        left, right = left.to(dtype), right.to(dtype)
+        if left.shape[1] == 1:  # mm is faster than bmm
+            product = left.reshape(-1, left.shape[3]).T @ right.reshape(-1, right.shape[3])
+            return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
+        return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
 
     def _balanced(self) -> Outer:
         """Return the same with operands of like norms, where squares and products of one alone might not exist."""

@@ -137,9 +137,10 @@ def outer(left: Tensor, right: Tensor, shape: Sequence[int], dtype: torch.dtype)
         dtype: the dtype of the gradients.
     """
     batch, common = max(len(left), len(right)), torch.promote_types(left.dtype, right.dtype)
-    left, right = (x.to(common).expand(batch, *x.shape[1:]) for x in (left, right))
+    left, right = (x.to(common) if len(x) == batch else x.to(common).expand(batch, *x.shape[1:]) for x in (left, right))
     single = [axis for axis in range(1, left.ndim - 1) if left.shape[axis] == right.shape[axis] == 1]
-    left, right = left.squeeze(single), right.squeeze(single)
+    if single:
+        left, right = left.squeeze(single), right.squeeze(single)
     alone = [a > 1 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True) if a == 1 or b == 1]
     if alone and not alone[0]:  # rows come first, so that equal uses have equal layouts
         left, right = right, left
