@@ -9,6 +9,9 @@ from persample.errors import ArgumentError
 
 # The unit of every ratio: the name of its method, and of its curve.
 UNIT = "batch gradient"
+# Physical limits, timed like methods: writing as many bytes as the stacked gradients have into memory that is already
+# there, and the matrix products of one batch gradient. They compute no result, and compete with nobody.
+FILL, GEMMS = LIMITS = ("fill_", "batch gradient's GEMMs")
 
 Status = Literal["ok", "wrong", "cannot", "out of memory", "too slow"]
 Measure = Literal["time", "memory", "first call"]
@@ -83,7 +86,7 @@ class ScalingRecord(_Checked):
     """One point of a scaling curve: the TD(0) MLP with two hidden layers of one width, at one batch size.
 
     Args:
-        method: name of the method, or of a physical limit: ``"fill_"`` for stacks, the unit for reductions.
+        method: name of the method, or of one of the LIMITS.
         quantity: what was computed.
         batch_size: B.
         hidden: width of the hidden layers.
