@@ -30,7 +30,7 @@ METHODS = {
     "naive loop": (45.0, 0.02),
     "torch.func": (14.0, 1.0),
     "torch.func compiled": (8.0, 1.0),
-    "persample": (2.0, 0.02),
+    "persample eager": (2.0, 0.02),
     "persample compiled": (0.9, 0.01),
     "persample compiled, out=": (0.85, 0.01),
     "ExpandedWeights": (19.0, 1.0),
@@ -126,7 +126,7 @@ def _outcome(workload, quantity, method):
 
 
 def _scaling():
-    methods = {"persample": 2e-3, "persample compiled": 0.05e-3, "torch.func": 0.8e-3}
+    methods = {"persample eager": 2e-3, "persample compiled": 0.05e-3, "torch.func": 0.8e-3}
     widths, sizes = (16, 64, 256, 1024, 2048), (1, 4, 16, 64, 256, 1024, 4096, 16384)
     points = [(b, 256) for b in sizes] + [(256, h) for h in widths if h != 256]
     for batch_size, hidden in points:
@@ -149,9 +149,9 @@ def _point(method, quantity, batch_size, hidden, seconds, size):
 
 
 TARGETS = (
-    Target("TD(0) MLP 256, B=1024", "clipped_mean", "persample", 1.6, 3),
-    Target("TD(0) MLP 256, B=1024", "norms", "persample", 1.0, 3, "time", "persample", "clipped_mean"),
-    Target("wide MLP 5120, B=32", "clipped_mean", "persample", 1.3, 3, "memory"),
+    Target("TD(0) MLP 256, B=1024", "clipped_mean", "persample eager", 1.6, 3),
+    Target("TD(0) MLP 256, B=1024", "norms", "persample eager", 1.0, 3, "time", "persample eager", "clipped_mean"),
+    Target("wide MLP 5120, B=32", "clipped_mean", "persample eager", 1.3, 3, "memory"),
     Target("TD(0) MLP 256, B=256", "clipped_mean", "persample compiled", 0.95, 4),
     Target("TD(0) MLP 256, B=256", "stack", "persample compiled, out=", 1.4, 4, relative_to=FILL),
     Target("tutorial TD(0), B=2", "stack", "persample compiled", 2.0, 4, relative_to="JAX jit(vmap(grad))"),
