@@ -28,7 +28,7 @@ def standings_grid(results: Results) -> Grid:
             counts = Counter(standing.verdict for standing in standings(results, measure, method))
             rows.append([method, measure, *(str(counts[verdict]) for verdict in _VERDICTS)])
     headings = ("method", "compared by", "no other can", "ahead", f"within {MARGIN:.0%}", "behind")
-    return Grid(headings, rows, left=2)
+    return Grid(headings, rows, numbers=range(2, 6))
 
 
 def losses_grid(results: Results, notes: Notes | None = None) -> Grid:
@@ -43,7 +43,7 @@ def losses_grid(results: Results, notes: Notes | None = None) -> Grid:
     """
     rows = [_loss(standing) + ([notes[standing.key]] if notes else []) for standing in losses(results)]
     headings = ["workload", "quantity", "compared by", "our best", "best of the others", "ours / theirs"]
-    return Grid([*headings, *(["why"] if notes else [])], rows, left=5)
+    return Grid([*headings, *(["why"] if notes else [])], rows, numbers={5})
 
 
 def _loss(standing: Standing) -> list[str]:
@@ -70,7 +70,7 @@ def targets_grid(results: Results) -> Grid:
         The table.
     """
     headings = ("workload", "quantity", "method", "demanded", "measured", "met", "issue")
-    return Grid(headings, [_demand(outcome) for outcome in outcomes(results)], left=4)
+    return Grid(headings, [_demand(outcome) for outcome in outcomes(results)], numbers={4})
 
 
 def _demand(outcome: Outcome) -> list[str]:

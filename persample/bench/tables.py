@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from persample.bench.records import LIMITS, UNIT, Record, Results
 from persample.bench.standings import cost, is_ours
 from persample.bench.text import Grid, escaped, mebibytes, number, seconds, shortened, table, words
-
-# Seconds of a first call from which on it is in the tables.
-_WORTH_SAYING = 1.0
 
 
 def ordered(methods: Iterable[str]) -> list[str]:
@@ -51,7 +47,7 @@ def environment_grid(environment: dict[str, Any]) -> Grid:
     for name, value in environment.items():
         flat |= value if isinstance(value, dict) else {name: value}
     rows = [[name.replace("_", " "), str(value)] for name, value in flat.items() if value is not None]
-    return Grid(("what", "value"), rows, left=2)
+    return Grid(("what", "value"), rows)
 
 
 def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> str:
@@ -77,7 +73,10 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> st
         ratios = [_ratio(cell, best[workload]) for cell, workload in zip(cells, columns, strict=True)]
         rows.append([_name(method), *ratios])
     line = f"\nWithout a {words(quantity)} of any of these: {', '.join(without)}.\n" if without else ""
-    return table((f"{words(quantity)}, time relative to one batch gradient", *columns), rows) + line
+    return (
+        table((f"{words(quantity)}, time relative to one batch gradient", *columns), rows, range(1, 1 + len(columns)))
+        + line
+    )
 
 
 def _unit_row(results: Results, columns: Sequence[str]) -> list[str]:
@@ -93,64 +92,57 @@ def _lowest(records: Iterable[Record]) -> float | None:
     return min((ratio for r in records if (ratio := cost(r, "time")) is not None), default=None)
 
 
-def _ratio(record: Record | None, best: float | None, *, spread: bool = False) -> str:
+def _ratio(record: Record | None, best: float | None) -> str:
     if record is None:
         return ""
     ratio = cost(record, "time")
     if ratio is None:
         return record.status
-    text = number(ratio)
-    text = f"**{text}**" if ratio == best else text
-    return f"{text} ± {number(record.ratio_iqr / 2)}" if spread and record.ratio_iqr is not None else text
+    return f"**{number(ratio)}**" if ratio == best else number(ratio)
 
 
-def workload_table(results: Results, workload: str) -> str:
-    """Show everything about one workload.
+def full_table(results: Results, workload: str, quantity: str) -> str:
+    """Show everything about one quantity of one workload.
+
+    Args:
+        results: of a run.
+        workload: its name.
+        quantity: what is computed.
+
+    Returns:
+        The table, with a row per method; who cannot do it says why, in its own words.
+    """
+    records = {r.method: r for r in results.records if (r.workload, r.quantity) == (workload, quantity)}
+    best = _lowest(r for r in records.values() if r.method not in LIMITS)
+    headings = ("method", "ratio", "time", "peak memory", "first call", "largest error, or why not")
+    return table(headings, [_row(records[method], best) for method in ordered(records)], numbers=range(1, 5))
+
+
+def _row(record: Record, best: float | None) -> list[str]:
+    ratio = _ratio(record, best)
+    if record.status != "ok":
+        return [_name(record.method), ratio, "", "", "", escaped(shortened(record.reason))]
+    return [
+        _name(record.method),
+        ratio if record.ratio_iqr is None else f"{ratio} ± {number(record.ratio_iqr / 2)}",
+        "" if record.median_s is None else seconds(record.median_s),
+        "" if record.peak_bytes is None else mebibytes(record.peak_bytes),
+        "" if record.first_call_s is None else seconds(record.first_call_s),
+        "" if record.error is None or record.method in LIMITS else f"{record.error:.0e}",
+    ]
+
+
+def unit_line(results: Results, workload: str) -> str:
+    """Say what one batch gradient of a workload costs.
 
     Args:
         results: of a run.
         workload: its name.
 
     Returns:
-        What the batch gradient costs, a table of time and memory with a row per method and a column per quantity, and
-        what the methods that cannot do it say.
+        The sentence.
     """
     records = [record for record in results.records if record.workload == workload]
-    quantities = list(dict.fromkeys(record.quantity for record in records))
-    best = {q: _lowest(r for r in records if r.quantity == q and r.method not in LIMITS) for q in quantities}
-    cells = {(record.method, record.quantity): record for record in records}
-    rows = [
-        [_name(method), *(_cell(cells.get((method, quantity)), best[quantity]) for quantity in quantities)]
-        for method in ordered(record.method for record in records)
-    ]
-    return f"{_unit(records)}\n\n{table(('method', *map(words, quantities)), rows)}{_reasons(records)}"
-
-
-def _unit(records: Sequence[Record]) -> str:
     time = next((seconds(r.unit_s) for r in records if r.unit_s is not None), "not measured")
-    memory = next((mebibytes(r.unit_peak_bytes) for r in records if r.unit_peak_bytes is not None), None)
-    return f"One batch gradient: {time}" + (f", {memory}." if memory else ".")
-
-
-def _cell(record: Record | None, best: float | None) -> str:
-    parts = [_ratio(record, best, spread=True)]
-    if record is not None and record.status == "ok":
-        parts += [] if record.peak_bytes is None else [mebibytes(record.peak_bytes)]
-        first = record.first_call_s or 0.0
-        parts += [f"first {seconds(first)}"] if first >= _WORTH_SAYING else []
-    return "<br>".join(parts)
-
-
-def _reasons(records: Sequence[Record]) -> str:
-    """List who fails at what, in their words; what fails for one reason is one line."""  # noqa: DOC201
-    failures: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for record in records:
-        if record.status != "ok":
-            methods = failures.setdefault((record.status, record.reason), {})
-            methods.setdefault(record.method, []).append(words(record.quantity))
-    tried = Counter(record.method for record in records)
-    lines = []
-    for (status, reason), methods in failures.items():
-        who = [f"{m} ({'all' if len(q) == tried[m] else ', '.join(q)})" for m, q in methods.items()]
-        lines.append(f"- {'; '.join(who)}: {status}: {escaped(shortened(reason))}\n")
-    return "".join(["\n", *lines]) if lines else ""
+    memory = next((f", {mebibytes(r.unit_peak_bytes)}" for r in records if r.unit_peak_bytes is not None), "")
+    return f"One batch gradient: {time}{memory}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 _LONGEST = 240
@@ -16,10 +16,10 @@ class Grid:
     Args:
         headings: of the columns.
         rows: their cells.
-        left: how many of the first columns are text, and not aligned to the right.
+        numbers: the columns that are aligned to the right.
 
     Examples:
-        >>> print(Grid(["method", "ratio"], [["fill_", "2.50"]]).markdown(), end="")
+        >>> print(Grid(["method", "ratio"], [["fill_", "2.50"]], {1}).markdown(), end="")
         | method | ratio |
         | --- | ---: |
         | fill\_ | 2.50 |
@@ -27,7 +27,7 @@ class Grid:
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: int = 1
+    numbers: Collection[int] = ()
 
     def markdown(self) -> str:
         """Write it for a page.
@@ -35,7 +35,7 @@ class Grid:
         Returns:
             The Markdown table, ending in a newline.
         """
-        return table(self.headings, [list(map(escaped, row)) for row in self.rows], self.left)
+        return table(self.headings, [list(map(escaped, row)) for row in self.rows], self.numbers)
 
 
 def number(value: float) -> str:
@@ -137,22 +137,22 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|~$])", r"\\\1", text)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
     """Lay out a Markdown table.
 
     Args:
         headings: of the columns.
         rows: their cells.
-        left: how many of the first columns are text, and not aligned to the right.
+        numbers: the columns that are aligned to the right.
 
     Returns:
         The table, ending in a newline.
 
     Examples:
-        >>> print(table(["method", "ratio"], [["loop", "2.50"]]), end="")
+        >>> print(table(["method", "ratio"], [["loop", "2.50"]], {1}), end="")
         | method | ratio |
         | --- | ---: |
         | loop | 2.50 |
     """
-    rules = ["---" if column < left else "---:" for column in range(len(headings))]
+    rules = ["---:" if column in numbers else "---" for column in range(len(headings))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rules, *rows))
