@@ -17,6 +17,7 @@ from persample.bench.records import Results
 from persample.bench.report import machine, report
 from persample.bench.standings import standings
 from persample.bench.tables import short_table
+from persample.bench.text import words
 from persample.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +61,8 @@ def readme_part(run: Results | None) -> str:
         f"[behind in {counts['behind']}]({DOCS}#where-we-lose)."
     )
     picture = f"![time of every method on every workload]({PICTURES}/{MAIN}/time-{QUANTITY}.png)"
-    return f"{short_table(run, QUANTITY, COLUMNS)}\n{summary}\n\n{picture}\n"
+    title = f"Time of a {words(QUANTITY)} relative to one batch gradient:"
+    return f"{title}\n\n{short_table(run, QUANTITY, COLUMNS)}\n{summary}\n\n{picture}\n"
 
 
 def docs_part(found: dict[str, Results]) -> str:

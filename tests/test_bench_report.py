@@ -56,7 +56,7 @@ class TestTables:
         text = short_table(RUN, "clipped_mean", (TD, "GRU policy, 32x50", "not in the run"))
         lines = text.splitlines()
         assert cells(lines[0])[1:] == [TD, "GRU policy, 32x50"]
-        assert cells(lines[2]) == ["batch gradient (time)", "1.70 ms", "7.50 ms"]
+        assert cells(lines[2]) == ["batch gradient: time", "1.70 ms", "7.50 ms"]
         methods = [cells(line)[0].strip("*") for line in lines[3:] if line.startswith("|")]
         left_out = {"BackPACK", "TorchJD", "MindSpore jit(vmap(grad))"}
         assert set(methods) == bench_run.METHODS.keys() - left_out
@@ -221,7 +221,7 @@ class TestPages:
         pages.write(checkout)
         text = (checkout / pages.DOCS).read_text()
         assert re.findall("^## (.*)$", text, re.MULTILINE) == [
-            "Invented CPU, 2 threads, torch 2.13.0, 2026-11-21",
+            "Invented CPU, threads: 2, torch 2.13.0, 2026-11-21",
             "Invented GPU",
         ]
         assert "Invented GPU" not in (checkout / pages.README).read_text()
