@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench docs
+.PHONY: help demo test slow lint bench bench-report docs
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ slow: $(INSTALLED) ## train five seeds to the end
 
 bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+
+bench-report: $(INSTALLED) ## write the tables and figures of README and docs/benchmarks.md from benchmarks/results
+	$(BIN)/python -m benchmarks.pages
 
 docs: $(INSTALLED) ## build the documentation and serve it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -2,7 +2,7 @@
 
 import sys
 
-_EXTRAS = ("typer", "rich", "matplotlib", "gymnasium")
+_EXTRAS = ("typer", "rich", "matplotlib", "PIL", "gymnasium")
 
 
 def main() -> None:
