@@ -1,0 +1,57 @@
+"""A workload as one .npz file, for environments without torch: parameters, frozen tensors, batch. NumPy only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a workload is made of, as arrays.
+
+    Args:
+        name: of the workload.
+        kind: which model and loss to rebuild.
+        sizes: what the kind is parametrized by.
+        params: what is differentiated, by torch's names.
+        frozen: what is not (a target network, LoRA's bases), by torch's names.
+        batch: arrays with a leading batch axis.
+    """
+
+    name: str
+    kind: str
+    sizes: dict[str, Any]
+    params: dict[str, np.ndarray]
+    frozen: dict[str, np.ndarray]
+    batch: tuple[np.ndarray, ...]
+
+
+def save(saved: Saved, path: str | Path) -> None:
+    """Write the file: arrays named params/…, frozen/… and batch/0, batch/1, …; the rest as JSON text."""
+    about = json.dumps({"name": saved.name, "kind": saved.kind, "sizes": saved.sizes})
+    arrays = {
+        **{f"params/{name}": value for name, value in saved.params.items()},
+        **{f"frozen/{name}": value for name, value in saved.frozen.items()},
+        **{f"batch/{i}": value for i, value in enumerate(saved.batch)},
+    }
+    np.savez(path, about=np.array(about), **arrays)  # type: ignore[arg-type]
+
+
+def load(path: str | Path) -> Saved:
+    """Read the file."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    about = json.loads(str(arrays.pop("about")))
+    batch = _under("batch/", arrays)
+    ordered = tuple(batch[str(i)] for i in range(len(batch)))
+    return Saved(**about, params=_under("params/", arrays), frozen=_under("frozen/", arrays), batch=ordered)
+
+
+def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
