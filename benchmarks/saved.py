@@ -56,6 +56,14 @@ def load(path: str | Path) -> Saved:
     return Saved(**about, params=_under("params/", arrays), frozen=_under("frozen/", arrays), batch=ordered)
 
 
+def equal(one: Saved, other: Saved) -> bool:
+    """Tell whether two workloads have the same parameters and batch, number by number."""
+    if one.params.keys() != other.params.keys() or len(one.batch) != len(other.batch):
+        return False
+    pairs = [(one.params[name], other.params[name]) for name in one.params]
+    return all(np.array_equal(a, b) for a, b in [*pairs, *zip(one.batch, other.batch, strict=True)])
+
+
 def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
 
