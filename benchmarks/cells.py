@@ -25,7 +25,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "LoRA transformer, B=16": ("clipped_mean", "stack"),
     "wide MLP 5120, B=32": ("clipped_mean", "stack"),
 }
-QUICK: dict[str, tuple[str, ...]] = {"tutorial TD(0), B=2": ("stack",), "TD(0) MLP 64, B=256": ("clipped_mean",)}
+QUICK: dict[str, tuple[str, ...]] = {"TD(0) MLP 64, B=256": ("clipped_mean",)}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.workers import Workers
 from persample.bench.records import Record
 from persample.errors import ArgumentError
 
-RESULTS = ROOT / "benchmarks/results/run.json"
+RESULTS = ROOT / "benchmarks/results"
 console = Console()
 app = typer.Typer(add_completion=False)
 
@@ -43,7 +43,8 @@ def run(
     """
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; leave it out to measure on the CPU", param_hint="--cuda")
-    path = results or (Path(tempfile.mkdtemp()) / "quick.json" if quick else RESULTS)
+    folder = Path(tempfile.mkdtemp()) if quick else RESULTS
+    path = results or folder / ("cuda.json" if cuda else "cpu.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     if again:
         path.unlink(missing_ok=True)

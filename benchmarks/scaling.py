@@ -10,12 +10,11 @@ from persample.bench.records import UNIT, Record, ScalingRecord
 
 BATCH_SIZES, HIDDEN = (1, 8, 64, 256, 1024, 4096, 16384), 64
 WIDTHS, BATCH_SIZE = (16, 64, 256, 1024, 2048), 256
-# Sizes of a smoke run: (batch size, width).
-QUICK = ((1, HIDDEN), (8, HIDDEN))
+# (batch size, width)
 SIZES = tuple(dict.fromkeys([*((b, HIDDEN) for b in BATCH_SIZES), *((BATCH_SIZE, h) for h in WIDTHS)]))
 QUANTITIES = ("stack", "clipped_mean")
-# One method a kind suffices in a smoke run.
-QUICK_METHODS = (UNIT, "persample eager")
+# All that a smoke run measures.
+QUICK_SIZES, QUICK_QUANTITIES, QUICK_METHODS = ((8, HIDDEN),), ("clipped_mean",), (UNIT, "persample eager")
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ def points(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str
     """List the points by size, small ones first."""
     found = [
         Point(Cell(f"TD(0) MLP {hidden}, B={batch_size}", of, method), quantity, batch_size, hidden)
-        for batch_size, hidden in (QUICK if quick else SIZES)
+        for batch_size, hidden in (QUICK_SIZES if quick else SIZES)
         for method in methods
-        for quantity in QUANTITIES
+        for quantity in (QUICK_QUANTITIES if quick else QUANTITIES)
         for of in [quantity if method.name != UNIT else "mean"]
         if of in method.shown_for and (not quick or method.name in QUICK_METHODS)
     ]
