@@ -31,7 +31,7 @@ test: lint ## lint, then all tests with warnings as errors, docstring and README
 slow: $(INSTALLED) ## train five seeds to the end
 	$(BIN)/python -m pytest -m slow
 
-bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
+bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 bench-report: $(INSTALLED) ## write the tables and figures of README and docs/benchmarks.md from benchmarks/results

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as _replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
+from benchmarks import models
+from benchmarks.saved import Saved, save
 from persample import stop_gradient
-from persample.losses import reinforce_loss, td_loss
+from persample.losses import discounted_returns, reinforce_loss, td_loss
+
+DISCOUNT = 0.99
 
 
 @dataclass(frozen=True)
@@ -20,146 +27,231 @@ class Workload:
     """A model with its loss.
 
     Args:
+        kind: which model and loss, for those who rebuild them in another framework.
+        sizes: what the kind is parametrized by.
         model: what is differentiated.
         loss_fn: the loss of one sample: (model, *sample) → ``[]``.
         batch_loss: the mean loss, batched by hand as one would write it: (model, *batch) → ``[]``.
         batch: tensors with a leading batch axis.
+        name: key of WORKLOADS.
+        functional: the loss of one sample as a function of the parameters, (params, *sample) → ``[]``, where that is
+            how one would write it.
+        target: a frozen network that the losses close over.
     """
 
+    kind: str
+    sizes: dict[str, Any]
     model: nn.Module
-    loss_fn: Callable[..., Any]
-    batch_loss: Callable[..., Any]
-    batch: tuple[torch.Tensor, ...]
+    loss_fn: Callable[..., Tensor]
+    batch_loss: Callable[..., Tensor]
+    batch: tuple[Tensor, ...]
+    name: str = ""
+    functional: Callable[..., Tensor] | None = None
+    target: nn.Module | None = None
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters that are differentiated, detached."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters that are not: of the model, or of the target network."""
+        return {name: p.detach() for name, p in (self.target or self.model).named_parameters() if not p.requires_grad}
+
+    def pure_loss(self, params: dict[str, Tensor], *sample: Tensor) -> Tensor:
+        """Compute the loss of one sample as a function of the parameters, as torch.func wants it."""
+        if self.functional is not None:
+            return self.functional(params, *sample)
+        return functional_call(_Called(self), {f"model.{name}": p for name, p in params.items()}, sample)
+
+    def to(self, where: str | torch.dtype) -> Workload:
+        """Move networks (in place) and batch to a device, or what is floating of them to a dtype."""
+        for module in (self.model, self.target):
+            if module is not None:
+                module.to(where)
+        fixed = isinstance(where, torch.dtype)
+        batch = tuple(x if fixed and not x.is_floating_point() else x.to(where) for x in self.batch)
+        return _replace(self, batch=batch)
+
+    def saved(self) -> Saved:
+        """Turn it into arrays."""
+        params, frozen = ({k: v.cpu().numpy() for k, v in part.items()} for part in (self.params, self.frozen))
+        return Saved(self.name, self.kind, self.sizes, params, frozen, tuple(x.cpu().numpy() for x in self.batch))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as one .npz file (see ``benchmarks.saved``)."""
+        save(self.saved(), path)
 
 
-def _mlp(*sizes, activation=nn.Tanh):
-    pairs = itertools.pairwise(sizes)
-    layers = [layer for i, o in pairs for layer in (nn.Linear(i, o), activation())]
-    return nn.Sequential(*layers[:-1])
+class _Called(nn.Module):
+    """The loss as a module, so that functional_call reaches the model through it."""
 
-
-def td_mlp(batch_size, hidden=256):
-    def loss(model, s_tm1, r_t, s_t):
-        v_tm1, v_t = (model(s).squeeze(-1) for s in (s_tm1, s_t))
-        return td_loss(v_tm1, r_t, 0.99, v_t)
-
-    batch = (torch.randn(batch_size, 8), torch.randn(batch_size), torch.randn(batch_size, 8))
-    return Workload(_mlp(8, hidden, hidden, 1), loss, lambda *args: loss(*args).mean(), batch)
-
-
-def reinforce_mlp(episodes=32, steps=200, hidden=64):
-    model = _mlp(8, hidden, hidden, 4)
-    return _reinforce(model, episodes, steps)
-
-
-class _GRUPolicy(nn.Module):
-    def __init__(self):
+    def __init__(self, work: Workload):
         super().__init__()
-        self.memory = nn.GRU(8, 64, batch_first=True)
-        self.head = nn.Linear(64, 4)
+        self.model, self.loss_fn = work.model, work.loss_fn
 
-    def forward(self, obs_t):
-        return self.head(self.memory(obs_t)[0])
-
-
-def gru_policy(episodes=32, steps=50):
-    return _reinforce(_GRUPolicy(), episodes, steps)
+    def forward(self, *sample):
+        return self.loss_fn(self.model, *sample)
 
 
-def _reinforce(model, episodes, steps):
-    def loss(model, obs_t, a_t, return_t):
-        return reinforce_loss(model(obs_t), a_t, return_t)
+def _td_loss(model, s_tm1, r_t, s_t):
+    return td_loss(model(s_tm1).squeeze(-1), r_t, DISCOUNT, model(s_t).squeeze(-1))
 
-    def batch_loss(model, obs_t, a_t, return_t):
+
+def _td_batch_loss(model, s_tm1, r_t, s_t):
+    target = r_t + DISCOUNT * model(s_t).detach().squeeze(-1)
+    return (target - model(s_tm1).squeeze(-1)).square().mean()
+
+
+def td_linear(batch_size):
+    """The tutorial's TD(0), with 3 parameters and no discount: squared TD error of a linear value function."""
+
+    def functional(params, s_tm1, r_t, s_t):
+        return (r_t + stop_gradient(s_t @ params["theta"]) - s_tm1 @ params["theta"]) ** 2
+
+    def loss(model, s_tm1, r_t, s_t):
+        return (r_t + stop_gradient(model(s_t)) - model(s_tm1)) ** 2
+
+    batch = (torch.randn(batch_size, 3), torch.randn(batch_size), torch.randn(batch_size, 3))
+    return Workload(
+        "td_linear",
+        {"batch_size": batch_size},
+        models.LinearValue(3),
+        loss,
+        lambda *args: loss(*args).mean(),
+        batch,
+        functional=functional,
+    )
+
+
+def td_mlp(batch_size, hidden):
+    batch = (torch.randn(batch_size, 8), torch.randn(batch_size), torch.randn(batch_size, 8))
+    sizes = {"batch_size": batch_size, "hidden": hidden, "features": 8}
+    return Workload("td_mlp", sizes, models.mlp(8, hidden, hidden, 1), _td_loss, _td_batch_loss, batch)
+
+
+def reinforce(kind, model, steps, **sizes):
+    """REINFORCE on 32 episodes of CartPole: one sample is one episode, padded to ``steps``."""
+
+    def batch_loss(model, obs_t, a_t, return_t, mask_t):
         log_pi = torch.log_softmax(model(obs_t), -1).gather(-1, a_t[..., None]).squeeze(-1)
-        return -(log_pi * return_t).sum(1).mean()
+        return -(log_pi * return_t * mask_t).sum(1).mean()
 
-    batch = (torch.randn(episodes, steps, 8), torch.randint(4, (episodes, steps)), torch.randn(episodes, steps))
-    return Workload(model, loss, batch_loss, batch)
+    def loss(model, obs_t, a_t, return_t, mask_t):
+        return reinforce_loss(model(obs_t), a_t, return_t, mask_t)
+
+    batch = cartpole_episodes(32, steps)
+    return Workload(kind, {"batch_size": 32, "steps": steps, **sizes}, model, loss, batch_loss, batch)
 
 
-def dqn_cnn(batch_size=32):
-    def network():
-        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3)]
-        return nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 6))
+def cartpole_episodes(episodes, steps):
+    """Roll out a hand-written policy: it pushes to where the pole falls, and half of the time at random."""
+    from persample.rl import collect_episodes, make_envs  # needs gymnasium
 
-    target_network = network()
+    def act(obs, generator):
+        falls_right = (obs[:, 2] + obs[:, 3] > 0).long()
+        random = torch.randint(2, falls_right.shape, generator=generator)
+        return torch.where(torch.rand(falls_right.shape, generator=generator) < 0.5, random, falls_right)
+
+    rollout = collect_episodes(make_envs("CartPole-v1", 8), act, episodes, discount=DISCOUNT, seed=0, max_steps=steps)
+    return_t = discounted_returns(rollout.r_t.T, rollout.discount_t.T, 0.0).T
+    fields = (rollout.obs_t, rollout.a_t, (return_t - return_t.mean()) / return_t.std(), rollout.mask_t)
+    return tuple(_padded(x, steps) for x in fields)
+
+
+def _padded(x: Tensor, steps: int) -> Tensor:
+    padded = x.new_zeros(x.shape[0], steps, *x.shape[2:])
+    padded[:, : x.shape[1]] = x
+    return padded
+
+
+def dqn_cnn(batch_size, actions=6):
+    target = models.nature_cnn(actions).requires_grad_(requires_grad=False)
 
     def loss(model, s_tm1, a_tm1, r_t, s_t):
-        target = r_t + 0.99 * target_network(s_t[None])[0].max()
-        return F.smooth_l1_loss(model(s_tm1[None])[0].gather(0, a_tm1[None])[0], stop_gradient(target))
+        y = r_t + DISCOUNT * target(s_t[None])[0].max()
+        return F.smooth_l1_loss(model(s_tm1[None])[0].gather(0, a_tm1[None])[0], stop_gradient(y))
 
     def batch_loss(model, s_tm1, a_tm1, r_t, s_t):
         with torch.no_grad():
-            target = r_t + 0.99 * target_network(s_t).max(1).values
-        return F.smooth_l1_loss(model(s_tm1).gather(1, a_tm1[:, None])[:, 0], target)
+            y = r_t + DISCOUNT * target(s_t).max(1).values
+        return F.smooth_l1_loss(model(s_tm1).gather(1, a_tm1[:, None])[:, 0], y)
 
-    images = (torch.rand(batch_size, 4, 84, 84) for _ in range(2))
-    batch = (next(images), torch.randint(6, (batch_size,)), torch.randn(batch_size), next(images))
-    target_network.requires_grad_(requires_grad=False)
-    return Workload(network(), loss, batch_loss, batch)
-
-
-class _Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = _mlp(width, 4 * width, width, activation=nn.GELU)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2))
-        return x + self.mlp(self.norm2(x))
+    s_tm1, s_t = torch.rand(2, batch_size, 4, 84, 84)
+    batch = (s_tm1, torch.randint(actions, (batch_size,)), torch.randn(batch_size), s_t)
+    sizes = {"batch_size": batch_size, "actions": actions}
+    return Workload("dqn_cnn", sizes, models.nature_cnn(actions), loss, batch_loss, batch, target=target)
 
 
-class _Transformer(nn.Module):
-    def __init__(self, vocabulary, length, width=128, layers=4):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.randn(length, width) / 50)
-        self.blocks = nn.Sequential(*(_Block(width, heads=4) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.embed.weight, std=0.02)
+def transformer(vocabulary, batch_size, *, length=128, width=128, layers=4, heads=4):
+    """Next-token cross-entropy of sequences; each holds ``length`` + 1 tokens."""
 
-    def forward(self, tokens):
-        return F.linear(self.norm(self.blocks(self.embed(tokens) + self.position)), self.embed.weight)  # tied
-
-
-def transformer(vocabulary=2000, batch_size=16, length=128):
     def loss(model, tokens):
         return F.cross_entropy(model(tokens[:-1]), tokens[1:])
 
     def batch_loss(model, tokens):
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
+    sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
     batch = (torch.randint(vocabulary, (batch_size, length + 1)),)
-    return Workload(_Transformer(vocabulary, length), loss, batch_loss, batch)
+    model = models.Transformer(**sizes)
+    return Workload("transformer", {"batch_size": batch_size, **sizes}, model, loss, batch_loss, batch)
 
 
-def wide_mlp(batch_size=32):
+def lora(vocabulary, batch_size, rank=8, scale=2.0):
+    """The same with adapters; what they update is frozen."""
+    base = transformer(vocabulary, batch_size)
+    model = models.with_lora(base.model, rank, scale)
+    return _replace(base, kind="lora", sizes={**base.sizes, "rank": rank, "scale": scale}, model=model)
+
+
+def wide_mlp(batch_size):
     def loss(model, x, y):
         return F.mse_loss(model(x), y)
 
     batch = (torch.randn(batch_size, 5120), torch.randn(batch_size, 1280))
-    return Workload(_mlp(5120, 2560, 1280, activation=nn.ReLU), loss, loss, batch)
+    model = models.mlp(5120, 2560, 1280, activation=nn.ReLU)
+    return Workload("wide_mlp", {"batch_size": batch_size, "widths": [5120, 2560, 1280]}, model, loss, loss, batch)
+
+
+def reinforce_mlp(hidden):
+    return reinforce("reinforce_mlp", models.mlp(4, hidden, hidden, 2), 200, hidden=hidden)
+
+
+def reinforce_gru(hidden):
+    return reinforce("reinforce_gru", models.GRUPolicy(4, hidden, 2), 50, hidden=hidden)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "tutorial TD(0), B=2": lambda: td_linear(2),
+    "tutorial TD(0), B=4096": lambda: td_linear(4096),
+    "tutorial TD(0), B=65536": lambda: td_linear(65536),
     "TD(0) MLP 64, B=256": lambda: td_mlp(256, hidden=64),
-    "TD(0) MLP 256, B=256": lambda: td_mlp(256),
-    "TD(0) MLP 256, B=1024": lambda: td_mlp(1024),
-    "REINFORCE MLP 64, 32x200": reinforce_mlp,
+    "TD(0) MLP 64, B=1024": lambda: td_mlp(1024, hidden=64),
+    "TD(0) MLP 256, B=256": lambda: td_mlp(256, hidden=256),
+    "TD(0) MLP 256, B=1024": lambda: td_mlp(1024, hidden=256),
+    "REINFORCE MLP 64, 32x200": lambda: reinforce_mlp(hidden=64),
     "REINFORCE MLP 256, 32x200": lambda: reinforce_mlp(hidden=256),
-    "REINFORCE GRU 64, 32x50": gru_policy,
-    "DQN Nature CNN, B=32": dqn_cnn,
-    "transformer, vocabulary 2000, B=16": transformer,
-    "transformer, vocabulary 32000, B=16": lambda: transformer(32000),
-    "MLP 5120-2560-1280, B=32": wide_mlp,
+    "GRU policy, 32x50": lambda: reinforce_gru(hidden=64),
+    "DQN Nature CNN, B=32": lambda: dqn_cnn(32),
+    "transformer tied, B=16": lambda: transformer(2000, 16),
+    "transformer tied 32000, B=16": lambda: transformer(32000, 16),
+    "LoRA transformer, B=16": lambda: lora(2000, 16),
+    "wide MLP 5120, B=32": lambda: wide_mlp(32),
 }
 
 
+# For the scaling curves, this one exists in any size.
+_TD_MLP = re.compile(r"TD\(0\) MLP (\d+), B=(\d+)")
+
+
 def build(name: str) -> Workload:
-    torch.manual_seed(0)
-    return WORKLOADS[name]()
+    """Build a workload; the same name gives the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if sizes := _TD_MLP.fullmatch(name):
+            work = td_mlp(hidden=int(sizes[1]), batch_size=int(sizes[2]))
+        else:
+            work = WORKLOADS[name]()
+        return _replace(work, name=name)

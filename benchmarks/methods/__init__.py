@@ -1,0 +1,21 @@
+"""The methods, one file per library; only the files of one environment are ever imported together."""
+
+from __future__ import annotations
+
+import importlib
+
+from benchmarks.methods.method import Method
+
+# Environment → the files whose METHODS it can run, in the order of the tables.
+FILES: dict[str, tuple[str, ...]] = {
+    "torch": ("unit", "loop", "torch_func", "ours", "expanded_weights", "limits"),
+    "torch-peers": (),
+    "jax": (),
+    "mindspore": (),
+}
+
+
+def load(environment: str) -> dict[str, Method]:
+    """Import the methods of one environment, by name."""
+    files = [importlib.import_module(f"benchmarks.methods.{name}") for name in FILES[environment]]
+    return {method.name: method for file in files for method in file.METHODS}

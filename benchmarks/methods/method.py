@@ -1,0 +1,57 @@
+"""What a method of the benchmark is: a way to compute a quantity of a workload. Imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.quantities import QUANTITIES
+
+# Clipping norm of the clipped mean, and what the variance divides by: n − CORRECTION.
+MAX_NORM = 1.0
+CORRECTION = 1
+
+
+class CannotError(Exception):
+    """A method cannot do this workload or quantity; the message says why, in the library's words where it has some."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A method set up for one workload and one quantity.
+
+    Args:
+        run: what is timed. It is synchronous (JAX: ``block_until_ready``; on CUDA the worker waits), and its result
+            stays in the framework.
+        numpy: from the result to arrays: by parameter name for stack, mean, clipped_mean and variance; ``[B]`` for
+            norms; ``[B, B]`` for gram.
+        setup_seconds: compile time spent before the first run, if any (the worker also times the first run).
+    """
+
+    run: Callable[[], Any]
+    numpy: Callable[[Any], dict[str, np.ndarray] | np.ndarray]
+    setup_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to compute quantities of workloads.
+
+    Args:
+        name: as the tables show it.
+        environment: "torch", "torch-peers", "jax" or "mindspore".
+        prepare: from (workload, quantity) to what is timed; raises ``CannotError`` with the reason, or lets the
+            library's own error out, whose words are then the reason. The workload is a ``Workload`` where there is
+            torch, else a ``Saved``.
+        is_limit: a physical limit and not a gradient: it is timed, and not checked.
+        shown_for: the quantities for which it has a row at all. What a library cannot do is a row, with the reason.
+    """
+
+    name: str
+    environment: str
+    prepare: Callable[[Any, str], Prepared]
+    is_limit: bool = False
+    shown_for: tuple[str, ...] = QUANTITIES
