@@ -1,11 +1,10 @@
-"""BackPACK: the extension that fits the quantity, BatchGrad, BatchL2Grad or Variance; without one, the plain gradient."""
+"""BackPACK: the extension that fits the quantity: BatchGrad, BatchL2Grad, Variance, or none for the mean."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-import torch
 from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad, Variance
 

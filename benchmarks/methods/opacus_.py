@@ -78,7 +78,11 @@ def _norms(hooked):
 def _two_passes(hooked):
     """The second backward pass is that of the losses weighted by the clipping factors; it sums."""
     optimizer = _optimizer(DPOptimizerFastGradientClipping, hooked)
-    criterion = DPLossFastGradientClipping(hooked.model, optimizer, lambda: hooked.losses(), loss_reduction="sum")
+
+    def losses():  # Opacus sets a `reduction` on the criterion, which a bound method refuses
+        return hooked.losses()
+
+    criterion = DPLossFastGradientClipping(hooked.model, optimizer, losses, loss_reduction="sum")
 
     def run():
         optimizer.zero_grad(set_to_none=True)
