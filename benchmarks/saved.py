@@ -1,4 +1,4 @@
-"""A workload as one .npz file, for environments without torch: parameters, frozen tensors, batch. NumPy only."""
+"""Workloads and true results as .npz files, which environments without torch can read. NumPy only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# The name of a true result that is one array.
+_ONE = "result"
 
 
 @dataclass(frozen=True)
@@ -53,5 +56,26 @@ def load(path: str | Path) -> Saved:
     return Saved(**about, params=_under("params/", arrays), frozen=_under("frozen/", arrays), batch=ordered)
 
 
+def equal(one: Saved, other: Saved) -> bool:
+    """Tell whether two workloads have the same parameters and batch, number by number."""
+    if one.params.keys() != other.params.keys() or len(one.batch) != len(other.batch):
+        return False
+    pairs = [(one.params[name], other.params[name]) for name in one.params]
+    return all(np.array_equal(a, b) for a, b in [*pairs, *zip(one.batch, other.batch, strict=True)])
+
+
 def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+
+
+def save_truth(truth: Mapping[str, np.ndarray] | np.ndarray, path: str | Path) -> None:
+    """Write what a quantity is in truth."""
+    arrays = truth if isinstance(truth, Mapping) else {_ONE: truth}
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+def load_truth(path: str | Path) -> dict[str, np.ndarray] | np.ndarray:
+    """Read what a quantity is in truth."""
+    with np.load(path) as file:
+        truth = dict(file)
+    return truth[_ONE] if truth.keys() == {_ONE} else truth

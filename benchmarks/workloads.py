@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as _replace
@@ -64,12 +65,14 @@ class Workload:
             return self.functional(params, *sample)
         return functional_call(_Called(self), {f"model.{name}": p for name, p in params.items()}, sample)
 
-    def to(self, device: str) -> Workload:
-        """Move networks (in place) and batch to a device."""
+    def to(self, where: str | torch.dtype) -> Workload:
+        """Move networks (in place) and batch to a device, or what is floating of them to a dtype."""
         for module in (self.model, self.target):
             if module is not None:
-                module.to(device)
-        return _replace(self, batch=tuple(x.to(device) for x in self.batch))
+                module.to(where)
+        fixed = isinstance(where, torch.dtype)
+        batch = tuple(x if fixed and not x.is_floating_point() else x.to(where) for x in self.batch)
+        return _replace(self, batch=batch)
 
     def saved(self) -> Saved:
         """Turn it into arrays."""
@@ -107,8 +110,8 @@ def td_linear(batch_size):
     def functional(params, s_tm1, r_t, s_t):
         return (r_t + stop_gradient(s_t @ params["theta"]) - s_tm1 @ params["theta"]) ** 2
 
-    def loss(model, *sample):
-        return functional({"theta": model.theta}, *sample)
+    def loss(model, s_tm1, r_t, s_t):
+        return (r_t + stop_gradient(model(s_t)) - model(s_tm1)) ** 2
 
     batch = (torch.randn(batch_size, 3), torch.randn(batch_size), torch.randn(batch_size, 3))
     return Workload(
@@ -239,8 +242,16 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 }
 
 
+# For the scaling curves, this one exists in any size.
+_TD_MLP = re.compile(r"TD\(0\) MLP (\d+), B=(\d+)")
+
+
 def build(name: str) -> Workload:
     """Build a workload; the same name gives the same numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _replace(WORKLOADS[name](), name=name)
+        if sizes := _TD_MLP.fullmatch(name):
+            work = td_mlp(hidden=int(sizes[1]), batch_size=int(sizes[2]))
+        else:
+            work = WORKLOADS[name]()
+        return _replace(work, name=name)

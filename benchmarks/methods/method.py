@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.quantities import QUANTITIES
+
 # Clipping norm of the clipped mean, and what the variance divides by: n − CORRECTION.
 MAX_NORM = 1.0
 CORRECTION = 1
@@ -45,9 +47,11 @@ class Method:
             library's own error out, whose words are then the reason. The workload is a ``Workload`` where there is
             torch, else a ``Saved``.
         is_limit: a physical limit and not a gradient: it is timed, and not checked.
+        shown_for: the quantities for which it has a row at all. What a library cannot do is a row, with the reason.
     """
 
     name: str
     environment: str
     prepare: Callable[[Any, str], Prepared]
     is_limit: bool = False
+    shown_for: tuple[str, ...] = QUANTITIES

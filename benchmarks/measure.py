@@ -1,0 +1,130 @@
+"""One cell: a method and the unit take turns, so that their ratio holds on a noisy machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.cells import Cell
+from benchmarks.process import FailedError, Process
+from persample.bench.records import Record
+
+# Memory that a method may take beyond what its process held.
+BUDGET = 4 * 2**30
+# Shorter calls are preceded by one that is not timed: the other worker has been using the caches.
+_WARMED_UP = 0.1
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure.
+
+    Args:
+        cell_s: seconds of all rounds together, where the fewest rounds do not take longer.
+        turn_s: seconds of one turn; short calls are repeated until they fill it.
+        rounds: the fewest and the most.
+        first_timeout_s: limit of setting up, compiling, and two calls.
+        calls_timeout_s: limit of the fewest rounds.
+    """
+
+    cell_s: float = 1.0
+    turn_s: float = 0.02
+    rounds: tuple[int, int] = (5, 50)
+    first_timeout_s: float = 300.0
+    calls_timeout_s: float = 60.0
+
+
+QUICK = Pace(cell_s=0.1, turn_s=0.002, rounds=(3, 5))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A method that is set up in its worker, and takes its turns.
+
+    Args:
+        worker: the process.
+        pace: how long to measure.
+        first_call_s: what the first call took, compilation included.
+        call_s: what a call takes, roughly.
+        error: of its result.
+    """
+
+    worker: Process
+    pace: Pace
+    first_call_s: float
+    call_s: float
+    error: float | None
+
+    @property
+    def times(self) -> int:
+        """Calls in a turn."""
+        return math.ceil(self.pace.turn_s / max(self.call_s, 1e-5))
+
+    @property
+    def seconds(self) -> float:
+        """What a turn takes, roughly."""
+        return self.call_s * (self.times + self._warm_up)
+
+    @property
+    def _warm_up(self) -> bool:
+        return self.call_s < _WARMED_UP
+
+    def time(self) -> float:
+        """Take a turn: the median seconds of its calls."""
+        facts = self.worker.ask("time", self.pace.calls_timeout_s, times=self.times, warm_up=self._warm_up)
+        return statistics.median(facts["seconds"])
+
+    def peak_bytes(self) -> int | None:
+        """Measure the memory of one call."""
+        return self.worker.ask("memory", self.pace.calls_timeout_s)["peak_bytes"]
+
+
+def set_up(cell: Cell, worker: Process, folder: str, pace: Pace) -> Turn:
+    """Let a worker set a method up and check its result; raises ``FailedError`` where that is all there is."""
+    asked = {"method": cell.method.name, "workload": cell.workload, "quantity": cell.quantity}
+    facts = worker.ask("prepare", pace.first_timeout_s, **asked, folder=folder, budget=BUDGET)
+    turn = Turn(worker, pace, facts["first_call_s"], facts["call_s"], facts.get("error"))
+    if turn.seconds * pace.rounds[0] > pace.calls_timeout_s:
+        raise FailedError("too slow", f"one call takes {turn.call_s:.0f} s")
+    return turn
+
+
+def measure(cell: Cell, worker: Process, folder: str, pace: Pace, unit: Turn | None = None) -> Record:
+    """Measure a cell, in turns with the unit where there is one."""
+    try:
+        turn = set_up(cell, worker, folder, pace)
+        own, others = _take_turns(turn, unit)
+        peak = turn.peak_bytes()
+    except FailedError as failed:
+        return Record(*cell.key, failed.status, failed.reason, error=failed.error)
+    record = Record(
+        *cell.key,
+        "ok",
+        median_s=statistics.median(own),
+        iqr_s=_iqr(own),
+        rounds=len(own),
+        peak_bytes=peak,
+        first_call_s=turn.first_call_s,
+        error=turn.error,
+    )
+    if unit is None:
+        return record
+    ratios = [mine / other for mine, other in zip(own, others, strict=True)]
+    return replace(record, unit_s=statistics.median(others), ratio=statistics.median(ratios), ratio_iqr=_iqr(ratios))
+
+
+def _take_turns(turn: Turn, unit: Turn | None) -> tuple[list[float], list[float]]:
+    turns = [turn] if unit is None else [turn, unit]
+    fewest, most = turn.pace.rounds
+    rounds = min(max(round(turn.pace.cell_s / sum(one.seconds for one in turns)), fewest), most)
+    seconds = [[one.time() for one in turns] for _ in range(rounds)]
+    return [row[0] for row in seconds], [row[-1] for row in seconds]
+
+
+def _iqr(values: Sequence[float]) -> float:
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(high - low)

@@ -1,0 +1,22 @@
+"""From stacked gradients to every quantity, in plain torch: what one writes around a library that stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.methods import stacked
+from benchmarks.methods.method import CORRECTION
+
+# From per-sample gradients by parameter name, leaves [B, …], and the name of a quantity.
+reduce = partial(stacked.reduce, norm=lambda rows: rows.norm(dim=1), variance=lambda g: g.var(0, correction=CORRECTION))
+
+
+def arrays(result: Any) -> Any:
+    """Turn tensors into arrays."""
+    if isinstance(result, Mapping):
+        return {name: arrays(value) for name, value in result.items()}
+    return np.asarray(result.detach().cpu())

@@ -1,0 +1,38 @@
+"""persample: eager and compiled, each with fresh results and with the storage of the previous call's (``out=``)."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from benchmarks.methods.by_hand import arrays
+from benchmarks.methods.method import CORRECTION, MAX_NORM, Method, Prepared
+from benchmarks.workloads import Workload
+from persample import ClippedMean, Gram, Mean, Norm, Stack, Variance, per_sample_grads
+
+REDUCTIONS = {
+    "stack": Stack(),
+    "mean": Mean(),
+    "norms": Norm(),
+    "clipped_mean": ClippedMean(MAX_NORM),
+    "gram": Gram(),
+    "variance": Variance(correction=CORRECTION),
+}
+
+
+def prepare(work: Workload, quantity: str, *, engine: str, reuses: bool = False) -> Prepared:
+    loss_fn, params = (work.loss_fn, work.model) if work.functional is None else (work.functional, work.params)
+    call = partial(per_sample_grads, loss_fn, params, work.batch, REDUCTIONS[quantity], engine=engine)
+    if not reuses:
+        return Prepared(call, arrays)
+    start = time.perf_counter()
+    out = call()
+    return Prepared(partial(call, out=out), arrays, setup_seconds=time.perf_counter() - start)
+
+
+METHODS = (
+    Method("persample eager", "torch", partial(prepare, engine="eager")),
+    Method("persample eager, out=", "torch", partial(prepare, engine="eager", reuses=True), shown_for=("stack",)),
+    Method("persample compiled", "torch", partial(prepare, engine="compiled")),
+    Method("persample compiled, out=", "torch", partial(prepare, engine="compiled", reuses=True), shown_for=("stack",)),
+)

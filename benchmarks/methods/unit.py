@@ -1,0 +1,37 @@
+"""The ordinary gradient of the mean loss of a batch: one backward pass, and the unit of every ratio."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.methods.by_hand import arrays
+from benchmarks.methods.method import Method, Prepared
+from benchmarks.workloads import Workload
+from persample.bench.records import UNIT
+
+
+def prepare(work: Workload, _quantity: str) -> Prepared:
+    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
+
+    def run():
+        loss = work.batch_loss(work.model, *work.batch)
+        return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+
+    return Prepared(run, arrays)
+
+
+def prepare_compiled(work: Workload, _quantity: str) -> Prepared:
+    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
+    loss_fn = torch.compile(work.batch_loss)
+
+    def run():
+        loss = loss_fn(work.model, *work.batch)
+        return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+
+    return Prepared(run, arrays)
+
+
+METHODS = (
+    Method(UNIT, "torch", prepare, shown_for=("mean",)),
+    Method(f"{UNIT} compiled", "torch", prepare_compiled, shown_for=("mean",)),
+)

@@ -1,0 +1,102 @@
+"""Measure all methods on all workloads, and keep what was found as JSON: ``python -m benchmarks.run --help``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks import measure, scaling
+from benchmarks.cells import cells
+from benchmarks.process import ROOT, FailedError
+from benchmarks.session import Session
+from benchmarks.workers import Workers
+from persample.bench.records import Record
+from persample.errors import ArgumentError
+
+RESULTS = ROOT / "benchmarks/results/run.json"
+console = Console()
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def run(
+    results: Annotated[Path | None, typer.Option(help="JSON file; what is in it is not measured again.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Text in the label of what is measured; all must be.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smoke run of under 2 minutes; its times mean little.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Start the file anew.")] = False,
+    cuda: Annotated[bool, typer.Option("--cuda", help="On the GPU, with its own clock and allocator.")] = False,
+) -> None:
+    """Measure every method against the batch gradient, in alternating rounds, after checking its result.
+
+    Labels are "WORKLOAD, QUANTITY, METHOD" and "scaling, WORKLOAD, QUANTITY, METHOD". Ctrl-C stops at any time; the
+    same command goes on with what is missing.
+    """
+    if cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no GPU here; leave it out to measure on the CPU", param_hint="--cuda")
+    path = results or (Path(tempfile.mkdtemp()) / "quick.json" if quick else RESULTS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if again:
+        path.unlink(missing_ok=True)
+    try:
+        _run(path, only or [], quick=quick, cuda=cuda)
+    except KeyboardInterrupt:
+        console.print(f"Stopped. What was measured is in {path}; the same command (without --again) goes on.")
+        raise typer.Exit(130) from None
+    except (ArgumentError, FailedError) as error:
+        console.print(f"Error: {error}", markup=False)
+        raise typer.Exit(1) from error
+
+
+def _run(path: Path, only: list[str], *, quick: bool, cuda: bool) -> None:
+    with Workers(cuda=cuda, cold=not quick) as workers, _progress() as progress:
+        for name in workers.missing:
+            progress.console.print(f"[yellow]Without the environment {name}[/]: `make bench-peers` creates it.")
+        task = progress.add_task("")
+        session = Session(workers, path, measure.QUICK if quick else measure.Pace(), _report(progress, task))
+        todo = session.missing(cells(workers.methods, quick=quick, only=only))
+        points = session.missing(scaling.points(workers.methods, quick=quick, only=only))
+        progress.update(task, total=len(todo) + len(points))
+        session.measure_cells(todo)
+        session.measure_points(points)
+    console.print(f"Results: {path}")
+
+
+def _progress() -> Progress:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=console)
+
+
+def _report(progress: Progress, task) -> Callable[[str, Record], None]:
+    def report(label: str, record: Record) -> None:
+        progress.console.print(f"{escape(label)}: {escape(_found(record))}", highlight=False)
+        progress.advance(task)
+
+    return report
+
+
+def _found(record: Record) -> str:
+    if record.status != "ok":
+        return f"{record.status}: {record.reason}"
+    memory = "" if record.peak_bytes is None else f", {record.peak_bytes / 2**20:.1f} MiB"
+    ratio = "" if record.ratio is None else f" = {record.ratio:.2f} × the batch gradient"
+    return f"{record.median_s * 1e3:.3f} ms{ratio}{memory}"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,73 @@
+"""Time and memory of the TD(0) MLP over the batch size and over the width, until a method gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.cells import Cell, Listed
+from persample.bench.records import UNIT, Record, ScalingRecord
+
+BATCH_SIZES, HIDDEN = (1, 8, 64, 256, 1024, 4096, 16384), 64
+WIDTHS, BATCH_SIZE = (16, 64, 256, 1024, 2048), 256
+# Sizes of a smoke run: (batch size, width).
+QUICK = ((1, HIDDEN), (8, HIDDEN))
+SIZES = tuple(dict.fromkeys([*((b, HIDDEN) for b in BATCH_SIZES), *((BATCH_SIZE, h) for h in WIDTHS)]))
+QUANTITIES = ("stack", "clipped_mean")
+# One method a kind suffices in a smoke run.
+QUICK_METHODS = (UNIT, "persample eager")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a curve.
+
+    Args:
+        cell: what is measured: the unit computes the mean on either curve.
+        quantity: whose curve it is on.
+        batch_size: B.
+        hidden: width of the hidden layers.
+    """
+
+    cell: Cell
+    quantity: str
+    batch_size: int
+    hidden: int
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """The key of its record."""
+        return self.cell.method.name, self.quantity, self.batch_size, self.hidden
+
+    @property
+    def label(self) -> str:
+        """What it is called on the screen, and what --only looks into."""
+        return f"scaling, {self.cell.workload}, {self.quantity}, {self.cell.method.name}"
+
+    def record(self, record: Record) -> ScalingRecord:
+        """Turn what was measured into a point."""
+        return ScalingRecord(*self.key, record.status, record.reason, record.median_s, record.peak_bytes)
+
+
+def points(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str] = ()) -> list[Point]:
+    """List the points by size, small ones first."""
+    found = [
+        Point(Cell(f"TD(0) MLP {hidden}, B={batch_size}", of, method), quantity, batch_size, hidden)
+        for batch_size, hidden in (QUICK if quick else SIZES)
+        for method in methods
+        for quantity in QUANTITIES
+        for of in [quantity if method.name != UNIT else "mean"]
+        if of in method.shown_for and (not quick or method.name in QUICK_METHODS)
+    ]
+    return [point for point in found if all(text in point.label for text in only)]
+
+
+def has_given_up(point: Point, done: Iterable[ScalingRecord]) -> bool:
+    """Tell whether the method already failed at a size that is no larger."""
+    return any(
+        record.status != "ok"
+        and (record.method, record.quantity) == (point.cell.method.name, point.quantity)
+        and record.batch_size <= point.batch_size
+        and record.hidden <= point.hidden
+        for record in done
+    )

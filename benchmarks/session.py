@@ -1,0 +1,111 @@
+"""A run under way: measures what is missing in a results file, and keeps the file up to date."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.cells import Cell
+from benchmarks.measure import Pace, Turn, measure, set_up
+from benchmarks.scaling import Point, has_given_up
+from benchmarks.targets import TARGETS
+from benchmarks.workers import Workers, truth_of
+from persample.bench.files import merge, read, write
+from persample.bench.records import UNIT, Record, Results
+from persample.cli.environment import environment
+from persample.errors import ArgumentError
+
+# Measurements share a file only where these are the same: they are compared with one another.
+SAME = ("cpu", "logical_cores", "gpu", "torch", "torch_threads")
+T = TypeVar("T", Cell, Point)
+
+
+class Session:
+    """Measures cells and points, one after the other.
+
+    Args:
+        workers: the processes.
+        path: the results file, read now and written after every measurement.
+        pace: how long to measure.
+        report: called with each label and record.
+
+    Raises:
+        ArgumentError: if the file is of another machine.
+    """
+
+    def __init__(self, workers: Workers, path: Path, pace: Pace, report: Callable[[str, Record], object]):
+        self._workers, self._path, self._pace, self._report = workers, path, pace, report
+        self._results = Results(_environment(workers), targets=TARGETS)
+        if path.exists():
+            before = read(path)
+            _check_same(path, before.environment, self._results.environment)
+            self._results = merge([replace(before, targets=()), self._results])
+
+    def missing(self, wanted: Sequence[T]) -> list[T]:
+        """Choose what has no record yet."""
+        done = {record.key for record in (*self._results.records, *self._results.scaling)}
+        return [one for one in wanted if one.key not in done]
+
+    def measure_cells(self, cells: Sequence[Cell]) -> None:
+        """Measure cells, each in turns with the unit of its workload."""
+        (unit,) = (method for method in self._workers.methods if method.name == UNIT)
+        for workload, group in _grouped(cells, lambda cell: cell.workload):
+            of_unit = Cell(workload, "mean", unit)
+            with truth_of(workload, {cell.quantity for cell in group}) as folder, self._workers.of(of_unit) as process:
+                turn = set_up(of_unit, process, folder, self._pace)
+                peak = turn.peak_bytes()
+                for cell in group:
+                    self._cell(cell, folder, turn, peak)
+
+    def _cell(self, cell: Cell, folder: str, unit: Turn, unit_peak: int | None) -> None:
+        record = self._measure(cell, cell.label, folder, unit)
+        if record.status == "ok":
+            record = replace(record, unit_peak_bytes=unit_peak)
+        if record.status == "ok" or not cell.method.is_limit:  # a limit that is not written for a workload is no news
+            self._keep(Results(records=(record,)))
+
+    def measure_points(self, points: Sequence[Point]) -> None:
+        """Measure points of scaling curves, small sizes first; a method that failed is not asked for larger ones."""
+        for workload, group in _grouped(points, lambda point: point.cell.workload):
+            with truth_of(workload, {point.cell.quantity for point in group}) as folder:
+                for point in group:
+                    if not has_given_up(point, self._results.scaling):
+                        record = self._measure(point.cell, point.label, folder, None)
+                        self._keep(Results(scaling=(point.record(record),)))
+
+    def _measure(self, cell: Cell, label: str, folder: str, unit: Turn | None) -> Record:
+        with self._workers.of(cell) as process:
+            record = measure(cell, process, folder, self._pace, unit)
+        self._report(label, record)
+        return record
+
+    def _keep(self, found: Results) -> None:
+        self._results = merge([self._results, found])
+        write(self._path, self._results)
+
+
+def _grouped(items: Sequence[T], key: Callable[[T], str]) -> Iterator[tuple[str, list[T]]]:
+    for name, group in itertools.groupby(items, key):
+        yield name, list(group)
+
+
+def _environment(workers: Workers) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if workers.cuda else None
+    date = dt.datetime.now(dt.timezone.utc).date().isoformat()
+    return {**environment(), "gpu": gpu, "date": date, "peers": workers.packages}
+
+
+def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in SAME:
+        if before.get(name) != now[name]:
+            expected = f"the results of this machine, whose {name} is {now[name]!r}"
+            fix = "Name another file with --results."
+            raise ArgumentError.about(
+                "results", expected=expected, received=f"{path.name}: {before.get(name)!r}", fix=fix
+            )

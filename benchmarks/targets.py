@@ -1,0 +1,56 @@
+"""The numbers that the project's issues demand, as rows beside what was measured.
+
+Ratios are to the batch gradient unless another method is named. What the issues ask of compile times from a warm disk
+cache is shown by ``benchmarks/compile_time.py``, and memory by counted allocations in the tests.
+"""
+
+from __future__ import annotations
+
+from persample.bench.records import FILL, Target
+
+EAGER, COMPILED = "persample eager", "persample compiled"
+JAX = "JAX jit(vmap(grad))"
+
+
+def _clipped(issue: int, method: str, limits: dict[str, float]) -> list[Target]:
+    return [Target(workload, "clipped_mean", method, limit, issue) for workload, limit in limits.items()]
+
+
+TARGETS: tuple[Target, ...] = (
+    *_clipped(
+        3,
+        EAGER,
+        {
+            "TD(0) MLP 256, B=1024": 1.6,
+            "TD(0) MLP 256, B=256": 2.5,
+            "REINFORCE MLP 64, 32x200": 1.25,
+            "GRU policy, 32x50": 3.5,
+            "DQN Nature CNN, B=32": 1.8,
+            "transformer tied, B=16": 1.2,
+            "transformer tied 32000, B=16": 1.8,
+        },
+    ),
+    Target("wide MLP 5120, B=32", "clipped_mean", EAGER, 1.3, 3, "memory"),
+    Target("TD(0) MLP 256, B=256", "norms", EAGER, 1.0, 3, relative_to=EAGER, relative_quantity="clipped_mean"),
+    Target("TD(0) MLP 256, B=256", "gram", EAGER, 2.0, 3, relative_to=EAGER, relative_quantity="clipped_mean"),
+    *_clipped(
+        4,
+        COMPILED,
+        {
+            "TD(0) MLP 256, B=256": 0.95,
+            "TD(0) MLP 256, B=1024": 0.9,
+            "TD(0) MLP 64, B=256": 0.8,
+            "REINFORCE MLP 64, 32x200": 0.75,
+            "REINFORCE MLP 256, 32x200": 0.9,
+            "DQN Nature CNN, B=32": 1.3,
+            "transformer tied, B=16": 0.95,
+        },
+    ),
+    Target("TD(0) MLP 256, B=256", "stack", f"{COMPILED}, out=", 1.4, 4, relative_to=FILL),
+    Target("tutorial TD(0), B=2", "stack", COMPILED, 2.0, 4, relative_to=JAX),
+    Target("tutorial TD(0), B=4096", "stack", COMPILED, 1.1, 4, relative_to=JAX),
+    Target("tutorial TD(0), B=65536", "stack", COMPILED, 1.1, 4, relative_to=JAX),
+    Target("TD(0) MLP 256, B=256", "clipped_mean", COMPILED, 20.0, 4, "first call", relative_to=None),
+)
+# Their first call is measured with nothing compiled before.
+COLD = frozenset((t.workload, t.quantity, t.method) for t in TARGETS if t.measure == "first call")

@@ -1,0 +1,130 @@
+"""A process that measures one method: it answers requests in lines of JSON, in any environment.
+
+``python -m benchmarks.worker ENVIRONMENT [cuda]`` first writes a line with its methods. Then it reads lines such as
+``{"do": "prepare", "method": …}`` and answers each with one line; one that failed has a ``status`` and a ``reason``.
+Between requests it only waits, so that other workers can take their turns. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks import saved, stopwatch
+from benchmarks.methods import load
+from benchmarks.methods.method import CannotError, Method
+from benchmarks.quantities import agrees
+
+# Environments whose methods take the workload itself; the others take what was saved of it.
+WITH_TORCH = ("torch", "torch-peers")
+# What is looked up among the installed packages, for the record.
+PACKAGES = ("opacus", "backpack-for-pytorch", "torchjd", "jax", "jax-privacy", "mindspore")
+
+
+@dataclass
+class Worker:
+    """What one process measures.
+
+    Args:
+        methods: by name.
+        takes_saved: whether the methods take what was saved of the workload.
+        cuda: whether the workload goes to the GPU.
+        run: what is timed, once it is prepared.
+    """
+
+    methods: dict[str, Method]
+    takes_saved: bool = False
+    cuda: bool = False
+    run: stopwatch.Call | None = None
+
+    def about(self) -> dict[str, Any]:
+        """Say what there is in this environment."""
+        methods = [[method.name, method.shown_for, method.is_limit] for method in self.methods.values()]
+        versions = {name: _version(name) for name in PACKAGES}
+        return {"methods": methods, "packages": {name: v for name, v in versions.items() if v is not None}}
+
+    def prepare(self, method: str, workload: str, quantity: str, folder: str, budget: int) -> dict[str, Any]:
+        """Set a method up, call it twice (the first call may compile), and check the second result."""
+        stopwatch.limit_memory(budget, cuda=self.cuda)
+        chosen = self.methods[method]
+        prepared = chosen.prepare(self._workload(workload, Path(folder)), quantity)
+        self.run = prepared.run
+        (_, first), (result, second) = _timed(self.run), _timed(self.run)
+        facts = {"first_call_s": prepared.setup_seconds + first, "call_s": second}
+        if chosen.is_limit:
+            return {"status": "ok", **facts}
+        truth = saved.load_truth(Path(folder) / f"{quantity}.npz")
+        error, wrong = agrees(prepared.numpy(result), truth, quantity)
+        return {"status": "wrong" if wrong else "ok", "reason": wrong or "", "error": error, **facts}
+
+    def time(self, times: int, *, warm_up: bool) -> dict[str, Any]:
+        """Time a few calls."""
+        return {"seconds": stopwatch.seconds(self.run, times, warm_up=warm_up, cuda=self.cuda)}
+
+    def memory(self) -> dict[str, Any]:
+        """Measure the memory of a call."""
+        return {"peak_bytes": stopwatch.peak_bytes(self.run, cuda=self.cuda)}
+
+    def _workload(self, name: str, folder: Path) -> Any:
+        if self.takes_saved:
+            return saved.load(folder / "workload.npz")
+        from benchmarks.workloads import build
+
+        work = build(name)
+        if not saved.equal(work.saved(), saved.load(folder / "workload.npz")):
+            raise RuntimeError("the same seed gives other numbers in this environment")
+        return work.to("cuda") if self.cuda else work
+
+
+def _timed(call: stopwatch.Call) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return call(), time.perf_counter() - start
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def answer(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
+    """Do what is asked; of what fails, give the reason in the words it came with."""
+    requests = {"prepare": worker.prepare, "time": worker.time, "memory": worker.memory}
+    try:
+        return requests[do](**arguments)
+    except CannotError as error:
+        return {"status": "cannot", "reason": str(error), "untouched": True}
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is its answer
+        status = "out of memory" if stopwatch.is_out_of_memory(error) else "cannot"
+        return {"status": status, "reason": f"{type(error).__name__}: {_first_words(str(error))}"}
+
+
+def _first_words(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= 200 else words[:199] + "…"
+
+
+def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
+    """Answer line by line."""
+    print(json.dumps(worker.about()), file=answers, flush=True)
+    for request in requests:
+        print(json.dumps(answer(worker, **json.loads(request))), file=answers, flush=True)
+
+
+def main() -> None:
+    environment, *options = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    serve(Worker(load(environment), environment not in WITH_TORCH, "cuda" in options), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""All workers of a run: which environments are there, what they can do, and processes in which nothing ran yet."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.cells import Cell, Listed
+from benchmarks.process import PYTHONS, ROOT, Process
+from benchmarks.targets import COLD
+from benchmarks.worker import WITH_TORCH
+
+
+class Workers:
+    """Processes by environment; one that has only refused work is handed out again.
+
+    Args:
+        cuda: whether they work on the GPU; only environments with torch do.
+        cold: whether compiled code is kept in folders of this run's own, empty at its start.
+
+    Attributes:
+        methods: what can be measured.
+        packages: versions of the peers.
+        missing: environments that are not there.
+    """
+
+    def __init__(self, *, cuda: bool = False, cold: bool = True):
+        self.cuda, self._cold = cuda, cold
+        self._caches = Path(tempfile.mkdtemp(prefix="persample-bench-"))
+        self._all: list[Process] = []
+        there = [name for name, python in PYTHONS.items() if python.exists() and (name in WITH_TORCH or not cuda)]
+        self.missing = [name for name in PYTHONS if name not in there]
+        self._spare = {name: self._start(name) for name in there}
+        abouts = {name: process.about for name, process in self._spare.items()}
+        self.methods = [Listed(name, env, *rest) for env in there for name, *rest in abouts[env]["methods"]]
+        self.packages = {name: version for env in there for name, version in abouts[env]["packages"].items()}
+
+    @contextlib.contextmanager
+    def of(self, cell: Cell) -> Iterator[Process]:
+        """Hand out a process for one cell, and end it after use."""
+        if cell.key in COLD and self._cold:
+            process = self._start(cell.method.environment, cache="cold")
+        else:
+            process = self._spare.pop(cell.method.environment, None) or self._start(cell.method.environment)
+        yield process
+        if process.used:
+            self._end(process)
+        else:
+            self._spare[process.environment] = process
+
+    def _start(self, environment: str, cache: str = "shared") -> Process:
+        folder = str(self._caches / cache) if self._cold else None
+        process = Process(environment, cuda=self.cuda, cache=folder)
+        self._all.append(process)
+        return process
+
+    def _end(self, process: Process) -> None:
+        process.end()
+        self._all.remove(process)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._all:
+            process.end()
+        shutil.rmtree(self._caches, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def truth_of(workload: str, quantities: Iterable[str]) -> Iterator[str]:
+    """Write a workload and its true results into a folder, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.oracle", workload, folder, *sorted({"mean", *quantities})]
+        subprocess.run(command, cwd=ROOT, check=True, start_new_session=True)  # Ctrl-C is for the runner
+        yield folder

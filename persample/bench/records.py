@@ -1,0 +1,177 @@
+"""What a run of the benchmark suite finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from persample.errors import ArgumentError
+
+# The unit of every ratio: the name of its method, and of its curve.
+UNIT = "batch gradient"
+# Physical limits, timed like methods: writing as many bytes as the stacked gradients have into memory that is already
+# there, and the matrix products of one batch gradient. They compute no result, and compete with nobody.
+FILL, GEMMS = LIMITS = ("fill_", "batch gradient's GEMMs")
+
+Status = Literal["ok", "wrong", "cannot", "out of memory", "too slow"]
+Measure = Literal["time", "memory", "first call"]
+
+
+class _Checked:
+    """Refuses a status or measure that no table knows."""
+
+    def _one_of(self, name: str, allowed: Any) -> None:
+        value, names = getattr(self, name), get_args(allowed)
+        if value not in names:
+            expected = " or ".join(map(repr, names))
+            raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Spell it as one of them.")
+
+
+@dataclass(frozen=True)
+class Record(_Checked):
+    """One quantity of one workload, computed by one method.
+
+    Args:
+        workload: name of the workload.
+        quantity: what was computed: stack, mean, norms, clipped_mean, gram or variance.
+        method: name of the method.
+        status: ``"ok"``, or why there is no time.
+        reason: in words, where the status is not ``"ok"``.
+        median_s: median seconds of the rounds.
+        iqr_s: their interquartile range.
+        rounds: how many there were.
+        unit_s: median seconds of the batch gradient in the same, alternating rounds.
+        ratio: median over the rounds of the method's time by the unit's.
+        ratio_iqr: interquartile range of these.
+        peak_bytes: peak resident bytes of one call in a fresh process, beyond those held before it.
+        unit_peak_bytes: the batch gradient's.
+        first_call_s: seconds of the first call, compilation included.
+        error: the largest relative error against the plain loop in float64.
+
+    Raises:
+        ArgumentError: if the status is not one of the five.
+
+    Examples:
+        >>> Record("TD(0)", "mean", "Opacus", "cannot", "tied weights").ratio is None
+        True
+    """
+
+    workload: str
+    quantity: str
+    method: str
+    status: Status
+    reason: str = ""
+    median_s: float | None = None
+    iqr_s: float | None = None
+    rounds: int = 0
+    unit_s: float | None = None
+    ratio: float | None = None
+    ratio_iqr: float | None = None
+    peak_bytes: int | None = None
+    unit_peak_bytes: int | None = None
+    first_call_s: float | None = None
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        self._one_of("status", Status)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from the other records of a run."""
+        return self.workload, self.quantity, self.method
+
+
+@dataclass(frozen=True)
+class ScalingRecord(_Checked):
+    """One point of a scaling curve: the TD(0) MLP with two hidden layers of one width, at one batch size.
+
+    Args:
+        method: name of the method, or of one of the LIMITS.
+        quantity: what was computed.
+        batch_size: B.
+        hidden: width of the hidden layers.
+        status: ``"ok"``, or why there is no time.
+        reason: in words, where the status is not ``"ok"``.
+        median_s: median seconds.
+        peak_bytes: peak resident bytes, beyond those held before.
+
+    Raises:
+        ArgumentError: if the status is not one of the five.
+
+    Examples:
+        >>> ScalingRecord("fill_", "stack", 256, 64, "ok", median_s=1e-3).key
+        ('fill_', 'stack', 256, 64)
+    """
+
+    method: str
+    quantity: str
+    batch_size: int
+    hidden: int
+    status: Status
+    reason: str = ""
+    median_s: float | None = None
+    peak_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._one_of("status", Status)
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """What tells it from the other points of a run."""
+        return self.method, self.quantity, self.batch_size, self.hidden
+
+
+@dataclass(frozen=True)
+class Target(_Checked):
+    """A number that the project has set itself for one method.
+
+    Args:
+        workload: name of the workload.
+        quantity: what is computed.
+        method: name of the method.
+        limit: the largest value that meets it: a ratio, or seconds where ``relative_to`` is None.
+        issue: the number of the issue that asks for it.
+        measure: ``"time"``, ``"memory"`` (of a call at its peak) or ``"first call"`` (its time).
+        relative_to: the method whose measure on the same workload is the unit, or None for seconds.
+        relative_quantity: what that method computes, where it is not the same quantity.
+
+    Raises:
+        ArgumentError: if the measure is not one of the three.
+
+    Examples:
+        >>> Target("TD(0) MLP 256, B=256", "clipped_mean", "persample compiled", 0.95, issue=4).relative_to
+        'batch gradient'
+    """
+
+    workload: str
+    quantity: str
+    method: str
+    limit: float
+    issue: int
+    measure: Measure = "time"
+    relative_to: str | None = UNIT
+    relative_quantity: str | None = None
+
+    def __post_init__(self) -> None:
+        self._one_of("measure", Measure)
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that a run found, what it ran on, and what was asked of it.
+
+    Args:
+        environment: versions, processor, threads, date, revision.
+        records: one per workload, quantity and method, in the order of the tables.
+        scaling: the points of the scaling curves.
+        targets: the demanded numbers.
+
+    Examples:
+        >>> Results({"torch": "2.13"}).records
+        ()
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    scaling: tuple[ScalingRecord, ...] = ()
+    targets: tuple[Target, ...] = ()
