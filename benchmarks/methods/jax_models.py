@@ -39,12 +39,18 @@ def _is_weight_of(prefix: str, name: str) -> bool:
 
 
 def nature_cnn(params: Params, image: Array) -> Array:
-    """The Q-network on one image ``[4, 84, 84]``."""
-    x = image[None]
+    """The Q-network on one image ``[4, 84, 84]``, channels last inside: XLA's layout for the CPU, and Flax's."""
+    x = image.transpose(1, 2, 0)[None]
     for name, stride in (("0", 4), ("2", 2), ("4", 1)):
-        x = lax.conv(x, params[f"{name}.weight"], (stride, stride), "VALID")
-        x = jax.nn.relu(x + params[f"{name}.bias"][:, None, None])
-    return linear(params, "9", jax.nn.relu(linear(params, "7", x.reshape(-1))))
+        x = _convolution(x, params[f"{name}.weight"], stride)
+        x = jax.nn.relu(x + params[f"{name}.bias"])
+    features = x[0].transpose(2, 0, 1).reshape(-1)
+    return linear(params, "9", jax.nn.relu(linear(params, "7", features)))
+
+
+def _convolution(x: Array, weight: Array, stride: int) -> Array:
+    layouts = ("NHWC", "OIHW", "NHWC")
+    return lax.conv_general_dilated(x, weight, (stride, stride), "VALID", dimension_numbers=layouts)
 
 
 def gru(params: Params, x: Array) -> Array:
@@ -119,7 +125,8 @@ def _reinforce(policy):
 
 
 def _dqn(_sizes):
-    def loss(params, frozen, s_tm1, a_tm1, r_t, s_t):
+    def loss(params, frozen, *transition):
+        s_tm1, a_tm1, r_t, s_t = transition
         target = r_t + DISCOUNT * nature_cnn(frozen, s_t).max()
         error = jnp.abs(nature_cnn(params, s_tm1)[a_tm1] - lax.stop_gradient(target))
         return jnp.where(error < 1, 0.5 * error**2, error - 0.5)

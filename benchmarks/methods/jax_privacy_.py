@@ -41,6 +41,10 @@ def _variance(saved, _quantity):
 
 
 def _clipped_grad(saved, max_norm, **options: Any):
+    if (
+        saved.kind == "dqn_cnn"
+    ):  # one sample at a time, or XLA takes half a minute for its sum over grouped convolutions
+        options["microbatch_size"] = 1
     batch_argnums = tuple(range(2, 2 + len(saved.batch)))
     return clipped_grad(
         loss_of(saved), l2_clip_norm=max_norm, batch_argnums=batch_argnums, keep_batch_dim=False, **options
