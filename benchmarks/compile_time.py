@@ -1,6 +1,6 @@
 """How long the first compiled call takes: with an empty cache on disk, and in a second process. Without imports.
 
-Run as ``python benchmarks/compile_time.py``.
+Run as ``python -m benchmarks.compile_time``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+
+from benchmarks.process import ROOT
 
 CHILD = """
 import time, torch, torch._inductor.compile_fx, torch._inductor.fx_passes.joint_graph
-from workloads import build
+from benchmarks.workloads import build
 from persample import ClippedMean, per_sample_grads
 work = build({workload!r})
 start = time.perf_counter()
@@ -25,7 +26,7 @@ print(time.perf_counter() - start)
 def main() -> None:
     for workload in ("TD(0) MLP 256, B=256", "REINFORCE MLP 64, 32x200"):
         with tempfile.TemporaryDirectory() as cache:
-            where = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(Path(__file__).parent)}
+            where = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
             for state in ("empty cache", "second process"):
                 child = [sys.executable, "-c", CHILD.format(workload=workload)]
                 seconds = subprocess.run(child, env=where, check=True, capture_output=True, text=True).stdout

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from workloads import _mlp, _Transformer
 
+from benchmarks import models
 from persample import composite_grads
 from persample.cli.measure import peak_memory
 
@@ -19,12 +19,12 @@ CHUNK = 64
 
 
 def mlp(n):
-    return _mlp(64, 512, 512, 16), torch.randn(n, 64), lambda model, x: model(x)
+    return models.mlp(64, 512, 512, 16), torch.randn(n, 64), lambda model, x: model(x)
 
 
 def small_transformer(n):
     """Two blocks of width 64 over 32 tokens; the first 16 logits of the last token are z."""
-    model = _Transformer(vocabulary=256, length=32, width=64, layers=2)
+    model = models.Transformer(vocabulary=256, length=32, width=64, layers=2, heads=4)
     return model, torch.randint(256, (n, 32)), lambda model, tokens: model(tokens)[..., -1, :16]
 
 

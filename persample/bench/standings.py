@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,13 +91,13 @@ def cost(record: Record, measure: Compared) -> float | None:
     return record.ratio if measure == "time" else record.peak_bytes
 
 
-def standings(results: Results, measure: Compared, mine: Callable[[str], bool] = is_ours) -> list[Standing]:
+def standings(results: Results, measure: Compared, method: str | None = None) -> list[Standing]:
     """Compare us with the others.
 
     Args:
         results: of a run.
         measure: what is compared.
-        mine: which of our methods take part.
+        method: which of ours takes part; None: all of them, and the best counts.
 
     Returns:
         One for each workload and quantity that we took part in and somebody can do; for memory, that both know.
@@ -107,7 +107,7 @@ def standings(results: Results, measure: Compared, mine: Callable[[str], bool] =
         cells.setdefault((record.workload, record.quantity), []).append(record)
     found = []
     for (workload, quantity), records in cells.items():
-        ours = [record for record in records if mine(record.method)]
+        ours = [record for record in records if is_ours(record.method) and method in {None, record.method}]
         peer = _best((r for r in records if not is_ours(r.method) and r.method not in LIMITS), measure)
         best = _best(ours, measure)
         if (best or peer) and ours and (measure == "time" or (best and peer)):
@@ -144,13 +144,10 @@ def check_notes(lost: Iterable[Standing], notes: Notes) -> None:
         ArgumentError: if a note is missing, or one is left of a row that is no longer lost.
     """
     rows = {standing.key: standing for standing in lost}
-    missing = [
-        f"\n    {key}: '',  # {rows[key].factor:.2f} × {_name(rows[key].peer)}" for key in rows.keys() - notes.keys()
-    ]
-    unused = [f"\n    {key}" for key in notes.keys() - rows.keys()]
+    missing = "".join(f'\n    {key}: "",  # {_summary(rows[key])}' for key in rows if key not in notes)
+    unused = "".join(f"\n    {key}" for key in notes if key not in rows)
     if missing or unused:
-        received = f"none for {''.join(sorted(missing))}\n" * bool(missing)
-        received += f"one too many for {''.join(sorted(unused))}\n" * bool(unused)
+        received = f"none for{missing}\n" * bool(missing) + f"one too many for{unused}\n" * bool(unused)
         fix = "Say why in benchmarks/notes.py, and take out what no longer holds."
         raise ArgumentError.about("notes", expected="a line on every row that is lost", received=received, fix=fix)
 

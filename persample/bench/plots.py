@@ -1,0 +1,215 @@
+"""What the figures show, before it is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from persample.bench.records import FILL, GEMMS, LIMITS, UNIT, Record, Results, ScalingRecord
+from persample.bench.standings import Compared, cost
+from persample.bench.tables import ordered
+from persample.bench.text import shortened, words
+
+# Okabe, Ito, "Color Universal Design" (2008), the yellow darkened and two colours added.
+_OURS, _REFERENCE = "#0072b2", "#000000"
+_FAMILIES = ("#777777", "#d55e00", "#e69f00", "#cc79a7", "#a89600", "#009e73", "#56b4e9", "#7b3f00", "#5d3a9b")
+_MARKERS = "os^DvPX<>"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method looks in every figure.
+
+    Args:
+        color: of its family: the methods whose names have the same first word.
+        marker: which of the family.
+    """
+
+    color: str
+    marker: str
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A row per workload, on a logarithmic axis a dot per method.
+
+    Args:
+        title: of the figure.
+        label: of the axis.
+        rows: the workloads.
+        series: per method its style and a value for each row, None where there is none.
+        marks: what every row is compared with.
+    """
+
+    title: str
+    label: str
+    rows: tuple[str, ...]
+    series: dict[str, tuple[Style, tuple[float | None, ...]]]
+    marks: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method's scaling curve.
+
+    Args:
+        style: how it looks.
+        sizes: the sizes it could do.
+        times: median seconds at each.
+        peaks: peak bytes at each, None where unknown.
+        end: where it ends and why, empty if it runs through.
+    """
+
+    style: Style
+    sizes: tuple[int, ...]
+    times: tuple[float, ...]
+    peaks: tuple[int | None, ...]
+    end: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Time and memory over a size, both logarithmic.
+
+    Args:
+        title: of the figure.
+        label: of the size.
+        lines: per method.
+    """
+
+    title: str
+    label: str
+    lines: dict[str, Line]
+
+
+def fingerprint(plot: Dots | Curves) -> str:
+    """Sum up all that a figure shows.
+
+    Args:
+        plot: the figure.
+
+    Returns:
+        A hash, to be kept in the picture: two pictures with one hash show the same.
+
+    Examples:
+        >>> plots = [Dots("times", "ratio", (row,), {}, (1.0,)) for row in ("TD(0)", "TD(0)", "DQN")]
+        >>> len({fingerprint(plot) for plot in plots})
+        2
+    """
+    content = json.dumps([type(plot).__name__, asdict(plot)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def plots(results: Results) -> dict[str, Dots | Curves]:
+    """Collect what there is to draw.
+
+    Args:
+        results: of a run.
+
+    Returns:
+        The plots by name: the times of each quantity, the memory of stacked gradients and clipped means, scaling.
+    """
+    looks = styles([*(r.method for r in results.records), *(p.method for p in results.scaling)])
+    quantities = dict.fromkeys(record.quantity for record in results.records)
+    found: dict[str, Dots | Curves] = {f"time-{q}": _times(results.records, q, looks) for q in quantities}
+    found |= {f"memory-{q}": _memory(results.records, q, looks) for q in quantities if q in {"stack", "clipped_mean"}}
+    for quantity in dict.fromkeys(point.quantity for point in results.scaling if point.method not in LIMITS):
+        limit = FILL if quantity == "stack" else GEMMS
+        points = [
+            p for p in results.scaling if p.method == limit or (p.quantity == quantity and p.method not in LIMITS)
+        ]
+        found |= _scaling(points, quantity, looks)
+    return found
+
+
+def styles(methods: Iterable[str]) -> dict[str, Style]:
+    """Give every method a look: a color to each family, a marker to each member.
+
+    Args:
+        methods: their names, repeated or not.
+
+    Returns:
+        The styles.
+
+    Examples:
+        >>> looks = styles(["persample", "JAX jit", "persample compiled"])
+        >>> looks["persample"].color == looks["persample compiled"].color != looks["JAX jit"].color
+        True
+    """
+    colors, members, looks = {"persample": _OURS, "batch": _REFERENCE, FILL: _REFERENCE}, Counter[str](), {}
+    for method in ordered(methods):
+        family = method.split()[0].rstrip(",")
+        color = colors.setdefault(family, _FAMILIES[(len(colors) - 3) % len(_FAMILIES)])
+        looks[method] = Style(color, _MARKERS[members[color] % len(_MARKERS)])
+        members[color] += 1
+    return looks
+
+
+def _times(records: Sequence[Record], quantity: str, looks: dict[str, Style]) -> Dots:
+    label = "time relative to one batch gradient (dashed),\nlog scale"
+    rows = _workloads(records, quantity)
+    return Dots(words(quantity), label, rows, _series(records, quantity, "time", looks), (1.0,) * len(rows))
+
+
+def _memory(records: Sequence[Record], quantity: str, looks: dict[str, Style]) -> Dots:
+    rows = _workloads(records, quantity)
+    units = {r.workload: r.unit_peak_bytes / 2**20 for r in records if r.unit_peak_bytes}
+    label = "peak extra memory [MiB], log scale\n(dashed: one batch gradient)"
+    return Dots(
+        words(quantity), label, rows, _series(records, quantity, "memory", looks), tuple(units.get(row) for row in rows)
+    )
+
+
+def _workloads(records: Sequence[Record], quantity: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.workload for record in records if record.quantity == quantity))
+
+
+def _series(
+    records: Sequence[Record], quantity: str, measure: Compared, looks: dict[str, Style]
+) -> dict[str, tuple[Style, tuple[float | None, ...]]]:
+    """Return every method that has a number, but the unit, which is marked in every row."""
+    scale = 1.0 if measure == "time" else 2.0**-20
+    costs = {(r.method, r.workload): cost(r, measure) for r in records if r.quantity == quantity and r.method != UNIT}
+    able = ordered(method for (method, _), amount in costs.items() if amount)
+    rows = _workloads(records, quantity)
+    return {method: (looks[method], tuple(_scaled(costs.get((method, row)), scale) for row in rows)) for method in able}
+
+
+def _scaled(amount: float | None, scale: float) -> float | None:
+    return amount * scale if amount else None  # zero has no logarithm
+
+
+def _curves_of(quantity: str, points: Iterable[ScalingRecord]) -> list[ScalingRecord]:
+    limit = FILL if quantity == "stack" else GEMMS
+    return [p for p in points if p.method == limit or (p.quantity == quantity and p.method not in LIMITS)]
+
+
+def _scaling(points: Sequence[ScalingRecord], quantity: str, looks: dict[str, Style]) -> dict[str, Dots | Curves]:
+    """Return one figure over the batch size, at the width that has most of them, and one over the width."""
+    batch_sizes, widths = ({(p.hidden, p.batch_size) for p in points}, {(p.batch_size, p.hidden) for p in points})
+    hidden, batch_size = (Counter(fixed for fixed, _ in pairs).most_common(1)[0][0] for pairs in (batch_sizes, widths))
+    over_batch = {p: p.batch_size for p in points if p.hidden == hidden}
+    over_width = {p: p.hidden for p in points if p.batch_size == batch_size}
+    of_batch, of_width = f"TD(0) MLP 8-{hidden}-{hidden}-1", f"TD(0) MLP, B = {batch_size}"
+    what, width = words(quantity), "width of the two hidden layers"
+    return {
+        f"scaling-{quantity}-batch": Curves(f"{what}, {of_batch}", "batch size B", _lines(over_batch, looks)),
+        f"scaling-{quantity}-width": Curves(f"{what}, {of_width}", width, _lines(over_width, looks)),
+    }
+
+
+def _lines(sizes: dict[ScalingRecord, int], looks: dict[str, Style]) -> dict[str, Line]:
+    methods: dict[str, list[ScalingRecord]] = {method: [] for method in ordered(p.method for p in sizes)}
+    for point in sorted(sizes, key=sizes.__getitem__):
+        methods[point.method].append(point)
+    return {method: _line(points, sizes, looks[method]) for method, points in methods.items()}
+
+
+def _line(points: Sequence[ScalingRecord], size_of: dict[ScalingRecord, int], look: Style) -> Line:
+    done = [(size_of[p], p.median_s, p.peak_bytes) for p in points if p.status == "ok" and p.median_s is not None]
+    failed = [f"{p.status} at {size_of[p]}: {shortened(p.reason)}" for p in points if p.status != "ok"]
+    sizes, times, peaks = zip(*done, strict=True) if done else ((), (), ())
+    return Line(look, sizes, times, peaks, failed[0] if failed else "")

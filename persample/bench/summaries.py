@@ -1,0 +1,89 @@
+"""The short story of a run: where we are ahead and where behind, and what was demanded of us."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from persample.bench.records import Record, Results
+from persample.bench.standings import MARGIN, Compared, Notes, Standing, Verdict, is_ours, losses, standings
+from persample.bench.targets import Outcome, outcomes
+from persample.bench.text import Grid, mebibytes, number, shortened, words
+
+_VERDICTS: tuple[Verdict, ...] = ("alone", "ahead", "even", "behind")
+_MEASURES: tuple[Compared, ...] = ("time", "memory")
+
+
+def standings_grid(results: Results) -> Grid:
+    """Count for each of our methods where it is ahead of the best of all others, and where behind.
+
+    Args:
+        results: of a run.
+
+    Returns:
+        The table.
+    """
+    rows = []
+    for method in dict.fromkeys(r.method for r in results.records if is_ours(r.method)):
+        for measure in _MEASURES:
+            counts = Counter(standing.verdict for standing in standings(results, measure, method))
+            rows.append([method, measure, *(str(counts[verdict]) for verdict in _VERDICTS)])
+    headings = ("method", "compared by", "no other can", "ahead", f"within {MARGIN:.0%}", "behind")
+    return Grid(headings, rows, numbers=range(2, 6))
+
+
+def losses_grid(results: Results, notes: Notes | None = None) -> Grid:
+    """Show where others are ahead of all our methods.
+
+    Args:
+        results: of a run.
+        notes: why, by (workload, quantity, measure); without them that column is left out.
+
+    Returns:
+        The table; without rows if we lose nowhere.
+    """
+    rows = [_loss(standing) + ([notes[standing.key]] if notes else []) for standing in losses(results)]
+    headings = ["workload", "quantity", "compared by", "our best", "best of the others", "ours / theirs"]
+    return Grid([*headings, *(["why"] if notes else [])], rows, numbers={5})
+
+
+def _loss(standing: Standing) -> list[str]:
+    pair = [f"{r.method}: {_amount(r, standing.measure)}" if r else "" for r in (standing.ours, standing.peer)]
+    factor = number(standing.factor) if standing.factor < float("inf") else "–"
+    return [standing.workload, words(standing.quantity), standing.measure, *pair, factor]
+
+
+def _amount(record: Record, measure: str) -> str:
+    if record.status != "ok":
+        return f"{record.status} ({shortened(record.reason)})"
+    if measure == "memory" and record.peak_bytes is not None:
+        return mebibytes(record.peak_bytes)
+    return number(record.ratio) if record.ratio is not None else "not measured"
+
+
+def targets_grid(results: Results) -> Grid:
+    """Show every demanded number beside the measured one.
+
+    Args:
+        results: of a run.
+
+    Returns:
+        The table.
+    """
+    headings = ("workload", "quantity", "method", "demanded", "measured", "met", "issue")
+    return Grid(headings, [_demand(outcome) for outcome in outcomes(results)], numbers={4})
+
+
+def _demand(outcome: Outcome) -> list[str]:
+    target = outcome.target
+    unit = "s" if target.relative_to is None else f"× {target.relative_to}"
+    unit += f" ({words(target.relative_quantity)})" if target.relative_quantity else ""
+    measure = "" if target.measure == "time" else f"{target.measure} "
+    return [
+        target.workload,
+        words(target.quantity),
+        target.method,
+        f"{measure}≤ {target.limit:g} {unit}",
+        shortened(outcome.reason) if outcome.value is None else number(outcome.value),
+        "yes" if outcome.met else "no",
+        str(target.issue),
+    ]

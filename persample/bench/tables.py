@@ -1,0 +1,148 @@
+"""What every method did on every workload, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from persample.bench.records import LIMITS, UNIT, Record, Results
+from persample.bench.standings import cost, is_ours
+from persample.bench.text import Grid, escaped, mebibytes, number, seconds, shortened, table, words
+
+
+def ordered(methods: Iterable[str]) -> list[str]:
+    """Order methods as all tables and figures do: references first, then ours, then the others as they come.
+
+    Args:
+        methods: their names, repeated or not.
+
+    Returns:
+        Each once.
+
+    Examples:
+        >>> ordered(["naive loop", "persample", "fill_", "batch gradient", "naive loop"])
+        ['batch gradient', 'fill_', 'persample', 'naive loop']
+    """
+
+    def rank(method: str) -> int:
+        return (method.startswith(UNIT), method in LIMITS, is_ours(method), True).index(True)
+
+    return sorted(dict.fromkeys(methods), key=rank)
+
+
+def environment_grid(environment: dict[str, Any]) -> Grid:
+    """List what a run was made on.
+
+    Args:
+        environment: of the run; entries of dicts are listed one by one.
+
+    Returns:
+        The table.
+
+    Examples:
+        >>> environment_grid({"cpu": "a CPU", "gpu": None, "peers": {"jax": "0.9"}}).rows
+        [['cpu', 'a CPU'], ['jax', '0.9']]
+    """
+    flat: dict[str, Any] = {}
+    for name, value in environment.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    rows = [[name.replace("_", " "), str(value)] for name, value in flat.items() if value is not None]
+    return Grid(("what", "value"), rows)
+
+
+def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> str:
+    """Compare all methods on a few workloads.
+
+    Args:
+        results: of a run.
+        quantity: what is computed.
+        workloads: the columns; those that the run does not have are left out.
+
+    Returns:
+        The table of ratios to one batch gradient, and a line on the methods that have no row in it.
+    """
+    columns = [workload for workload in workloads if any(r.workload == workload for r in results.records)]
+    found = {(r.method, r.workload): r for r in results.records if r.quantity == quantity and r.method not in LIMITS}
+    best = {workload: _lowest((r for (_, w), r in found.items() if w == workload)) for workload in columns}
+    rows, without = [_unit_row(results, columns)], []
+    for method in ordered(method for method, _ in found if method != UNIT):
+        cells = [found.get((method, workload)) for workload in columns]
+        if not any(cell and cell.status in {"ok", "wrong"} for cell in cells):
+            without.append(method)
+            continue
+        ratios = [_ratio(cell, best[workload]) for cell, workload in zip(cells, columns, strict=True)]
+        rows.append([_name(method), *ratios])
+    line = f"\nWithout a {words(quantity)} of any of these: {', '.join(without)}.\n" if without else ""
+    return (
+        table((f"{words(quantity)}, time relative to one batch gradient", *columns), rows, range(1, 1 + len(columns)))
+        + line
+    )
+
+
+def _unit_row(results: Results, columns: Sequence[str]) -> list[str]:
+    times = {r.workload: r.unit_s for r in reversed(results.records) if r.unit_s is not None}
+    return [f"{UNIT} (time)", *(seconds(times[w]) if w in times else "" for w in columns)]
+
+
+def _name(method: str) -> str:
+    return f"**{method}**" if is_ours(method) else method
+
+
+def _lowest(records: Iterable[Record]) -> float | None:
+    return min((ratio for r in records if (ratio := cost(r, "time")) is not None), default=None)
+
+
+def _ratio(record: Record | None, best: float | None) -> str:
+    if record is None:
+        return ""
+    ratio = cost(record, "time")
+    if ratio is None:
+        return record.status
+    return f"**{number(ratio)}**" if ratio == best else number(ratio)
+
+
+def full_table(results: Results, workload: str, quantity: str) -> str:
+    """Show everything about one quantity of one workload.
+
+    Args:
+        results: of a run.
+        workload: its name.
+        quantity: what is computed.
+
+    Returns:
+        The table, with a row per method; who cannot do it says why, in its own words.
+    """
+    records = {r.method: r for r in results.records if (r.workload, r.quantity) == (workload, quantity)}
+    best = _lowest(r for r in records.values() if r.method not in LIMITS)
+    headings = ("method", "ratio", "time", "peak memory", "first call", "largest error, or why not")
+    return table(headings, [_row(records[method], best) for method in ordered(records)], numbers=range(1, 5))
+
+
+def _row(record: Record, best: float | None) -> list[str]:
+    ratio = _ratio(record, best)
+    if record.status != "ok":
+        return [_name(record.method), ratio, "", "", "", escaped(shortened(record.reason))]
+    return [
+        _name(record.method),
+        ratio if record.ratio_iqr is None else f"{ratio} ± {number(record.ratio_iqr / 2)}",
+        "" if record.median_s is None else seconds(record.median_s),
+        "" if record.peak_bytes is None else mebibytes(record.peak_bytes),
+        "" if record.first_call_s is None else seconds(record.first_call_s),
+        "" if record.error is None or record.method in LIMITS else f"{record.error:.0e}",
+    ]
+
+
+def unit_line(results: Results, workload: str) -> str:
+    """Say what one batch gradient of a workload costs.
+
+    Args:
+        results: of a run.
+        workload: its name.
+
+    Returns:
+        The sentence.
+    """
+    records = [record for record in results.records if record.workload == workload]
+    time = next((seconds(r.unit_s) for r in records if r.unit_s is not None), "not measured")
+    memory = next((f", {mebibytes(r.unit_peak_bytes)}" for r in records if r.unit_peak_bytes is not None), "")
+    return f"One batch gradient: {time}{memory}."
