@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench docs
+.PHONY: help demo test slow lint bench bench-peers docs
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv-%/.installed: benchmarks/environments/%.txt constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 demo: $(INSTALLED) ## roll out a policy on CartPole and compare per-sample gradients with the naive loop
@@ -33,6 +39,9 @@ slow: $(INSTALLED) ## train five seeds to the end
 
 bench: $(INSTALLED) ## time the methods side by side (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+
+bench-peers: $(INSTALLED) $(PEERS) ## measure every method and every peer, each in its own environment (resumes)
+	$(BIN)/python -m benchmarks.run
 
 docs: $(INSTALLED) ## build the documentation and serve it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

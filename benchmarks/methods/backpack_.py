@@ -8,7 +8,8 @@ from typing import Any
 from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad, Variance
 
-from benchmarks.methods.hooked import Hooked, reduce
+from benchmarks.methods.by_hand import reduce
+from benchmarks.methods.hooked import Hooked
 from benchmarks.methods.method import MAX_NORM, CannotError, Method, Prepared
 from benchmarks.workloads import Workload
 

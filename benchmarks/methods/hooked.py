@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from benchmarks.methods import stacked
+from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.layers import layered, losses
-from benchmarks.methods.method import CORRECTION
 from benchmarks.workloads import Workload
-
-# The quantities of gradients that a library has stacked, by name → [B, *shape].
-reduce = partial(
-    stacked.reduce,
-    norm=lambda rows: torch.linalg.vector_norm(rows, dim=1),
-    variance=lambda g: g.var(0, correction=CORRECTION),
-)
 
 
 class Hooked:
@@ -28,15 +18,14 @@ class Hooked:
     Args:
         work: the workload.
         hook: what the library does to a model; it may wrap it.
-        original: use the model as it is instead of the layered copy.
     """
 
     def __init__(self, work: Workload, hook: Callable[[nn.Module], nn.Module]):
-        layers, self._original = layered(work.model)
+        layers, original = layered(work.model)
         self.model = hook(layers)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         inner = getattr(self.model, "_module", self.model)  # Opacus wraps
-        self._named = {self._original(name): p for name, p in inner.named_parameters() if p.requires_grad}
+        self._named = {original(name): p for name, p in inner.named_parameters() if p.requires_grad}
         self._shapes = {name: p.shape for name, p in work.params.items()}
         self._losses, self._batch = losses(work), work.batch
 
@@ -56,6 +45,6 @@ class Hooked:
     def numpy(self, result: Tensor | dict[str, Tensor]) -> np.ndarray | dict[str, np.ndarray]:
         """Turn it into arrays of the original shapes (after the batch axis, if there is one)."""
         if isinstance(result, Tensor):
-            return result.detach().cpu().numpy()
+            return arrays(result)
         axes = {name: x.ndim - self._named[name].ndim for name, x in result.items()}
-        return {name: x.cpu().numpy().reshape(x.shape[: axes[name]] + self._shapes[name]) for name, x in result.items()}
+        return {name: arrays(x).reshape(x.shape[: axes[name]] + self._shapes[name]) for name, x in result.items()}

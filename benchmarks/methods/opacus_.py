@@ -16,7 +16,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
 from torch.optim import SGD
 
-from benchmarks.methods.hooked import Hooked, reduce
+from benchmarks.methods.by_hand import reduce
+from benchmarks.methods.hooked import Hooked
 from benchmarks.methods.method import MAX_NORM, CannotError, Method, Prepared
 from benchmarks.workloads import Workload
 

@@ -10,6 +10,7 @@ import copy
 import torch
 from torchjd.autogram import Engine
 
+from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.layers import losses
 from benchmarks.methods.method import MAX_NORM, CannotError, Method, Prepared
 from benchmarks.workloads import Workload
@@ -40,12 +41,7 @@ def prepare(work: Workload, quantity: str) -> Prepared:
         loss.backward(weights)
         return {name: p.grad for name, p in params.items()}
 
-    def numpy(result):
-        if isinstance(result, dict):
-            return {name: x.cpu().numpy() for name, x in result.items()}
-        return result.cpu().numpy()
-
-    return Prepared(run, numpy)
+    return Prepared(run, arrays)
 
 
 def _engine(model):
