@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench bench-report docs
+.PHONY: help demo test slow lint bench bench-peers bench-report docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -14,6 +15,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv-%/.installed: benchmarks/environments/%.txt constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 demo: $(INSTALLED) ## roll out a policy on CartPole and compare per-sample gradients with the naive loop
@@ -33,6 +39,9 @@ slow: $(INSTALLED) ## train five seeds to the end
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+
+bench-peers: $(INSTALLED) $(PEERS) ## measure every method and every peer, each in its own environment (resumes)
+	$(BIN)/python -m benchmarks.run
 
 bench-report: $(INSTALLED) ## write the tables and figures of README and docs/benchmarks.md from benchmarks/results
 	$(BIN)/python -m benchmarks.pages

@@ -9,9 +9,9 @@ from benchmarks.methods.method import Method
 # Environment → the files whose METHODS it can run, in the order of the tables.
 FILES: dict[str, tuple[str, ...]] = {
     "torch": ("unit", "loop", "torch_func", "ours", "expanded_weights", "limits"),
-    "torch-peers": (),
-    "jax": (),
-    "mindspore": (),
+    "torch-peers": ("opacus_", "backpack_", "torchjd_"),
+    "jax": ("jax_", "jax_privacy_"),
+    "mindspore": ("mindspore_",),
 }
 
 
