@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from persample import Loss, Mean, losses, per_sample_grads, stop_gradient
+from persample.cli.measure import peak_memory
 from persample.naive import backward_each, stack_mean_backward
 
 F64 = torch.float64
-ENGINES = ["eager", "loop"]
+ENGINES = ["eager", "compiled", "loop"]
 
 
 def draw(*shape, seed=0):
@@ -116,6 +117,23 @@ class TestListOfLosses:
         stack, _ = self.peaks(lambda policy, batch, params, _: stack_mean_backward(self.losses(policy, batch), params))
         each, _ = self.peaks(lambda policy, batch, params, _: backward_each(list(self.losses(policy, batch)), params))
         assert 0.9 * stack < each < 1.1 * stack
+
+    def test_the_three_side_by_side(self):
+        """Bytes allocated at the peak, results included: the stack grows with the list, the other two do not."""
+        peaks = {}
+        for n in (8, 32):
+            policy, batch = self.setup_episodes(n, length=50)
+            params = dict(policy.named_parameters())
+            peaks[n] = (
+                peak_memory(lambda p=policy, b=batch, t=params: stack_mean_backward(self.losses(p, b), t)),
+                peak_memory(lambda p=policy, b=batch, t=params, n=n: backward_each(self.losses(p, b), t, n)),
+                peak_memory(lambda p=policy, b=batch: per_sample_grads(self.loss, p, b, Mean(), chunk_size=4)),
+            )
+        stack, each, chunks = (many / few for few, many in zip(peaks[8], peaks[32], strict=True))
+        assert stack > 3
+        assert each == 1
+        assert chunks < 1.1
+        assert peaks[32][1] < peaks[32][2] < peaks[32][0]
 
 
 class TestBookChapter:
