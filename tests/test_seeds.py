@@ -1,12 +1,14 @@
-"""The documents that the project grew from, with their numbers (rows 0, 1, 2 and 4 of the list of seeds)."""
+"""The documents that the project grew from, with their numbers (rows 0, 1, 2 and 4 of the list of seeds).
+
+Row 3 is in ``test_seeds_composite.py``.
+"""
 
 from __future__ import annotations
-
-import weakref
 
 import numpy as np
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import nn
 
 from persample import Loss, Mean, losses, per_sample_grads, stop_gradient
@@ -23,32 +25,6 @@ def draw(*shape, seed=0):
 
 def close(actual, expected, tolerance=1e-12):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-class LiveBytes:
-    """Bytes that autograd keeps for backward passes: now, and at their peak."""
-
-    def __init__(self):
-        self.now = self.peak = 0
-
-    def measure(self, work):
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box[0]):
-            work()
-        return self.peak
-
-    def _pack(self, x):
-        box = _Box([x.detach()])  # a saved output would hold its own graph
-        self.now += x.nbytes
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(box, self._free, x.nbytes)
-        return box
-
-    def _free(self, size):
-        self.now -= size
-
-
-class _Box(list):
-    """A list that weak references can watch."""
 
 
 def test_live_bytes_see_what_is_kept_and_what_is_freed():
