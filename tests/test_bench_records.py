@@ -143,6 +143,11 @@ class TestNotes:
         with pytest.raises(ArgumentError, match=r"one too many for\n    \('w', 'gram', 'time'\)"):
             report(RUN, "", notes)
 
+    def test_where_we_fail_and_others_do_not_a_note_is_due(self):
+        run = Results(records=(record("persample", None, status="too slow"), record("other")))
+        with pytest.raises(ArgumentError, match="persample: too slow; other can"):
+            check_notes(losses(run), {})
+
     def test_an_empty_note_is_none(self):
         lost = losses(RUN)
         with pytest.raises(ArgumentError, match="none for"):

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from benchmarks import pages
 from persample.bench.figures import draw, shown_by
 from persample.bench.files import read, write
-from persample.bench.plots import Curves, Dots, fingerprint, plots, styles
+from persample.bench.plots import Curves, Dots, fingerprint, plots
 from persample.bench.records import FILL, GEMMS, UNIT, Results
 from persample.bench.report import report
+from persample.bench.styles import styles
 from persample.bench.tables import full_table, short_table
 from persample.cli.app import app
 from persample.errors import ArgumentError
@@ -103,6 +104,9 @@ class TestPlots:
         for size in ("batch", "width"):
             lines = plots(RUN)[f"scaling-{quantity}-{size}"].lines
             assert set(lines) & {FILL, GEMMS} == {limit}
+
+    def test_without_a_number_there_is_no_figure(self):
+        assert plots(Results(records=(record("Opacus", None), record(UNIT, 1.0, "mean")))) == {}
 
     def test_methods_can_be_told_apart(self):
         looks = styles([*bench_run.METHODS, UNIT, FILL, GEMMS])

@@ -200,7 +200,7 @@ def test_version_and_help():
     assert (bare.exit_code, bare.output) == (0, run("--help").output)
 
 
-@pytest.mark.parametrize("extra", ["typer", "rich", "matplotlib", "gymnasium"])
+@pytest.mark.parametrize("extra", ["typer", "rich", "matplotlib", "PIL", "gymnasium"])
 def test_a_missing_extra_is_named(extra):
     """``import persample`` goes through without any of them."""
     code = f"import sys; sys.modules[{extra!r}] = None; import persample; from persample.cli import main; main()"

@@ -16,9 +16,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from persample.bench.plots import Curves, Dots, Line, Style, fingerprint
+from persample.bench.plots import Curves, Dots, Line, fingerprint
 from persample.bench.records import LIMITS
 from persample.bench.standings import is_ours
+from persample.bench.styles import Style
 
 # Narrow, so that they can be read on a phone.
 _WIDTH, _DPI, _FONT = 6.4, 125, 10
@@ -119,14 +120,13 @@ def _curve(axes: Axes, method: str, line: Line, values: list[float]) -> None:
     limit = {"linestyle": "--", "linewidth": 2, "marker": ""} if method in LIMITS else {}
     axes.plot(line.sizes, values, label=method, **_look(method, line.style) | limit)
     if line.end and values:
-        cross: dict[str, Any] = {
-            "color": line.style.color,
-            "marker": "x",
+        style: dict[str, Any] = {
             "markersize": 14,
             "markeredgewidth": 2,
+            "markeredgecolor": line.style.color,
             "zorder": 4,
         }
-        axes.plot(line.sizes[-1:], values[-1:], **cross)
+        axes.plot(line.sizes[-1:], values[-1:], marker="x", **style)
 
 
 def _logarithmic(axes: Axes, axis: XAxis | YAxis) -> None:

@@ -10,26 +10,12 @@ from dataclasses import asdict, dataclass
 
 from persample.bench.records import FILL, GEMMS, LIMITS, UNIT, Record, Results, ScalingRecord
 from persample.bench.standings import Compared, cost
+from persample.bench.styles import Style, styles
 from persample.bench.tables import ordered
 from persample.bench.text import shortened, words
 
-# Okabe, Ito, "Color Universal Design" (2008), the yellow darkened and two colours added.
-_OURS, _REFERENCE = "#0072b2", "#000000"
-_FAMILIES = ("#777777", "#d55e00", "#e69f00", "#cc79a7", "#a89600", "#009e73", "#56b4e9", "#7b3f00", "#5d3a9b")
-_MARKERS = "os^DvPX<>"
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a method looks in every figure.
-
-    Args:
-        color: of its family: the methods whose names have the same first word.
-        marker: which of the family.
-    """
-
-    color: str
-    marker: str
+# Of what there is a figure of memory: what must be stored, and what need not be.
+_MEMORY = {"stack", "clipped_mean"}
 
 
 @dataclass(frozen=True)
@@ -114,38 +100,13 @@ def plots(results: Results) -> dict[str, Dots | Curves]:
     """
     looks = styles([*(r.method for r in results.records), *(p.method for p in results.scaling)])
     quantities = dict.fromkeys(record.quantity for record in results.records)
-    found: dict[str, Dots | Curves] = {f"time-{q}": _times(results.records, q, looks) for q in quantities}
-    found |= {f"memory-{q}": _memory(results.records, q, looks) for q in quantities if q in {"stack", "clipped_mean"}}
+    dots = {f"time-{quantity}": _times(results.records, quantity, looks) for quantity in quantities}
+    for quantity in (q for q in quantities if q in _MEMORY):
+        dots[f"memory-{quantity}"] = _memory(results.records, quantity, looks)
+    found: dict[str, Dots | Curves] = {name: plot for name, plot in dots.items() if plot.series}
     for quantity in dict.fromkeys(point.quantity for point in results.scaling if point.method not in LIMITS):
-        limit = FILL if quantity == "stack" else GEMMS
-        points = [
-            p for p in results.scaling if p.method == limit or (p.quantity == quantity and p.method not in LIMITS)
-        ]
-        found |= _scaling(points, quantity, looks)
+        found |= _scaling(_curves_of(quantity, results.scaling), quantity, looks)
     return found
-
-
-def styles(methods: Iterable[str]) -> dict[str, Style]:
-    """Give every method a look: a color to each family, a marker to each member.
-
-    Args:
-        methods: their names, repeated or not.
-
-    Returns:
-        The styles.
-
-    Examples:
-        >>> looks = styles(["persample", "JAX jit", "persample compiled"])
-        >>> looks["persample"].color == looks["persample compiled"].color != looks["JAX jit"].color
-        True
-    """
-    colors, members, looks = {"persample": _OURS, "batch": _REFERENCE, FILL: _REFERENCE}, Counter[str](), {}
-    for method in ordered(methods):
-        family = method.split()[0].rstrip(",")
-        color = colors.setdefault(family, _FAMILIES[(len(colors) - 3) % len(_FAMILIES)])
-        looks[method] = Style(color, _MARKERS[members[color] % len(_MARKERS)])
-        members[color] += 1
-    return looks
 
 
 def _times(records: Sequence[Record], quantity: str, looks: dict[str, Style]) -> Dots:
@@ -157,10 +118,9 @@ def _times(records: Sequence[Record], quantity: str, looks: dict[str, Style]) ->
 def _memory(records: Sequence[Record], quantity: str, looks: dict[str, Style]) -> Dots:
     rows = _workloads(records, quantity)
     units = {r.workload: r.unit_peak_bytes / 2**20 for r in records if r.unit_peak_bytes}
+    marks = tuple(units.get(row) for row in rows)
     label = "peak extra memory [MiB], log scale\n(dashed: one batch gradient)"
-    return Dots(
-        words(quantity), label, rows, _series(records, quantity, "memory", looks), tuple(units.get(row) for row in rows)
-    )
+    return Dots(words(quantity), label, rows, _series(records, quantity, "memory", looks), marks)
 
 
 def _workloads(records: Sequence[Record], quantity: str) -> tuple[str, ...]:

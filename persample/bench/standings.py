@@ -42,9 +42,13 @@ class Standing:
         return self.workload, self.quantity, self.measure
 
     @property
+    def _costs(self) -> tuple[float | None, float | None]:
+        return cost(self.ours, self.measure), cost(self.peer, self.measure) if self.peer else None
+
+    @property
     def factor(self) -> float:
         """Ours by the other's: above 1 we need more; ∞ where we have nothing."""
-        ours, peer = (None if record is None else cost(record, self.measure) for record in (self.ours, self.peer))
+        ours, peer = self._costs
         if ours is None or peer is None:
             return math.inf if ours is None else 0.0
         return ours / peer if peer else math.inf
@@ -52,7 +56,7 @@ class Standing:
     @property
     def verdict(self) -> Verdict:
         """Where we stand."""
-        ours, peer = (None if record is None else cost(record, self.measure) for record in (self.ours, self.peer))
+        ours, peer = self._costs
         if ours is None or peer is None:
             return "behind" if ours is None else "alone"
         if abs(ours - peer) <= MARGIN * peer or (self.measure == "memory" and abs(ours - peer) < _BYTES):
@@ -153,5 +157,7 @@ def check_notes(lost: Iterable[Standing], notes: Notes) -> None:
 
 
 def _summary(standing: Standing) -> str:
-    peer = standing.peer.method if standing.peer else "others"
-    return f"{standing.ours.method} needs {standing.factor:.2f} × the {standing.measure} of {peer}"
+    ours, peer = standing.ours, standing.peer.method if standing.peer else "others"
+    if math.isinf(standing.factor):
+        return f"{ours.method}: {ours.status}; {peer} can"
+    return f"{ours.method} needs {standing.factor:.2f} × the {standing.measure} of {peer}"

@@ -63,20 +63,16 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> st
     """
     columns = [workload for workload in workloads if any(r.workload == workload for r in results.records)]
     found = {(r.method, r.workload): r for r in results.records if r.quantity == quantity and r.method not in LIMITS}
-    best = {workload: _lowest((r for (_, w), r in found.items() if w == workload)) for workload in columns}
+    best = {workload: _lowest(r for (_, w), r in found.items() if w == workload) for workload in columns}
     rows, without = [_unit_row(results, columns)], []
     for method in ordered(method for method, _ in found if method != UNIT):
-        cells = [found.get((method, workload)) for workload in columns]
-        if not any(cell and cell.status in {"ok", "wrong"} for cell in cells):
+        cells = {workload: found.get((method, workload)) for workload in columns}
+        if any(cell and cell.status in {"ok", "wrong"} for cell in cells.values()):
+            rows.append([_name(method), *(_ratio(cell, best[workload]) for workload, cell in cells.items())])
+        else:
             without.append(method)
-            continue
-        ratios = [_ratio(cell, best[workload]) for cell, workload in zip(cells, columns, strict=True)]
-        rows.append([_name(method), *ratios])
     line = f"\nWithout a {words(quantity)} of any of these: {', '.join(without)}.\n" if without else ""
-    return (
-        table((f"{words(quantity)}, time relative to one batch gradient", *columns), rows, range(1, 1 + len(columns)))
-        + line
-    )
+    return table(("method", *columns), rows, numbers=range(1, len(columns) + 1)) + line
 
 
 def _unit_row(results: Results, columns: Sequence[str]) -> list[str]:
