@@ -1,6 +1,6 @@
 """Every quantity from stacked per-sample gradients, for libraries that give no more than those. Imports no framework.
 
-Only operators are used that torch, NumPy, jax.numpy and MindSpore share; what they spell differently comes from outside.
+Torch, NumPy and jax.numpy share the operators used here; what they spell differently comes from outside.
 """
 
 from __future__ import annotations

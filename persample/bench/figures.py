@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,10 @@ def shown_by(path: Path) -> str | None:
 
 
 def _height(plot: Dots | Curves) -> float:
-    legend = 0.22 * (len(plot.series if isinstance(plot, Dots) else plot.lines) + 1) // 2
-    return legend + (1.3 + 0.42 * len(plot.rows) if isinstance(plot, Dots) else 7.0)
+    """Return inches: of the panels, the legend, and all that is around them."""
+    if isinstance(plot, Dots):
+        return 0.42 * max(len(plot.rows), 2) + 0.22 * math.ceil(len(plot.series) / 2) + 1.2
+    return 6.5 + 0.22 * math.ceil(len(plot.lines) / 2)
 
 
 def _draw_dots(axes: Axes, plot: Dots) -> None:

@@ -85,10 +85,10 @@ def machine(environment: dict[str, Any]) -> str:
 
     Examples:
         >>> machine({"cpu": "a CPU", "gpu": None, "torch_threads": 2, "torch": "2.13.0"})
-        'a CPU, 2 threads, torch 2.13.0'
+        'a CPU, threads: 2, torch 2.13.0'
     """
     device = environment.get("gpu") or environment.get("cpu") or "an unknown machine"
-    forms = {"torch_threads": "{} threads", "torch": "torch {}", "date": "{}"}
+    forms = {"torch_threads": "threads: {}", "torch": "torch {}", "date": "{}"}
     known = [form.format(environment[name]) for name, form in forms.items() if environment.get(name)]
     return ", ".join([str(device), *known])
 

@@ -144,7 +144,7 @@ def check_notes(lost: Iterable[Standing], notes: Notes) -> None:
         ArgumentError: if a note is missing, or one is left of a row that is no longer lost.
     """
     rows = {standing.key: standing for standing in lost}
-    missing = "".join(f'\n    {key}: "",  # {_summary(rows[key])}' for key in rows if key not in notes)
+    missing = "".join(f'\n    {key}: "",  # {_summary(rows[key])}' for key in rows if not notes.get(key))
     unused = "".join(f"\n    {key}" for key in notes if key not in rows)
     if missing or unused:
         received = f"none for{missing}\n" * bool(missing) + f"one too many for{unused}\n" * bool(unused)

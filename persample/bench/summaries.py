@@ -7,7 +7,7 @@ from collections import Counter
 from persample.bench.records import Record, Results
 from persample.bench.standings import MARGIN, Compared, Notes, Standing, Verdict, is_ours, losses, standings
 from persample.bench.targets import Outcome, outcomes
-from persample.bench.text import Grid, mebibytes, number, shortened, words
+from persample.bench.text import Grid, memory, number, shortened, words
 
 _VERDICTS: tuple[Verdict, ...] = ("alone", "ahead", "even", "behind")
 _MEASURES: tuple[Compared, ...] = ("time", "memory")
@@ -56,7 +56,7 @@ def _amount(record: Record, measure: str) -> str:
     if record.status != "ok":
         return f"{record.status} ({shortened(record.reason)})"
     if measure == "memory" and record.peak_bytes is not None:
-        return mebibytes(record.peak_bytes)
+        return memory(record.peak_bytes)
     return number(record.ratio) if record.ratio is not None else "not measured"
 
 

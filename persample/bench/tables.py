@@ -7,7 +7,7 @@ from typing import Any
 
 from persample.bench.records import LIMITS, UNIT, Record, Results
 from persample.bench.standings import cost, is_ours
-from persample.bench.text import Grid, escaped, mebibytes, number, seconds, shortened, table, words
+from persample.bench.text import Grid, escaped, memory, number, seconds, shortened, table, words
 
 
 def ordered(methods: Iterable[str]) -> list[str]:
@@ -59,7 +59,7 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> st
         workloads: the columns; those that the run does not have are left out.
 
     Returns:
-        The table of ratios to one batch gradient, and a line on the methods that have no row in it.
+        The table of times relative to one batch gradient, and a line on the methods that have no row in it.
     """
     columns = [workload for workload in workloads if any(r.workload == workload for r in results.records)]
     found = {(r.method, r.workload): r for r in results.records if r.quantity == quantity and r.method not in LIMITS}
@@ -81,7 +81,7 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> st
 
 def _unit_row(results: Results, columns: Sequence[str]) -> list[str]:
     times = {r.workload: r.unit_s for r in reversed(results.records) if r.unit_s is not None}
-    return [f"{UNIT} (time)", *(seconds(times[w]) if w in times else "" for w in columns)]
+    return [f"{UNIT}: time", *(seconds(times[w]) if w in times else "" for w in columns)]
 
 
 def _name(method: str) -> str:
@@ -126,7 +126,7 @@ def _row(record: Record, best: float | None) -> list[str]:
         _name(record.method),
         ratio if record.ratio_iqr is None else f"{ratio} ± {number(record.ratio_iqr / 2)}",
         "" if record.median_s is None else seconds(record.median_s),
-        "" if record.peak_bytes is None else mebibytes(record.peak_bytes),
+        "" if record.peak_bytes is None else memory(record.peak_bytes),
         "" if record.first_call_s is None else seconds(record.first_call_s),
         "" if record.error is None or record.method in LIMITS else f"{record.error:.0e}",
     ]
@@ -144,5 +144,5 @@ def unit_line(results: Results, workload: str) -> str:
     """
     records = [record for record in results.records if record.workload == workload]
     time = next((seconds(r.unit_s) for r in records if r.unit_s is not None), "not measured")
-    memory = next((f", {mebibytes(r.unit_peak_bytes)}" for r in records if r.unit_peak_bytes is not None), "")
-    return f"One batch gradient: {time}{memory}."
+    peak = next((f", {memory(r.unit_peak_bytes)}" for r in records if r.unit_peak_bytes is not None), "")
+    return f"One batch gradient: {time}{peak}."

@@ -48,9 +48,11 @@ def number(value: float) -> str:
         The text.
 
     Examples:
-        >>> [number(x) for x in (0.8412, 23.91, 314.2)]
-        ['0.84', '23.9', '314']
+        >>> [number(x) for x in (0.0162, 0.8412, 23.91, 314.2)]
+        ['0.016', '0.84', '23.9', '314']
     """
+    if value < 0.0995:
+        return f"{value:.2g}"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
@@ -71,7 +73,7 @@ def seconds(value: float) -> str:
     return f"{number(value / scale)} {unit}"
 
 
-def mebibytes(value: float) -> str:
+def memory(value: float) -> str:
     """Write an amount of memory.
 
     Args:
@@ -81,11 +83,11 @@ def mebibytes(value: float) -> str:
         The text, with its unit.
 
     Examples:
-        >>> mebibytes(3 * 2**19)
-        '1.5 MiB'
+        >>> [memory(x) for x in (3 * 2**19, 12288)]
+        ['1.5 MiB', '12 KiB']
     """
     size = value / 2**20
-    return f"{size:.{0 if size >= 9.95 else 1}f} MiB"
+    return f"{size:.{0 if size >= 9.95 else 1}f} MiB" if size >= 1 else f"{value / 2**10:.0f} KiB"
 
 
 def words(name: str) -> str:
