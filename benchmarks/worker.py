@@ -50,9 +50,9 @@ class Worker:
         versions = {name: _version(name) for name in PACKAGES}
         return {"methods": methods, "packages": {name: v for name, v in versions.items() if v is not None}}
 
-    def prepare(self, method: str, workload: str, quantity: str, folder: str, budget: int) -> dict[str, Any]:
+    def prepare(self, method: str, workload: str, quantity: str, folder: str, limit: int) -> dict[str, Any]:
         """Set a method up, call it twice (the first call may compile), and check the second result."""
-        stopwatch.limit_memory(budget, cuda=self.cuda)
+        stopwatch.limit_memory(limit, cuda=self.cuda)
         chosen = self.methods[method]
         prepared = chosen.prepare(self._workload(workload, Path(folder)), quantity)
         self.run = prepared.run
@@ -107,7 +107,7 @@ def answer(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
         if stopwatch.is_out_of_memory(error):
             return {
                 "status": "out of memory",
-                "reason": f"needs more than {arguments.get('budget', 0) / 2**30:.0f} GiB",
+                "reason": f"asks for more than {arguments.get('limit', 0) / 2**30:.0f} GiB",
             }
         return {"status": "cannot", "reason": f"{type(error).__name__}: {_first_words(str(error))}"}
 

@@ -68,7 +68,7 @@ def true_norms(folder):
 
 def prepare_request(folder, method="m"):
     asked = {"do": "prepare", "method": method, "workload": SMALL, "quantity": "norms"}
-    return {**asked, "folder": folder, "budget": 2**30}
+    return {**asked, "folder": folder, "limit": 2**30}
 
 
 def test_a_worker_measures(folder, unlimited):
@@ -109,10 +109,10 @@ def failing(error):
         (failing(CannotError("no")), {"status": "cannot", "reason": "no", "untouched": True}),
         (failing(KeyError("a\n  b")), {"status": "cannot", "reason": r"KeyError: 'a\n b'"}),
         (failing(ValueError("x" * 500)), {"status": "cannot", "reason": "ValueError: " + "x" * 199 + "…"}),
-        (failing(MemoryError()), {"status": "out of memory", "reason": "needs more than 1 GiB"}),
+        (failing(MemoryError()), {"status": "out of memory", "reason": "asks for more than 1 GiB"}),
         (
             failing(RuntimeError("RESOURCE_EXHAUSTED: 9")),
-            {"status": "out of memory", "reason": "needs more than 1 GiB"},
+            {"status": "out of memory", "reason": "asks for more than 1 GiB"},
         ),
     ],
     ids=["cannot", "library error", "long", "memory", "memory of JAX"],
@@ -250,8 +250,8 @@ def test_a_process_that_only_refused_is_as_good_as_new(stub):
 class FakeProcess:
     environment, used = "torch", True
 
-    def __init__(self, call_s=0.01, **prepared):
-        self.call_s, self.asked, self.prepared = call_s, [], prepared
+    def __init__(self, call_s=0.01, peak_bytes=123, **prepared):
+        self.call_s, self.peak_bytes, self.asked, self.prepared = call_s, peak_bytes, [], prepared
 
     def ask(self, do, timeout, **arguments):
         self.asked.append(do)
@@ -261,7 +261,7 @@ class FakeProcess:
             return {"first_call_s": 9.0, "call_s": self.call_s, "error": 1e-7}
         if do == "time":
             return {"seconds": [self.call_s] * arguments["times"]}
-        return {"peak_bytes": 123}
+        return {"peak_bytes": self.peak_bytes}
 
 
 def test_method_and_unit_take_turns():
@@ -276,7 +276,7 @@ def test_method_and_unit_take_turns():
     assert record.rounds == round(1.0 / (0.02 * 2 + 0.01 * 3))  # each turn fills 20 ms, after a call that is not timed
 
 
-@pytest.mark.parametrize(("call_s", "rounds"), [(1e-6, 50), (2e-3, 45), (0.01, 33), (1.0, 5), (11.9, 5)])
+@pytest.mark.parametrize(("call_s", "rounds"), [(1e-6, 50), (2e-3, 45), (0.01, 33), (1.0, 5), (7.9, 5)])
 def test_rounds_follow_the_pace(call_s, rounds):
     record = measure.measure(Cell("w", "norms", OURS), FakeProcess(call_s), "", measure.Pace())
     assert (record.rounds, record.ratio, record.unit_s) == (pytest.approx(rounds, abs=1), None, None)
@@ -286,6 +286,12 @@ def test_too_slow_is_known_before_the_rounds():
     worker = FakeProcess(13.0)
     record = measure.measure(Cell("w", "norms", OURS), worker, "", measure.Pace())
     assert (record.status, record.reason, worker.asked) == ("too slow", "one call takes 13 s", ["prepare"])
+
+
+def test_more_than_the_budget_is_too_much():
+    record = measure.measure(Cell("w", "norms", OURS), FakeProcess(peak_bytes=5 * 2**30), "", measure.Pace())
+    assert (record.status, record.reason) == ("out of memory", "needs 5.0 GiB, more than 4")
+    assert (record.peak_bytes, record.median_s) == (5 * 2**30, None)
 
 
 def test_what_is_wrong_is_not_timed():
