@@ -158,7 +158,7 @@ class _Pool:
     """
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
-        self.memory = {x.untyped_storage().data_ptr() for x in lasting if not is_wrapped(x)}
+        self.memory = {x.untyped_storage().data_ptr() for x in lasting if not (is_wrapped(x) or is_traced(x))}
         self.norms: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def squared(self, rows: Tensor) -> Tensor:
