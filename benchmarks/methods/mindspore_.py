@@ -1,6 +1,8 @@
 """MindSpore: ``jit(vmap(grad(loss)))``, as in the tutorial on TD(0), with the reduction inside the jit.
 
-Its losses are functions of as many tensors as there are parameters, since ``mindspore.grad`` counts positions.
+Its losses are functions of as many tensors as there are parameters, since ``mindspore.grad`` counts positions. They use
+only operations that its vmap batches: others it unrolls into one copy per sample. On the CPU a compiled call returns when
+its result is there.
 """
 
 from __future__ import annotations
@@ -31,17 +33,12 @@ def prepare(saved: Saved, quantity: str) -> Prepared:
         stack = per_sample(*args)
         return _reduce((stack,) if count == 1 else stack, quantity)
 
-    def run():
-        result = compiled(*args)
-        mindspore.runtime.synchronize()
-        return result
-
     def numpy(result):
         if quantity in {"norms", "gram"}:
             return result.asnumpy()
         return {name: value.asnumpy() for name, value in zip(names, result, strict=True)}
 
-    return Prepared(run, numpy)
+    return Prepared(lambda: compiled(*args), numpy)
 
 
 def _reduce(stack, quantity):
@@ -72,8 +69,8 @@ def _mlp(params, x, activation):
 
 def _tutorial(_count):
     def loss(theta, s_tm1, r_t, s_t):
-        target = r_t + ops.stop_gradient((s_t * theta).sum())
-        return (target - (s_tm1 * theta).sum()) ** 2
+        target = r_t + ops.stop_gradient(ops.matmul(s_t, theta))
+        return ops.square(target - ops.matmul(s_tm1, theta))
 
     return loss
 
@@ -81,8 +78,8 @@ def _tutorial(_count):
 def _td(count):
     def loss(*args):
         params, (s_tm1, r_t, s_t) = args[:count], args[count:]
-        target = r_t + DISCOUNT * _mlp(params, s_t, ops.tanh).sum()
-        return (ops.stop_gradient(target) - _mlp(params, s_tm1, ops.tanh).sum()) ** 2
+        target = r_t + DISCOUNT * _mlp(params, s_t, ops.tanh).squeeze()
+        return ops.square(ops.stop_gradient(target) - _mlp(params, s_tm1, ops.tanh).squeeze())
 
     return loss
 
@@ -92,7 +89,7 @@ def _reinforce(count):
         params, (obs_t, a_t, return_t, mask_t) = args[:count], args[count:]
         log_pi = ops.log_softmax(_mlp(params, obs_t, ops.tanh), -1)
         taken = ops.gather_elements(log_pi, 1, a_t.expand_dims(-1)).squeeze(-1)
-        return -(taken * return_t * mask_t).sum()
+        return -ops.reduce_sum(taken * return_t * mask_t)
 
     return loss
 
@@ -100,7 +97,7 @@ def _reinforce(count):
 def _squared_error(count):
     def loss(*args):
         params, (x, y) = args[:count], args[count:]
-        return ((_mlp(params, x, ops.relu) - y) ** 2).mean()
+        return ops.square(_mlp(params, x, ops.relu) - y).mean()
 
     return loss
 
