@@ -33,7 +33,9 @@ def add(text: str, diff: str) -> str:
 
 def run(*args, folder):
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "-m", *args], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", *args], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture
