@@ -23,8 +23,9 @@ SPELLINGS = {
     r"\lVert": r"\|", r"\rVert": r"\|", r"\lvert": "|", r"\rvert": "|", "{aligned}": "{align*}",
 }  # fmt: skip
 UNKNOWN = re.compile(r">(\\\w|&(amp;)?<)")  # commands and separators that became text
-# How pages link to notebooks and notebooks to pages in the repository.
+# How pages link to notebooks in the repository, notebooks to each other, and notebooks to pages.
 TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
+TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
 TO_DOCS = "](../docs/"
 # Every output is a block of its own: indented ones that follow each other would be one.
 OUTPUTS = """{% extends 'markdown/index.md.j2' %}
@@ -53,7 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in NOTEBOOKS:
         where = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
         text, found = exporter.from_notebook_node(nbformat.read(path, as_version=4), where)
-        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text.replace(TO_DOCS, "](../")))
+        text = TO_NEXT.sub(r"](\1.md", text).replace(TO_DOCS, "](../")
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
         for name, data in found["outputs"].items():
             files.append(File.generated(config, f"notebooks/{name}", content=data))
     return files
