@@ -15,6 +15,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@# Without torchvision, which only its examples use: built for CUDA, it fails beside a torch for CPUs.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps backpack-for-pytorch
 	@touch $@
 
 .venv-%/.installed: benchmarks/environments/%.txt constraints.txt
@@ -30,8 +32,9 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, then all tests with warnings as errors, docstring and README examples, strict docs
+test: lint ## lint, then all tests with warnings as errors, examples, notebooks, strict docs
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbmake notebooks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
 slow: $(INSTALLED) ## train five seeds to the end

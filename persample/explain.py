@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from persample import check, rng, trees
+from persample.check import Randomness
 from persample.engines.eager import batched_gradients
 from persample.errors import ArgumentError
 from persample.factors import Deferral, Dense, Factor, Total, factor_of
 from persample.factors.defer.placeholder import Placeholder, memory
 from persample.lift import Lift
 from persample.modules import locked
+from persample.reductions import Reduce
 
 _ELEMENTWISE = "elementwise, or a sum"  # of no product of signals and inputs
 
@@ -76,14 +78,14 @@ class Explanation:
 
 
 def explain(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
     params: Any,
     batch: Any,
-    reduce: Any = None,
+    reduce: Reduce = None,
     *,
-    in_dims: Any = (None, 0),
+    in_dims: tuple[Any, Any] = (None, 0),
     keep_batch_dim: bool = False,
-    randomness: str = "error",
+    randomness: Randomness = "error",
 ) -> Explanation:
     """Tell how the eager engine stores the gradients of each parameter for some reductions, and why.
 

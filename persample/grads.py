@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from persample import check, engines, rng, trees
+from persample.check import Engine, Randomness
 from persample.diagnose import unwritten
 from persample.lift import Lift
 from persample.loss import NotConnectedError
 from persample.merge import merge
 from persample.modules import locked
 from persample.output import is_apart, owned, write_into
+from persample.reductions import Reduce
 
 _ENGINES: dict[str, Any] = {
     "empty": engines.empty,
@@ -25,17 +28,17 @@ _ENGINES: dict[str, Any] = {
 
 
 def per_sample_grads(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
     params: Any,
     batch: Any,
-    reduce: Any = None,
+    reduce: Reduce = None,
     *,
     weights: Any = None,
-    in_dims: Any = (None, 0),
+    in_dims: tuple[Any, Any] = (None, 0),
     keep_batch_dim: bool = False,
-    randomness: str = "error",
+    randomness: Randomness = "error",
     chunk_size: int | None = None,
-    engine: str = "eager",
+    engine: Engine = "eager",
     out: Any = None,
 ) -> Any:
     """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, reduced as asked.
@@ -51,15 +54,23 @@ def per_sample_grads(
         batch: a pytree of tensors or NumPy arrays with a leading batch axis of common size B. A plain tuple or list
             becomes positional arguments, anything else (dict, NamedTuple, dataclass, TensorDict) is one argument.
             Floating arrays take the dtype and device of the first parameter; None, strings and numbers pass through.
-        reduce: a reduction such as ``Mean()``, or a dict, tuple or list of them, all answered from one pass. None
-            stands for ``Stack()``, the gradients themselves.
-        weights: ``[B]``, real: weight k means that the sample counted k times. Applied after clipping, to reductions
-            over samples only; weight 0 removes a sample entirely, even if its gradient is NaN.
-        in_dims: ``(params_dims, batch_dims)``: an int, None (the same for all samples) or a tree prefix for each.
-        keep_batch_dim: each sample arrives with a leading axis of 1.
-        randomness: "error", "same" or "different", as in ``torch.func.vmap``.
+            A list of B samples of unlike lengths is no batch: pad them, stack them, and pass a mask.
+        reduce: a reduction, or a dict, tuple or list of them, all answered from one pass. None stands for ``Stack()``,
+            the gradients themselves. There are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
+            ``Norm``, ``Gram``, ``CosineSimilarity``, ``Dot``, ``Project``; ``SecondMoment``, ``Variance``,
+            ``NoiseScale``; ``Loss``, ``Aux``, ``Factored``; and those you write (``persample.reductions.Reduction``).
+        weights: ``[B]``, real or bool: weight k means that the sample counted k times. Applied after clipping, to
+            reductions over samples only; weight 0 removes a sample entirely, even if its gradient is NaN.
+        in_dims: ``(params_dims, batch_dims)``: an int, None (the same for all samples) or a tree prefix for each;
+            ``(None, (None, 0, 0))`` for a batch whose first argument all samples share, ``(0, 0)`` for parameters
+            of each sample's own.
+        keep_batch_dim: each sample arrives with a leading axis of 1, for models that insist on a batch.
+        randomness: what random operations in the loss do: "error", or "same" or "different" numbers for the samples,
+            as in ``torch.func.vmap``.
         chunk_size: how many samples are processed at a time; memory follows it. None for all.
-        engine: "eager" (vmap), "compiled", or "loop" (plain autograd, for losses that vmap cannot take).
+        engine: "eager" (vmap, any loss that it takes), "compiled" (the fastest, after seconds of compilation; compiles
+            again what has changed), or "loop" (plain autograd, one sample after the other: ``.item()``, branches on
+            values, checkpoints). All give the same results.
         out: a previous result of the same call, whose storage is written again and which is returned. Fresh memory
             costs more than the gradients themselves: reuse it in loops.
 
@@ -79,9 +90,31 @@ def per_sample_grads(
         ...     target = r_t + stop_gradient(s_t @ theta)
         ...     return (target - s_tm1 @ theta) ** 2
         >>> theta = torch.tensor([0.2, -0.2, 0.1])
-        >>> s_tm1, r_t, s_t = torch.tensor([[2.0, 1.0, -2.0]]), torch.tensor([2.0]), torch.tensor([[1.0, 2.0, 0.0]])
-        >>> per_sample_grads(td_loss, theta, (s_tm1, r_t, s_t))
+        >>> batch = torch.tensor([[2.0, 1.0, -2.0]]), torch.tensor([2.0]), torch.tensor([[1.0, 2.0, 0.0]])
+        >>> per_sample_grads(td_loss, theta, batch)
         tensor([[-7.2000, -3.6000,  7.2000]])
+
+        Several reductions from one pass:
+
+        >>> from persample import ClippedMean, Mean, Norm
+        >>> per_sample_grads(td_loss, theta, batch, {"update": ClippedMean(1.0), "norms": Norm()})
+        {'update': tensor([-0.6667, -0.3333,  0.6667]), 'norms': tensor([10.8000])}
+
+        A module, whose reduced gradients any optimizer takes (``set_grads``):
+
+        >>> model = torch.nn.Linear(3, 1)
+        >>> x, y = torch.ones(5, 3), torch.zeros(5)
+        >>> update = per_sample_grads(lambda model, x, y: (model(x)[0] - y) ** 2, model, (x, y), Mean())
+        >>> {name: list(grad.shape) for name, grad in update.items()}
+        {'weight': [1, 3], 'bias': [1]}
+
+        An argument that all samples share, and samples that count differently:
+
+        >>> def loss(w, scale, x):
+        ...     return scale * w @ x
+        >>> options = {"in_dims": (None, (None, 0)), "weights": [1.0, 3.0]}
+        >>> per_sample_grads(loss, torch.zeros(2), (torch.tensor(2.0), torch.eye(2)), Mean(), **options)
+        tensor([0.5000, 1.5000])
     """
     call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
     if engine == "compiled" and weights is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from persample import losses, naive, rl
 from persample.rl import diagnostics, training
 
 ROOT = Path(__file__).parent.parent
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 FUNCTIONS_AND_CLASSES = [name for name in persample.__all__ if not inspect.ismodule(getattr(persample, name))]
 NAMES = [
     *(f"persample.{name}" for name in FUNCTIONS_AND_CLASSES),
@@ -23,6 +25,10 @@ NAMES = [
     *(f"persample.rl.diagnostics.{name}" for name in diagnostics.__all__),
     *(f"persample.rl.training.{name}" for name in training.__all__),
     *(f"persample.naive.{name}" for name in ("loop", "value_and_grad", "stack_mean_backward", "backward_each")),
+]
+FORMULAS = [
+    *(f"persample.{name}" for name in persample.__all__ if name in persample.reductions.__all__),
+    *(f"persample.losses.{name}" for name in losses.__all__ if name not in {"stop_gradient", "VTraceOutput"}),
 ]
 
 
@@ -43,7 +49,13 @@ def test_every_public_name_is_documented_with_an_example(name):
     assert inspect.getdoc(thing)
     if not (inspect.isclass(thing) and issubclass(thing, (Exception, tuple))):  # results are shown where they are made
         assert doctest.DocTestFinder(recurse=False).find(thing, name)[0].examples
-    assert f"::: {name}\n" in (ROOT / "docs" / "reference.md").read_text()
+    assert f"::: {name}\n" in REFERENCE
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_every_reduction_and_loss_has_a_formula(name):
+    (row,) = [line for line in REFERENCE.splitlines() if f"](#{name}) | " in line]
+    assert re.search(r"\$.+\$", row)
 
 
 def test_importing_persample_imports_no_extra():

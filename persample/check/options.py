@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from persample.errors import ArgumentError
+
+Engine: TypeAlias = Literal["eager", "compiled", "loop"]
+Randomness: TypeAlias = Literal["error", "same", "different"]
 
 
 def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
@@ -19,8 +22,8 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
     Raises:
         ArgumentError: if one is not of the values it can take.
     """
-    check_choice("engine", engine, ("eager", "compiled", "loop"))
-    check_choice("randomness", randomness, ("error", "same", "different"))
+    check_choice("engine", engine, get_args(Engine))
+    check_choice("randomness", randomness, get_args(Randomness))
     check_chunk_size(chunk_size)
 
 

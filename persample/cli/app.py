@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from persample.check import Engine
 from persample.cli import baird, train
 from persample.cli.bench import bench
 from persample.cli.cases import reinforce_case, td_case
@@ -134,7 +135,7 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
     Raises:
         Exit: with code 1 where an update differs from the loop's by more than rounding.
     """
-    settings = Settings(env, episodes, hidden, engine, seed, rounds)
+    settings = Settings(env, episodes, hidden, cast("Engine", engine), seed, rounds)
     directory = None if output is None else writable(output, "report.json", "compare.png")
     comparisons = _compared(settings)
     # Wide enough for the table where there is no terminal to ask.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from persample import ClippedMean, Mean, Norm, naive, per_sample_grads
+from persample.check import Engine
 from persample.cli.rollout import Rollout
 from persample.losses import discounted_returns, reinforce_loss, td_loss
 
@@ -94,7 +95,7 @@ def reinforce_case(rollout: Rollout) -> Case:
     return Case("REINFORCE", "episode", loss_fn, batch_loss, _params(network), batch)
 
 
-def methods(case: Case, engine: str) -> dict[str, Callable[[], Update]]:
+def methods(case: Case, engine: Engine) -> dict[str, Callable[[], Update]]:
     """Write down the averaged gradient in four ways, one of which computes clipped mean and norms beside it.
 
     Args:
@@ -120,7 +121,7 @@ def _loop(case: Case) -> Update:
     return {name: total / case.size for name, total in totals.items()}
 
 
-def _fused(case: Case, engine: str) -> Update:
+def _fused(case: Case, engine: Engine) -> Update:
     wanted = (Mean(), ClippedMean(BOUND), Norm())
     means, clipped, norms = per_sample_grads(case.loss_fn, case.params, case.batch, wanted, engine=engine)
     return {**means, **_renamed(clipped), "norms": norms}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from persample import Mean, Norm, per_sample_grads
+from persample.check import Engine
 from persample.cli.cases import FUSED, LOOP, METHODS, Case, fused_by_loop, methods
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
 
@@ -66,7 +67,7 @@ class Comparison:
     norms: tuple[float, ...]
 
 
-def compare(case: Case, engine: str, rounds: int, progress: Callable[[int], object]) -> Comparison:
+def compare(case: Case, engine: Engine, rounds: int, progress: Callable[[int], object]) -> Comparison:
     """Compute a loss's averaged gradient with every method, and measure them.
 
     Args:

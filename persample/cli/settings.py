@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from persample import check
+from persample.check import Engine
 from persample.errors import ArgumentError
 
 
@@ -27,7 +28,7 @@ class Settings:
     env: str = "CartPole-v1"
     episodes: int = 64
     hidden: int = 64
-    engine: str = "eager"
+    engine: Engine = "eager"
     seed: int = 0
     rounds: int = 5
 

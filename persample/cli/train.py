@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, cast
 
 import typer
 
+from persample.check import Engine
 from persample.cli.interrupt import interruptible
 from persample.cli.live import Display
 from persample.cli.training_files import TrainingFiles
@@ -83,7 +84,8 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
     own |= {"lambda_": lambda_, "epsilon": epsilon}
     directory = Path("runs", re.sub(r"[^\w.-]", "-", f"{algorithm}-{env}-{seed}")) if output is None else output
     with _named_as_options():
-        config = TrainingConfig(_algorithm(algorithm, own), env, seed, steps, reduce, max_norm, engine, target)
+        known = cast("Engine", engine)  # or the configuration refuses it
+        config = TrainingConfig(_algorithm(algorithm, own), env, seed, steps, reduce, max_norm, known, target)
         trainer = Trainer(config)
         try:
             files = TrainingFiles(trainer, directory, resume=resume)

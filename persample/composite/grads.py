@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,25 +20,23 @@ from persample.composite.towers import Tower, build_towers
 from persample.lift import Lift
 from persample.modules import add_grads, locked
 from persample.output import owned
-from persample.reductions import Sum
-
-_TOTAL = Sum()
+from persample.reductions import Reduce, Sum
 
 
 def composite_grads(
     encode_fn: Any,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tensor],
     params: Any,
     inputs: Any,
     *,
     loss_params: Any = None,
-    reduce: Any = _TOTAL,
-    in_dims: Any = (None, 0),
+    reduce: Reduce = Sum(),
+    in_dims: tuple[Any, Any] = (None, 0),
     batched: bool = False,
     keep_batch_dim: bool = False,
-    batch_norm: str = "refuse",
+    batch_norm: Literal["refuse", "chunk", "full"] = "refuse",
     chunk_size: int | None = 1,
-    engine: str = "eager",
+    engine: Literal["eager", "loop"] = "eager",
     accumulate: bool = False,
     group: Any = None,
 ) -> tuple[Tensor, Any]:

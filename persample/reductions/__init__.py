@@ -1,6 +1,6 @@
 """What can be asked of the per-sample gradients. Each reduction is one class with ``lift`` and ``finish``."""
 
-from persample.reductions.base import Reduction
+from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
@@ -21,6 +21,7 @@ __all__ = [
     "NoiseScaleEstimate",
     "Norm",
     "Project",
+    "Reduce",
     "Reduction",
     "SecondMoment",
     "Stack",

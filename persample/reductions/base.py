@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
 
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
@@ -61,6 +62,10 @@ class Reduction:
             out: a previous result, or what the user took for one.
         """
         return self.finish(merged)
+
+
+# What can be asked for in one call. Lists are invariant, and so of anything.
+Reduce: TypeAlias = "Reduction | Mapping[Any, Reduce] | tuple[Reduce, ...] | list[Any] | None"
 
 
 class Total(Reduction):

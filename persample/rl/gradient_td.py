@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from persample import trees
+from persample.check import Engine
 from persample.errors import ArgumentError
 from persample.grads import per_sample_grads
 from persample.losses import td_learning
@@ -35,7 +36,7 @@ def gradient_td_step(
     ratio_t: Tensor,
     *,
     method: str = "tdc",
-    engine: str = "eager",
+    engine: Engine = "eager",
 ) -> GradientTDStep:
     """Make one step of TDC or GTD2 on B transitions.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from persample import trees
+from persample.check import Engine
 from persample.grads import per_sample_grads
 from persample.losses import td_learning
 from persample.reductions import Aux, Stack
@@ -36,7 +37,7 @@ def td_lambda_step(
     lambda_: float,
     *,
     done_t: Tensor | None = None,
-    engine: str = "eager",
+    engine: Engine = "eager",
 ) -> TDLambdaStep:
     """Make one step of TD(λ) with accumulating traces in B streams: eᵢ ← γᵢ λ eᵢ + ∇v(sᵢ), θ ← θ + α (1/B) Σᵢ δᵢ eᵢ.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from persample.check import Engine
 from persample.grads import per_sample_grads
 from persample.reductions import CosineSimilarity, NoiseScale, NoiseScaleEstimate, Norm
 from persample.rl.diagnostics.scores import LogProbFn, check_enough, score_batch, score_fn
@@ -38,7 +39,7 @@ def episode_gradients(
     weight_t: Tensor | None = None,
     *,
     chunk_size: int | None = None,
-    engine: str = "eager",
+    engine: Engine = "eager",
 ) -> EpisodeGradients:
     """Measure the gradients gᵢ = Σₜ wₜ ∇log π(aₜ|sₜ) of a batch of episodes, in one pass.
 

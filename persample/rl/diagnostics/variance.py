@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample.check import Engine
 from persample.errors import ArgumentError
 from persample.grads import per_sample_grads
 from persample.reductions import NoiseScale, NoiseScaleEstimate, Norm, SecondMoment
@@ -24,7 +25,7 @@ def estimator_variances(
     weights_t: Mapping[str, Tensor] | None = None,
     *,
     chunk_size: int | None = None,
-    engine: str = "eager",
+    engine: Engine = "eager",
 ) -> dict[str, NoiseScaleEstimate]:
     """Compare estimators Σₜ wₜ ∇log π(aₜ|sₜ) of the policy gradient on the same episodes, in one pass.
 
@@ -81,7 +82,7 @@ def optimal_baseline(
     *,
     per_param: bool = False,
     chunk_size: int | None = None,
-    engine: str = "eager",
+    engine: Engine = "eager",
 ) -> Any:
     """Compute the constant baseline b that makes E‖(R − b) s‖² smallest, s = Σₜ ∇log π(aₜ|sₜ), in one pass.
 

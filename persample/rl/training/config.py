@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from persample import check
+from persample.check import Engine
 from persample.errors import ArgumentError
 from persample.reductions import ClippedMean, Mean, Reduction
 from persample.rl.training.a2c import A2C
@@ -46,7 +47,7 @@ class TrainingConfig:
     steps: int = 300_000
     reduce: str = "mean"
     max_norm: float = 100.0
-    engine: str = "eager"
+    engine: Engine = "eager"
     target: float = math.inf
 
     def __post_init__(self) -> None:

@@ -1,0 +1,82 @@
+"""What the documentation site needs beyond its plugins: notebooks as pages, and formulas that need no script."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+
+NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
+# What pymdownx.arithmatex leaves of a formula, inline and displayed.
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+# Bars that latex2mathml lets grow with the whole line, and an environment that it does not know.
+SPELLINGS = {
+    r"\lVert": r"\|", r"\rVert": r"\|", r"\lvert": "|", r"\rvert": "|", "{aligned}": "{align*}",
+}  # fmt: skip
+UNKNOWN = re.compile(r">(\\\w|&(amp;)?<)")  # commands and separators that became text
+# How pages link to notebooks in the repository, notebooks to each other, and notebooks to pages.
+TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
+TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
+TO_DOCS = "](../docs/"
+# Every output is a block of its own: indented ones that follow each other would be one.
+OUTPUTS = """{% extends 'markdown/index.md.j2' %}
+{% macro fenced(text) %}
+
+``` { .text .output }
+{{ text | strip_ansi | trim('\n') }}
+```
+
+{% endmacro %}
+{% block stream %}{{ fenced(output.text) }}{% endblock %}
+{% block data_text %}{{ fenced(output.data['text/plain']) }}{% endblock %}
+"""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the notebooks in the menu, in the order of their numbers."""
+    section = next(item["Notebooks"] for item in config.nav or [] if "Notebooks" in item)
+    section += [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for every notebook, with its stored outputs and figures."""
+    exporter = MarkdownExporter(raw_template=OUTPUTS)
+    for path in NOTEBOOKS:
+        where = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
+        text, found = exporter.from_notebook_node(nbformat.read(path, as_version=4), where)
+        text = TO_NEXT.sub(r"](\1.md", text).replace(TO_DOCS, "](../")
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
+        for name, data in found["outputs"].items():
+            files.append(File.generated(config, f"notebooks/{name}", content=data))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let links to notebooks lead to their pages."""
+    up = "../" * page.file.src_uri.count("/")
+    return TO_NOTEBOOK.sub(rf"]({up}notebooks/\1.md", markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Write formulas as MathML, which browsers render by themselves."""
+    return FORMULA.sub(_mathml, content)
+
+
+def _mathml(match: re.Match[str]) -> str:
+    tex = html.unescape(match[2])
+    for known, meant in SPELLINGS.items():
+        tex = tex.replace(known, meant)
+    formula = convert(tex, display="inline" if match[1] == "span" else "block")
+    if UNKNOWN.search(formula):
+        raise PluginError(f"No MathML for {match[2]!r}: spell it with other commands.")
+    return f'<{match[1]} class="formula">{formula}</{match[1]}>'
