@@ -1,8 +1,8 @@
 """MindSpore: ``jit(vmap(grad(loss)))``, as in the tutorial on TD(0), with the reduction inside the jit.
 
 Its losses are functions of as many tensors as there are parameters, since ``mindspore.grad`` counts positions. They use
-only operations that its vmap batches: others it unrolls into one copy per sample. On the CPU a compiled call returns when
-its result is there.
+only operations that its vmap batches: others it unrolls into one copy per sample. On the CPU a compiled call returns
+when its result is there.
 """
 
 from __future__ import annotations
