@@ -139,6 +139,13 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
     """
     leaves, spec = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    if not modules:
+
+        def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
+            return loss_fn(trees.unflatten(list(values), spec), *sample)
+
+        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), call_plain)
+
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
     pieces = list(leaves)
@@ -158,8 +165,6 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
     def call(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
         placed: dict[int | str, Any] = dict(zip(slots, values, strict=True))
         args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
-        if not modules:
-            return loss_fn(args, *sample)
         with inside.swapped({path: value for path, value in placed.items() if isinstance(path, str)}):
             return loss_fn(args, *sample)
 

@@ -45,15 +45,20 @@ def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
     return torch.from_numpy(native).to(device=like.device)
 
 
-def sample_structure(batch: Any, dims: Sequence[int | None], *, keep_batch_dim: bool) -> trees.TreeSpec:
+def sample_structure(
+    batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], *, keep_batch_dim: bool
+) -> trees.TreeSpec:
     """Return the structure of one sample. It is the batch's own, but for TensorDicts, which know their batch size.
 
     Args:
         batch: what the user passed.
+        structure: its own.
         dims: the batch axis of every leaf, or None.
         keep_batch_dim: the sample keeps an axis of 1.
     """
     nodes, outer = trees.flatten(batch, is_leaf=_is_tensordict)
+    if not any(map(_is_tensordict, nodes)):
+        return structure
     remaining = iter(dims)
     for index, node in enumerate(nodes):
         own = {next(remaining) for _ in range(trees.structure(node).num_leaves)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 from persample import trees
@@ -63,7 +64,7 @@ def check_call(
     shapes = tuple(x.shape[1:] if split else x.shape for x, split in zip(values[:count], batched, strict=False))
     spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
     unpack = type(batch) in (tuple, list)
-    sample = sample_structure(batch, leaf_dims, keep_batch_dim=keep_batch_dim)
+    sample = sample_structure(batch, structure, leaf_dims, keep_batch_dim=keep_batch_dim)
     loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, called, given)
     _check_signature(called, loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
     for reduction in wanted:
@@ -77,6 +78,10 @@ def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[An
     if not callable(loss_fn):
         fix = "Pass a function of (params, *sample)."
         raise ArgumentError.about(called, expected="a function", received=type(loss_fn).__name__, fix=fix)
+    if isinstance(loss_fn, FunctionType):  # as a rule; inspect takes its time
+        code = loss_fn.__code__
+        if code.co_argcount == 1 + len(sample) and not code.co_kwonlyargcount:
+            return
     try:
         signature = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # some builtins have none to look at
