@@ -42,14 +42,22 @@ def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.view_as_complex(real.contiguous()) if dtype.is_complex else real
 
 
-def laid_out(x: Tensor) -> Tensor:
-    """Return a tensor with its elements side by side in memory, also in compiled code, which would gather them anew."""
-    if not is_traced(x):
-        return x.contiguous()
-    from torch._inductor.inductor_prims import force_stride_order
+def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a tensor with its elements side by side in memory, also in compiled code, which would gather them anew.
 
-    x = x.contiguous()
-    return force_stride_order(x, x.stride())
+    Args:
+        x: the tensor.
+        like: one of as many axes, whose order in memory it takes; in compiled code its own.
+    """
+    if is_traced(x):
+        from torch._inductor.inductor_prims import force_stride_order
+
+        x = x.contiguous()
+        return force_stride_order(x, x.stride())
+    if like is None:
+        return x.contiguous()
+    order = sorted(range(x.ndim), key=like.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
 
 def is_expanded(x: Tensor) -> bool:

@@ -70,14 +70,15 @@ class Outer:
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
-        same = out is not None and out.dtype == self.dtype == self.left.dtype == self.right.dtype
         # With one step a broadcast multiply writes at the speed of memory, bmm at half of it.
         multiply: Any = torch.mul if self.steps == 1 else torch.matmul
-        left, right = self.left.mT, numeric.laid_out(self.right)  # along which memory is written
-        if out is not None and same and out.is_contiguous() and self.layout.is_matrix:
-            multiply(left, right, out=out.view(len(self), 1, *self.layout.block[1:]))
-            return out
-        product = multiply(left, right)
+        left, right = self.left.mT, self.right
+        if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
+            target = self.layout.blocks(out)
+            if torch._C._is_alias_of(target, out):
+                multiply(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
+                return out
+        product = multiply(left, numeric.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 
