@@ -1,8 +1,8 @@
 """MindSpore: ``jit(vmap(grad(loss)))``, as in the tutorial on TD(0), with the reduction inside the jit.
 
 Its losses are functions of as many tensors as there are parameters, since ``mindspore.grad`` counts positions. They use
-only operations that its vmap batches: others it unrolls into one copy per sample. On the CPU a compiled call returns
-when its result is there.
+only operations that its vmap batches: others it unrolls into one copy per sample. A compiled call may return before its
+result is there; asking for NumPy arrays, which share its memory, waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prepare(saved: Saved, quantity: str) -> Prepared:
             return result.asnumpy()
         return {name: value.asnumpy() for name, value in zip(names, result, strict=True)}
 
-    return Prepared(lambda: compiled(*args), numpy)
+    return Prepared(lambda: numpy(compiled(*args)), lambda result: result)
 
 
 def _reduce(stack, quantity):
