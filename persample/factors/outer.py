@@ -75,7 +75,7 @@ class Outer:
         left, right = self.left.mT, self.right
         if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
             target = self.layout.blocks(out)
-            if torch._C._is_alias_of(target, out):
+            if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
                 multiply(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
                 return out
         product = multiply(left, numeric.laid_out(right))

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from persample.engines.compiled.tanh import tanh
+
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 _warned: set[str] = set()
@@ -55,7 +57,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = select_decomp_table()
+    table = {**select_decomp_table(), _aten.tanh.default: tanh}
     if mode.shape_env is not None:  # those of products treat very small ones apart, and so split the sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
