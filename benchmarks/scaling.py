@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.cells import Cell, Listed
 from persample.bench.records import UNIT, Record, ScalingRecord
 
-BATCH_SIZES, HIDDEN = (1, 8, 64, 256, 1024, 4096, 16384), 64
+BATCH_SIZES, HIDDEN = (1, 16, 256, 4096, 16384), 64
 WIDTHS, BATCH_SIZE = (16, 64, 256, 1024, 2048), 256
 # (batch size, width)
 SIZES = tuple(dict.fromkeys([*((b, HIDDEN) for b in BATCH_SIZES), *((BATCH_SIZE, h) for h in WIDTHS)]))
