@@ -37,12 +37,14 @@ class Worker:
         takes_saved: whether the methods take what was saved of the workload.
         cuda: whether the workload goes to the GPU.
         run: what is timed, once it is prepared.
+        has_pool: whether its memory cannot be measured.
     """
 
     methods: dict[str, Method]
     takes_saved: bool = False
     cuda: bool = False
     run: stopwatch.Call | None = None
+    has_pool: bool = False
 
     def about(self) -> dict[str, Any]:
         """Say what there is in this environment."""
@@ -55,7 +57,7 @@ class Worker:
         stopwatch.limit_memory(limit, cuda=self.cuda)
         chosen = self.methods[method]
         prepared = chosen.prepare(self._workload(workload, Path(folder)), quantity)
-        self.run = prepared.run
+        self.run, self.has_pool = prepared.run, prepared.has_pool
         first = _timed(self.run)[1]  # its result is gone before the second call
         result, second = _timed(self.run)
         facts = {"first_call_s": prepared.setup_seconds + first, "call_s": second}
@@ -71,7 +73,7 @@ class Worker:
 
     def memory(self) -> dict[str, Any]:
         """Measure the memory of a call."""
-        return {"peak_bytes": stopwatch.peak_bytes(self.run, cuda=self.cuda)}
+        return {"peak_bytes": None if self.has_pool else stopwatch.peak_bytes(self.run, cuda=self.cuda)}
 
     def _workload(self, name: str, folder: Path) -> Any:
         if self.takes_saved:

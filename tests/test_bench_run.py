@@ -85,6 +85,11 @@ def test_a_worker_measures(folder, unlimited):
     assert unlimited == [2**30]
 
 
+def test_memory_behind_a_pool_is_not_measured(folder, unlimited):
+    method = of_torch(lambda work: true_norms(folder), has_pool=True)
+    assert talk([method], prepare_request(folder), {"do": "memory"})[-1]["peak_bytes"] is None
+
+
 def test_a_worker_without_torch_gets_what_was_saved(folder):
     seen = []
 

@@ -29,11 +29,13 @@ class Prepared:
         numpy: from the result to arrays: by parameter name for stack, mean, clipped_mean and variance; ``[B]`` for
             norms; ``[B, B]`` for gram.
         setup_seconds: compile time spent before the first run, if any (the worker also times the first run).
+        has_pool: whether freed memory stays in a pool of the library's, so that no peak is to be seen from outside.
     """
 
     run: Callable[[], Any]
     numpy: Callable[[Any], dict[str, np.ndarray] | np.ndarray]
     setup_seconds: float = 0.0
+    has_pool: bool = False
 
 
 @dataclass(frozen=True)

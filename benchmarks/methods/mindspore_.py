@@ -38,7 +38,7 @@ def prepare(saved: Saved, quantity: str) -> Prepared:
             return result.asnumpy()
         return {name: value.asnumpy() for name, value in zip(names, result, strict=True)}
 
-    return Prepared(lambda: numpy(compiled(*args)), lambda result: result)
+    return Prepared(lambda: numpy(compiled(*args)), lambda result: result, has_pool=True)
 
 
 def _reduce(stack, quantity):
