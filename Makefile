@@ -41,7 +41,7 @@ slow: $(INSTALLED) ## train five seeds to the end
 	$(BIN)/python -m pytest -m slow
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
-	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+	$(BIN)/python -m pytest $(wildcard benchmarks/test_*.py) --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 bench-peers: $(INSTALLED) $(PEERS) ## measure every method and every peer, each in its own environment (resumes)
 	$(BIN)/python -m benchmarks.run
