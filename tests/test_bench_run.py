@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -412,7 +413,9 @@ def test_a_smoke_run_is_interrupted_and_goes_on(tmp_path):
     # Of `--quick`, what is our own: the other methods are called in this process by test_bench_workloads.
     command = [sys.executable, "-m", "benchmarks.run", "--quick", "--only", "persample", "--results", str(path)]
     quiet = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **quiet) as first:
+    # Processes in the background of a script ignore Ctrl-C, and so would those that they start.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, preexec_fn=heard, **quiet) as first:  # noqa: PLW1509 - no threads here
         while not path.exists() and first.poll() is None:
             time.sleep(0.05)
         first.send_signal(signal.SIGINT)
