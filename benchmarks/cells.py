@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.quantities import QUANTITIES
 
-# Clipped means everywhere, stacks where others are made for them, every quantity once: a full run stays within an hour.
+# Clipped means everywhere, stacks where others are made for them, every quantity once: the run takes long as it is.
 MEASURED: dict[str, tuple[str, ...]] = {
     "tutorial TD(0), B=2": ("stack",),
     "tutorial TD(0), B=4096": ("stack",),

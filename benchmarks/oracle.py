@@ -41,7 +41,7 @@ def oracle(work: Workload, quantity: str) -> Arrays:
 
 
 def _grads(work: Workload, samples) -> Iterator[dict[str, np.ndarray]]:
-    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
+    params = work.trained
     for i in samples:
         loss = work.loss_fn(work.model, *(x[i] for x in work.batch))
         grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)

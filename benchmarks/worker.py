@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from benchmarks import saved, stopwatch
 from benchmarks.methods import load
-from benchmarks.methods.method import CannotError, Method
+from benchmarks.methods.method import CannotError, Method, Prepared
 from benchmarks.quantities import agrees
 
 # Environments whose methods take the workload itself; the others take what was saved of it.
@@ -36,15 +36,13 @@ class Worker:
         methods: by name.
         takes_saved: whether the methods take what was saved of the workload.
         cuda: whether the workload goes to the GPU.
-        run: what is timed, once it is prepared.
-        has_pool: whether its memory cannot be measured.
+        prepared: what is measured.
     """
 
     methods: dict[str, Method]
     takes_saved: bool = False
     cuda: bool = False
-    run: stopwatch.Call | None = None
-    has_pool: bool = False
+    prepared: Prepared | None = None
 
     def about(self) -> dict[str, Any]:
         """Say what there is in this environment."""
@@ -56,10 +54,9 @@ class Worker:
         """Set a method up, call it twice (the first call may compile), and check the second result."""
         stopwatch.limit_memory(limit, cuda=self.cuda)
         chosen = self.methods[method]
-        prepared = chosen.prepare(self._workload(workload, Path(folder)), quantity)
-        self.run, self.has_pool = prepared.run, prepared.has_pool
-        first = _timed(self.run)[1]  # its result is gone before the second call
-        result, second = _timed(self.run)
+        self.prepared = prepared = chosen.prepare(self._workload(workload, Path(folder)), quantity)
+        first = _timed(prepared.run)[1]  # its result is gone before the second call
+        result, second = _timed(prepared.run)
         facts = {"first_call_s": prepared.setup_seconds + first, "call_s": second}
         if chosen.is_limit:
             return {"status": "ok", **facts}
@@ -69,11 +66,12 @@ class Worker:
 
     def time(self, times: int, *, warm_up: bool) -> dict[str, Any]:
         """Time a few calls."""
-        return {"seconds": stopwatch.seconds(self.run, times, warm_up=warm_up, cuda=self.cuda)}
+        return {"seconds": stopwatch.seconds(self.prepared.run, times, warm_up=warm_up, cuda=self.cuda)}
 
     def memory(self) -> dict[str, Any]:
         """Measure the memory of a call."""
-        return {"peak_bytes": None if self.has_pool else stopwatch.peak_bytes(self.run, cuda=self.cuda)}
+        hidden = self.prepared.has_pool
+        return {"peak_bytes": None if hidden else stopwatch.peak_bytes(self.prepared.run, cuda=self.cuda)}
 
     def _workload(self, name: str, folder: Path) -> Any:
         if self.takes_saved:

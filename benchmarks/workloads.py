@@ -50,9 +50,14 @@ class Workload:
     target: nn.Module | None = None
 
     @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are differentiated, as autograd wants them."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
     def params(self) -> dict[str, Tensor]:
-        """The parameters that are differentiated, detached."""
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        """The same, detached."""
+        return {name: p.detach() for name, p in self.trained.items()}
 
     @property
     def frozen(self) -> dict[str, Tensor]:

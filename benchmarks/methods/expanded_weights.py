@@ -10,7 +10,7 @@ from benchmarks.workloads import Workload
 
 
 def prepare(work: Workload, quantity: str) -> Prepared:
-    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
+    params = work.trained
 
     def model(*args):
         # "mean": the loss is averaged over the batch, and its gradients are to be those of each sample's own loss.

@@ -10,7 +10,7 @@ from benchmarks.workloads import Workload
 
 
 def prepare(work: Workload, quantity: str) -> Prepared:
-    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
+    params = work.trained
     batch_size = len(work.batch[0])
 
     def grads():

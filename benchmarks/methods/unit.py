@@ -11,21 +11,18 @@ from persample.bench.records import UNIT
 
 
 def prepare(work: Workload, _quantity: str) -> Prepared:
-    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
-
-    def run():
-        loss = work.batch_loss(work.model, *work.batch)
-        return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
-
-    return Prepared(run, arrays)
+    return _prepared(work, work.batch_loss)
 
 
 def prepare_compiled(work: Workload, _quantity: str) -> Prepared:
-    params = {name: p for name, p in work.model.named_parameters() if p.requires_grad}
-    loss_fn = torch.compile(work.batch_loss)
+    return _prepared(work, torch.compile(work.batch_loss))
+
+
+def _prepared(work, batch_loss):
+    params = work.trained
 
     def run():
-        loss = loss_fn(work.model, *work.batch)
+        loss = batch_loss(work.model, *work.batch)
         return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
 
     return Prepared(run, arrays)
