@@ -200,8 +200,10 @@ def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: fr
         reason = mode.reason(grad)
     elif "materialize" in uses:
         reason = "a reduction asks for the gradients themselves"
-    else:
+    elif grad.numel() <= could.stored:
         reason = "no larger than its factors"
+    else:
+        reason = "small, and written out for its norms anyway"
     kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, Total) else (could,)))
     choice = "materialize" if isinstance(chosen, Dense) else "contract"
     width = grad.element_size()

@@ -43,7 +43,7 @@ def test_kinds_steps_and_choices():
     assert {name: (row.factor, row.choice) for name, row in rows.items()} == {
         "embed": ("Embedding", "contract"),
         "w": ("Outer", "contract"),
-        "kernel": ("Conv", "contract"),
+        "kernel": ("Conv", "materialize"),
         "bias": ("Dense", "materialize"),
         "masked": ("Dense", "materialize"),
         "square": ("Dense", "materialize"),
@@ -53,10 +53,11 @@ def test_kinds_steps_and_choices():
     assert {name: row.steps for name, row in rows.items() if row.choice == "contract"} == {
         "embed": 4,
         "w": 1,
-        "kernel": 4,
         "tied": 5,
     }
-    assert [rows[name].reason for name in ("embed", "w", "kernel", "tied")] == [""] * 4
+    assert [rows[name].reason for name in ("embed", "w", "tied")] == [""] * 3
+    assert rows["kernel"].reason == "small, and written out for its norms anyway"
+    assert table(ps.Norm())["kernel"].choice == "contract"
 
 
 def test_every_written_out_gradient_has_its_reason():
@@ -156,6 +157,9 @@ def test_products_are_kept_where_they_are_smaller():
     assert plan.keeps_product((), steps=2, written=1, stored=100)
     assert not plan.keeps_product({"weighted_sum", "materialize"}, steps=1, written=100, stored=1)
     assert plan.keeps_product(both, steps=2, written=2**24 + 1, stored=2**25)
+    assert not plan.keeps_product(both, steps=2, written=2**21, stored=1, by_gram=False)
+    assert plan.keeps_product(both, steps=2, written=2**21 + 1, stored=1, by_gram=False)
+    assert plan.keeps_product({"squared_norms"}, steps=2, written=2**21, stored=1, by_gram=False)
 
 
 def test_inner_products_of_few_steps_beat_blocks():

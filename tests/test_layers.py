@@ -125,6 +125,9 @@ CONVOLUTIONS = {
     "ConvTranspose1d, output_padding": layer(
         lambda: nn.ConvTranspose1d(4, 8, 3, stride=3, output_padding=2), (4, 2), kinds=CONV
     ),
+    "ConvTranspose1d, output padded by a stride": layer(
+        lambda: nn.ConvTranspose1d(4, 8, 3, dilation=3, output_padding=2), (4, 2), kinds={}
+    ),
     "ConvTranspose1d, groups": layer(lambda: nn.ConvTranspose1d(4, 8, 3, groups=2), (4, 2), kinds=CONV),
     "ConvTranspose1d, dilation": layer(lambda: nn.ConvTranspose1d(4, 8, 3, dilation=2), (4, 2), kinds=CONV),
     "ConvTranspose1d, unbatched": layer(lambda: nn.ConvTranspose1d(4, 8, 3), (4, 2), kinds=CONV, add_axis=False),

@@ -1,5 +1,6 @@
 """How the gradients of a chunk are computed: one function (lift, loss, samples, randomness) → partial each."""
 
+from persample import pages
 from persample.engines.compiled import Task, clear_cache, compiled, finished, recall
 from persample.engines.eager import eager
 from persample.engines.empty import empty
@@ -7,3 +8,5 @@ from persample.engines.loop import loop
 from persample.engines.whole import whole
 
 __all__ = ["Task", "clear_cache", "compiled", "eager", "empty", "finished", "loop", "recall", "whole"]
+
+pages.keep()

@@ -96,8 +96,13 @@ class Conv:
         return Outer(left, right, layout, self.dtype)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
-        return self.patches().materialize(out)
+        """Return the gradients, ``[B, *shape]``: one convolution in which the samples stand among the groups."""
+        if plan.is_unbroken():  # a program for any number of samples cannot have as many groups
+            return self.patches().materialize(out)
+        signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (self.signals, self.inputs))
+        shape = (len(self) * self.shape[0], *self.shape[1:])
+        grads = self._correlated(signals, images, shape, len(self) * self.groups).view(len(self), *self.shape)
+        return grads if out is None else out.copy_(grads)
 
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to ``out [B, *shape]``."""
@@ -112,18 +117,25 @@ class Conv:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         return self.patches().scale_rows(scale)
 
+    @property
+    def by_gram(self) -> bool:
+        """Whether norms are taken from inner products, not by writing the gradients out."""
+        return plan.gram_is_cheaper(self.steps, self.shape[0] // self.groups, prod(self.shape[1:]))
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        if plan.gram_is_cheaper(self.steps, self.shape[0] // self.groups, prod(self.shape[1:])):
-            return self.patches().squared_norms()
-        return blocks.squared_norms(self)
+        return self.patches().squared_norms() if self.by_gram else blocks.squared_norms(self)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``: the convolution that computes the batch gradient, on scaled signals."""
         signals = self.signals if weights is None else numeric.scaled_rows(self.signals, weights, dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
-        kernel = images.new_empty(()).expand(self.shape)
-        settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
+        return self._correlated(signals, images, self.shape, self.groups)
+
+    def _correlated(self, signals: Tensor, images: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
+        """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
+        kernel = images.new_empty(shape)  # only its shape matters; memory that nobody touches costs nothing
+        settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), groups)
         return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:

@@ -10,20 +10,23 @@ from contextlib import contextmanager
 _LARGE = 2**24
 # Blocks of this many numbers stay in cache, and are large enough for matrix products at full speed.
 BLOCK = 2**20
+_SMALL = 2 * BLOCK
 _local = threading.local()
 
 
-def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int) -> bool:
+def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int, *, by_gram: bool = True) -> bool:
     """Return whether a product is better kept than written out.
 
     A plain sum contracts all samples in one matrix product, and with T = 1 everything is products of small numbers,
-    whatever the sizes. Else most reductions contract twice, so the smaller form is kept.
+    whatever the sizes. Else most reductions contract twice, so the smaller form is kept; but what is small, and written
+    out for its norms anyway, is written once.
 
     Args:
         uses: the operations of ``Factor`` that the reductions call.
         steps: T.
         written: numbers in the written-out gradients of all samples.
         stored: numbers in the factors of all samples.
+        by_gram: whether norms are taken from inner products.
 
     Examples:
         >>> keeps_product({"squared_norms", "weighted_sum"}, steps=200, written=64 * 64, stored=200 * (64 + 64))
@@ -32,7 +35,9 @@ def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int) ->
     wanted = set(uses)
     if "materialize" in wanted:
         return False
-    return wanted <= {"weighted_sum"} or steps == 1 or written > stored or written > _LARGE
+    if wanted <= {"weighted_sum"} or steps == 1 or written > _LARGE:
+        return True
+    return written > stored and (by_gram or len(wanted) == 1 or written > _SMALL)
 
 
 def gram_is_cheaper(steps: int, rows: int, columns: int) -> bool:
@@ -74,6 +79,11 @@ def unbroken() -> Iterator[list[int]]:
         yield totals
     finally:
         _local.totals = None
+
+
+def is_unbroken() -> bool:
+    """Return whether a program for any number of samples is being made."""
+    return getattr(_local, "totals", None) is not None
 
 
 def is_small(numbers: float) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from persample.engines.compiled.tanh import tanh
 
@@ -71,14 +71,21 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(mode):
+    # With channels last, which Inductor prefers on CPUs, convolutions of many groups take twice as long.
+    layout = config.layout_optimization and not any(map(_is_grouped, graph.graph.nodes))
+    with V.set_fake_mode(mode), config.patch(layout_optimization=layout):
         joint_graph_passes(graph)
         code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
     return code
+
+
+def _is_grouped(node: Node) -> bool:
+    return node.target is _aten.convolution_backward.default and bool(node.args[9] != 1)
 
 
 def _advice(error: Exception) -> str:

@@ -37,6 +37,20 @@ class Correlations(SignalTerm):
         """The signals and the inputs."""
         return (self.signals, self.inputs)
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether a convolution of the inputs would have as many places as there are signals.
+
+        It would not after a transposed one whose output was padded by a whole stride.
+        """
+        stride, padding, dilation = self.settings
+        return list(self.signals.shape[2:]) == [
+            (size + 2 * pad - apart * (taps - 1) - 1) // step + 1
+            for size, pad, apart, taps, step in zip(
+                self.inputs.shape[2:], padding, dilation, self.kernel[2:], stride, strict=True
+            )
+        ]
+
     def _split(self, samples: int) -> Conv:
         signals, inputs = (x.unflatten(1, (samples, -1)).movedim(1, 0) for x in self.tensors)
         shape = (self.kernel[0] // samples, *self.kernel[1:])

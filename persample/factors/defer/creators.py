@@ -68,13 +68,13 @@ def _convolution(
     mode: Maker, grad: Tensor, images: Tensor, kernel: Tensor, _bias: Any, *settings: Any
 ) -> tuple[None, Placeholder, None] | None:
     stride, padding, dilation, transposed, _, groups, wanted = settings
-    places = len(grad) * prod(grad.shape[2:])
-    if list(wanted) != [False, True, False] or not mode.keeps(places, kernel.numel(), grad, images):
+    # One that is to be written out is put off as well: our own convolution does without a copy of the kernels.
+    if list(wanted) != [False, True, False] or not mode.keeps(1, kernel.numel(), grad, images):
         return None
     geometry = tuple(stride), tuple(padding), tuple(dilation)
     signals, inputs = (images, grad) if transposed else (grad, images)
     term = Correlations(signals, inputs, tuple(kernel.shape), geometry, groups, tuple(kernel.shape))
-    return None, _made(mode, term, grad), None
+    return (None, _made(mode, term, grad), None) if term.is_regular else None
 
 
 def _embedding(  # noqa: PLR0917 (as torch's)

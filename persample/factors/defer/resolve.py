@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import plan
+from persample.factors.conv import Conv
 from persample.factors.defer.placeholder import Placeholder
 from persample.factors.dense import Dense
 from persample.factors.protocol import Factor
@@ -26,7 +27,8 @@ def factor_of(grad: Tensor, uses: Iterable[str]) -> Factor:
     if factor is None:
         values = grad.value("the result") if isinstance(grad, Placeholder) else grad
         return Dense(as_real(values))
-    kept = plan.keeps_product(uses, factor.steps, grad.numel(), factor.stored)
+    by_gram = not isinstance(factor, Conv) or factor.by_gram
+    kept = plan.keeps_product(uses, factor.steps, grad.numel(), factor.stored, by_gram=by_gram)
     return factor if kept else Dense(factor.materialize())
 
 
