@@ -78,7 +78,7 @@ class Outer:
             if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
                 multiply(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
                 return out
-        product = multiply(left, numeric.laid_out(right))
+        product = multiply(numeric.laid_out(left), numeric.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 

@@ -84,7 +84,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
         now = reads(task.constants)
         formats = [Format.of(x) for x in task.tensors]
         kinds = tuple((len(f.shape), f.dtype, f.device) for f in formats)
-        family = _kept(_families, (now.facts, task.structure, kinds, settings(formats[0].device)), Family)
+        family = _kept(_families, (now.facts, task.structure, kinds, settings(formats[0].device.type)), Family)
         found = next((p for p in reversed(family.programs) if p.fits(task, formats) and p.holds(now)), None)
         if found is None and not (family.is_frozen and full_size(task.samples.size) > task.samples.size):
             if family.failure:

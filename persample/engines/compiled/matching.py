@@ -78,16 +78,19 @@ def _row(kind: Any, children: Sequence[Any]) -> Take:
     def take(x: Any, leaves: list[Any]) -> bool:
         if type(x) is not kind or len(x) != count:
             return False
-        return all(child(value, leaves) for child, value in zip(children, x))  # noqa: B905 (in a hurry)
+        for child, value in zip(children, x):  # noqa: B905, SIM110 (in a hurry)
+            if not child(value, leaves):
+                return False
+        return True
 
     return take
 
 
 def _dict(names: Sequence[Any], children: Sequence[Any]) -> Take:
+    row = _row(list, children)
+
     def take(x: Any, leaves: list[Any]) -> bool:
-        if type(x) is not dict or list(x) != names:
-            return False
-        return all(child(value, leaves) for child, value in zip(children, x.values()))  # noqa: B905 (in a hurry)
+        return type(x) is dict and list(x) == names and row([*x.values()], leaves)
 
     return take
 

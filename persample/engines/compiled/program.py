@@ -52,7 +52,7 @@ class Program:
         Args:
             reads: what the loss reads now.
         """
-        return all(repr(_found(x, reads).tolist()) == repr(value) for x, value in self.values)
+        return not self.values or all(repr(_found(x, reads).tolist()) == repr(value) for x, value in self.values)
 
     def inputs(self, reads: Reads) -> list[Tensor]:
         """Return its last inputs.

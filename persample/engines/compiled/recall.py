@@ -45,6 +45,7 @@ class Match:
         guards: what torch checks of the inputs: dtypes, shapes, strides, devices.
         read: all tensors that the loss reads, if only their shape, each once.
         read_guards: the same of these; apart, for an input may be among them, and guards take none twice.
+        kind: of the inputs' device.
         settings: those of torch.
     """
 
@@ -56,6 +57,7 @@ class Match:
     guards: Any
     read: list[Tensor]
     read_guards: Any
+    kind: str
     settings: Any
 
     def inputs(self, params: Any, batch: Any, reduce: Any, options: Any, out: Any) -> list[Tensor] | None:
@@ -82,7 +84,7 @@ class Match:
         if not take_out(out, tensors):
             return None
         alike = self.guards.check(*tensors) and self.read_guards.check(*self.read)
-        alike = alike and settings(tensors[0].device) == self.settings and _is_plain()
+        alike = alike and settings(self.kind) == self.settings and _is_plain()
         return [*tensors, *self.captured] if alike else None
 
 
@@ -158,7 +160,7 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
     parts = zip(takes, (params, batch, reduce, out), (given, given, found, written), strict=True)
     if not all(take and take(tree, leaves) for take, tree, leaves in parts):
         return
-    mine, device = task.tensors, task.samples.params[0].device
+    mine, kind = task.tensors, task.samples.params[0].device.type
     written = written if task.out is not None else []
     alike = len(given) + len(found) + len(written) == len(mine) and all(map(_is_same, given, mine))
     if not _is_plain() or not alike or (task.out is None) != (out is None):
@@ -167,9 +169,8 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
     guards = _guards([*given, *(made for _, made in numbers), *written])
     read = list({id(x): x for x in [*reads.tensors, *captured]}.values())
     result = maker(trees.unflatten(program.outline, trees.structure(reduce))) if out is None else tuple
-    match = Match(
-        copy.deepcopy(options), (*takes,), fixed, numbers, captured, guards, read, _guards(read), settings(device)
-    )
+    compared = guards, read, _guards(read), kind, settings(kind)
+    match = Match(copy.deepcopy(options), (*takes,), fixed, numbers, captured, *compared)
     try:
         known = _calls.pop(_name(loss_fn), [])
     except TypeError:

@@ -11,13 +11,12 @@ from torch.nn.modules import module
 _HOOKS = [x for name, x in vars(module).items() if name.startswith("_global_") and name.endswith("_hooks")]
 
 
-def settings(device: torch.device) -> tuple[Hashable, ...]:
+def settings(kind: str) -> tuple[Hashable, ...]:
     """Return the settings that a compiled program depends on: dtypes, devices, autocast, threads, precision, hooks.
 
     Args:
-        device: where the parameters are.
+        kind: of device on which the parameters are, "cpu" for example.
     """
-    kind = device.type
     autocast = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
     return (
         torch.get_default_dtype(),
