@@ -203,7 +203,7 @@ def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: fr
     elif grad.numel() <= could.stored:
         reason = "no larger than its factors"
     else:
-        reason = "small, and written out for its norms anyway"
+        reason = "small, and written out to be squared anyway"
     kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, Total) else (could,)))
     choice = "materialize" if isinstance(chosen, Dense) else "contract"
     width = grad.element_size()

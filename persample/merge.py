@@ -91,14 +91,21 @@ class Stacked:
         rows: list[Any] = [self.rows, *self.tail]
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
+    def fits(self, out: Any) -> bool:
+        """Return whether something is a tensor like the finished rows."""
+        shape = self.rows.shape[1:] if isinstance(self.rows, Tensor) else self.rows.shape
+        dtype = self.rows.dtype if self.dtype is None else self.dtype
+        size = sum(map(len, (self.rows, *self.tail)))
+        wanted = (size, *(shape[:-1] if dtype.is_complex else shape)), dtype, self.rows.device
+        return isinstance(out, Tensor) and (tuple(out.shape), out.dtype, out.device) == wanted
+
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return all rows as one tensor: ``out``, if they can be written straight into it."""
         rows = self.concatenated()
         if isinstance(rows, Tensor):
             return restore(rows, self.dtype)
-        fits = isinstance(out, Tensor) and out.shape == (len(rows), *rows.shape) and out.device == rows.device
-        fits = fits and out is not None and out.dtype == self.dtype == rows.dtype
-        return restore(rows.materialize(out if fits else None), self.dtype)
+        straight = rows.dtype == self.dtype and self.fits(out)
+        return restore(rows.materialize(out if straight else None), self.dtype)
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,16 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
     return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
 
-def is_expanded(x: Tensor) -> bool:
-    """Return whether several elements of a tensor are the same place in memory."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+def is_folded(x: Tensor) -> bool:
+    """Return whether several elements of a tensor are, or by their strides might be, the same place in memory."""
+    if x.is_contiguous() or not x.numel():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def is_wrapped(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample import trees
 from persample.errors import ArgumentError
-from persample.numeric import is_expanded, is_wrapped
+from persample.numeric import is_folded, is_traced, is_wrapped
 
 
 def owned(result: Any, inputs: Sequence[Any]) -> Any:
@@ -37,7 +37,7 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
     def own(x: Tensor) -> Tensor:
         if is_wrapped(x):
             return x
-        if is_expanded(x) or memory(x) in taken:
+        if is_folded(x) or memory(x) in taken:
             x = x.clone(memory_format=torch.contiguous_format)
         taken.add(memory(x))
         return x
@@ -83,7 +83,7 @@ def write_into(out: Any, result: Any) -> Any:
         if not isinstance(target, Tensor) or _format(target) != _format(leaf):
             received = _format(target) if isinstance(target, Tensor) else type(target).__name__
             raise ArgumentError.about(path, expected=_format(leaf), received=received, fix=fix)
-        shared = is_expanded(target) or any(target is other for other in targets[:position])
+        shared = is_folded(target) or any(_overlap(target, other) for other in targets[:position])
         if shared or target.is_inference():
             received = "one that repeats" if shared else "an inference tensor"
             raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
@@ -109,11 +109,33 @@ def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
     leaves = trees.flatten(out)[0]
     if not all(isinstance(x, Tensor) for x in leaves):
         return False
-    if any(is_wrapped(x) or x.is_inference() or is_expanded(x) for x in leaves):
+    if any(is_wrapped(x) or x.is_inference() or is_folded(x) or x.is_neg() for x in leaves):
         return False
     taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
     mine = [memory(x) for x in leaves]
     return len(set(mine)) == len(mine) and taken.isdisjoint(mine)
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors, neither of which is folded, have a place in memory in common."""
+    if x is y or is_wrapped(x) or is_traced(x):
+        return x is y
+    if not (x.numel() and y.numel()) or memory(x) != memory(y):
+        return False
+    spans = [range(start := z.data_ptr(), start + z.element_size() * _span(z)) for z in (x, y)]
+    if spans[0].stop <= spans[1].start or spans[1].stop <= spans[0].start:
+        return False
+    if x.element_size() != y.element_size():
+        return True
+    # Columns of one matrix, for example: marks tell.
+    first = min(x.storage_offset(), y.storage_offset())
+    marks = torch.zeros(max(_span(z) + z.storage_offset() - first for z in (x, y)), dtype=torch.bool, device=x.device)
+    marks.as_strided(x.shape, x.stride(), x.storage_offset() - first).fill_(1)
+    return bool(marks.as_strided(y.shape, y.stride(), y.storage_offset() - first).any())
+
+
+def _span(x: Tensor) -> int:
+    return 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _format(x: Tensor) -> str:

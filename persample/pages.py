@@ -15,4 +15,4 @@ def keep() -> None:
     zeroed anew by the next: 6000 of them and 8 of 23 ms in clipped gradients of a DQN (measured, 2 cores). The block is
     never written, so that it costs nothing. Other allocators, and thresholds set by ``MALLOC_*_``, do not mind.
     """
-    torch.empty(_LARGEST, dtype=torch.uint8)
+    torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")

@@ -56,7 +56,7 @@ def test_kinds_steps_and_choices():
         "tied": 5,
     }
     assert [rows[name].reason for name in ("embed", "w", "tied")] == [""] * 3
-    assert rows["kernel"].reason == "small, and written out for its norms anyway"
+    assert rows["kernel"].reason == "small, and written out to be squared anyway"
     assert table(ps.Norm())["kernel"].choice == "contract"
 
 
@@ -160,6 +160,7 @@ def test_products_are_kept_where_they_are_smaller():
     assert not plan.keeps_product(both, steps=2, written=2**21, stored=1, by_gram=False)
     assert plan.keeps_product(both, steps=2, written=2**21 + 1, stored=1, by_gram=False)
     assert plan.keeps_product({"squared_norms"}, steps=2, written=2**21, stored=1, by_gram=False)
+    assert plan.keeps_product({"weighted_sum", "dot"}, steps=2, written=2**21, stored=1, by_gram=False)
 
 
 def test_inner_products_of_few_steps_beat_blocks():

@@ -189,3 +189,43 @@ def test_the_batch_axis_moves_and_the_others_keep_their_order(axis, engine):
         lambda w, x: (w * x).sum(), torch.ones(2, 3), x.movedim(0, axis), in_dims=(None, axis), engine=engine
     )
     torch.testing.assert_close(got, x)
+
+
+@both_engines
+def test_out_that_overlaps_is_refused_and_views_of_one_buffer_are_not(engine):
+    params = {"a": torch.ones(3), "b": torch.ones(3)}
+
+    def loss(p, x):
+        return (p["a"] * x).tanh().sum() + p["b"] @ x
+
+    expected = per_sample_grads(loss, params, X, engine=engine)
+    buffer = torch.zeros(40)
+    for out in (
+        {"a": buffer[:12].view(4, 3), "b": buffer[10:22].view(4, 3)},
+        {"a": torch.zeros(4, 3), "b": buffer.as_strided((4, 3), (1, 1))},
+        {"a": buffer.view(5, 8)[:4, :3], "b": buffer.view(5, 8)[:4, 2:5]},
+    ):
+        with pytest.raises(ArgumentError, match=r"out\['b'\]: expected memory of its own, received one that repeats"):
+            per_sample_grads(loss, params, X, engine=engine, out=out)
+    columns = buffer.view(5, 8)[:4, :3], buffer.view(5, 8)[:4, 3:6]
+    for a, b in (columns, (buffer[:12].view(4, 3), buffer[12:24].view(4, 3))):
+        got = per_sample_grads(loss, params, X, engine=engine, out={"a": a, "b": b})
+        assert got["a"] is a
+        torch.testing.assert_close(got, expected)
+
+
+def test_stacks_of_which_one_does_not_fit_out_are_left_as_they_are():
+    model, x = nn.Linear(3, 2), X
+    for bias in (torch.zeros(4, 5), torch.zeros(4, 2, dtype=torch.float64)):
+        out = {"weight": torch.full((4, 2, 3), 7.0), "bias": bias}
+        with pytest.raises(ArgumentError, match=r"out\['bias'\]"):
+            per_sample_grads(total, model, x, out=out)
+        assert torch.equal(out["weight"], torch.full((4, 2, 3), 7.0))
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_out_with_a_negative_bit_has_the_right_sign(engine):
+    out = torch.zeros(4, 3, dtype=torch.complex64).conj().imag
+    assert out.is_neg()
+    got = per_sample_grads(lambda w, x: (w * x).tanh().sum(), torch.ones(3), X, out=out, engine=engine)
+    torch.testing.assert_close(got.resolve_neg(), per_sample_grads(lambda w, x: (w * x).tanh().sum(), torch.ones(3), X))

@@ -134,7 +134,7 @@ class Conv:
 
     def _correlated(self, signals: Tensor, images: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
         """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
-        kernel = images.new_empty(shape)  # only its shape matters; memory that nobody touches costs nothing
+        kernel = images.new_empty(shape)  # only its shape matters; one that is expanded would be copied
         settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), groups)
         return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
 

@@ -19,14 +19,14 @@ def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int, *,
 
     A plain sum contracts all samples in one matrix product, and with T = 1 everything is products of small numbers,
     whatever the sizes. Else most reductions contract twice, so the smaller form is kept; but what is small, and written
-    out for its norms anyway, is written once.
+    out to be squared anyway, is written once.
 
     Args:
         uses: the operations of ``Factor`` that the reductions call.
         steps: T.
         written: numbers in the written-out gradients of all samples.
         stored: numbers in the factors of all samples.
-        by_gram: whether norms are taken from inner products.
+        by_gram: whether norms are taken from inner products, without writing anything out.
 
     Examples:
         >>> keeps_product({"squared_norms", "weighted_sum"}, steps=200, written=64 * 64, stored=200 * (64 + 64))
@@ -37,7 +37,8 @@ def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int, *,
         return False
     if wanted <= {"weighted_sum"} or steps == 1 or written > _LARGE:
         return True
-    return written > stored and (by_gram or len(wanted) == 1 or written > _SMALL)
+    squared = len(wanted) > 1 and not by_gram and wanted & {"squared_norms", "second_moment"}
+    return written > stored and (written > _SMALL or not squared)
 
 
 def gram_is_cheaper(steps: int, rows: int, columns: int) -> bool:

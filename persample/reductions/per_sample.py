@@ -42,8 +42,9 @@ class Stack(Rows):
     def finish_into(self, merged: Any, out: Any) -> Any:
         """Return the gradients, products of signals and inputs multiplied straight into ``out``."""
         leaves, structure = flatten(merged)
-        targets = leaves_like(out, structure) or [None] * len(leaves)
-        return unflatten(list(map(Stacked.finish, leaves, targets)), structure)
+        targets = leaves_like(out, structure) or []
+        fits = len(targets) == len(leaves) and all(map(Stacked.fits, leaves, targets))  # written into all, or into none
+        return unflatten(list(map(Stacked.finish, leaves, targets if fits else [None] * len(leaves))), structure)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.packing import pack
-from persample.numeric import exceptions_noted, is_expanded, untraced
+from persample.numeric import exceptions_noted, is_folded, untraced
 
 
 class Format(NamedTuple):
@@ -140,7 +140,7 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
         with exceptions_noted() as exceptions, values, _Lists(values.read):
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
-            results = [x.clone(memory_format=torch.contiguous_format) if is_expanded(x) else x for x in results]
+            results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
             return [*results, torch.stack(exceptions).any()] if noted else results
 
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -68,7 +68,7 @@ def _convolution(
     mode: Maker, grad: Tensor, images: Tensor, kernel: Tensor, _bias: Any, *settings: Any
 ) -> tuple[None, Placeholder, None] | None:
     stride, padding, dilation, transposed, _, groups, wanted = settings
-    # One that is to be written out is put off as well: our own convolution does without a copy of the kernels.
+    # As if with T = 1: one too small to be kept is put off too, for ``Conv`` writes it out with one copy less.
     if list(wanted) != [False, True, False] or not mode.keeps(1, kernel.numel(), grad, images):
         return None
     geometry = tuple(stride), tuple(padding), tuple(dilation)
