@@ -10,9 +10,6 @@ NOTES: dict[tuple[str, str, str], str] = {
     ("tutorial TD(0), B=2", "stack", "time"): (
         "A call is all overhead: we check in Python what the loss would read, JAX in C++ its arguments only."
     ),
-    ("tutorial TD(0), B=4096", "stack", "time"): (
-        "A few µs of generated code in a call's overhead; the difference is within the spread of the two."
-    ),
     ("tutorial TD(0), B=65536", "stack", "time"): "The same loop of Inductor's in both, within the spread of the two.",
     ("REINFORCE MLP 256, 32x200", "clipped_mean", "time"): (
         "90 % of our time are torch's matrix products (mm, bmm); XLA's are faster at these sizes."
@@ -22,9 +19,6 @@ NOTES: dict[tuple[str, str, str], str] = {
     ),
     ("transformer tied 32000, B=16", "clipped_mean", "time"): (
         "82 % of our time are torch's matrix products (mm, bmm, addmm); XLA's are faster at these sizes."
-    ),
-    ("LoRA transformer, B=16", "stack", "time"): (
-        "The small gradients are written out by both; the difference is within the spread of the two."
     ),
     ("TD(0) MLP 64, B=1024", "clipped_mean", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 0.5 MiB."
