@@ -78,7 +78,8 @@ class Outer:
             if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
                 multiply(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
                 return out
-        product = multiply(numeric.laid_out(left), numeric.laid_out(right))
+        # What is multiplied elementwise hands its order in memory on to the result.
+        product = multiply(numeric.laid_out(left) if self.steps == 1 else left, numeric.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 
