@@ -74,7 +74,9 @@ def _convolution(
     geometry = tuple(stride), tuple(padding), tuple(dilation)
     signals, inputs = (images, grad) if transposed else (grad, images)
     term = Correlations(signals, inputs, tuple(kernel.shape), geometry, groups, tuple(kernel.shape))
-    return (None, _made(mode, term, grad), None) if term.is_regular else None
+    if not term.is_regular:
+        return None
+    return None, _made(mode, term, grad), None
 
 
 def _embedding(  # noqa: PLR0917 (as torch's)
