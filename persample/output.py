@@ -75,18 +75,20 @@ def write_into(out: Any, result: Any) -> Any:
     if targets is None:
         expected, received = f"the structure {structure}", f"{trees.structure(out)}"
         raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
-    triples = zip(trees.paths(result, "out"), leaves, targets, strict=True)
-    for position, (path, leaf, target) in enumerate(triples):
+    seen: dict[int, list[Tensor]] = {}  # only what lies in the same storage can overlap
+    for path, leaf, target in zip(trees.paths(result, "out"), leaves, targets, strict=True):
         if not isinstance(leaf, Tensor):
             fix = "Leave out=None for Factored()."
             raise ArgumentError.about(path, expected="a result of tensors", received=type(leaf).__name__, fix=fix)
         if not isinstance(target, Tensor) or _format(target) != _format(leaf):
             received = _format(target) if isinstance(target, Tensor) else type(target).__name__
             raise ArgumentError.about(path, expected=_format(leaf), received=received, fix=fix)
-        shared = is_folded(target) or any(_overlap(target, other) for other in targets[:position])
+        others = seen.setdefault(id(target) if is_traced(target) else memory(target), [])
+        shared = is_folded(target) or any(_overlap(target, other) for other in others)
         if shared or target.is_inference():
             received = "one that repeats" if shared else "an inference tensor"
             raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
+        others.append(target)
     for leaf, target in zip(leaves, targets, strict=True):
         if leaf is not target:
             target.copy_(leaf)
@@ -117,10 +119,10 @@ def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors, neither of which is folded, have a place in memory in common."""
+    """Return whether two tensors of one storage, neither of which is folded, have a place in memory in common."""
     if x is y or is_wrapped(x) or is_traced(x):
         return x is y
-    if not (x.numel() and y.numel()) or memory(x) != memory(y):
+    if not (x.numel() and y.numel()):
         return False
     spans = [range(start := z.data_ptr(), start + z.element_size() * _span(z)) for z in (x, y)]
     if spans[0].stop <= spans[1].start or spans[1].stop <= spans[0].start:
