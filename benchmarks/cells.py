@@ -37,12 +37,14 @@ class Listed:
         environment: where it runs.
         shown_for: the quantities for which it has a row.
         is_limit: whether it is a physical limit.
+        shown_on: what the names of the workloads begin with for which it has a row.
     """
 
     name: str
     environment: str
     shown_for: Sequence[str]
     is_limit: bool = False
+    shown_on: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,6 @@ def cells(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str]
         for workload, quantities in (QUICK if quick else MEASURED).items()
         for quantity in quantities
         for method in methods
-        if quantity in method.shown_for
+        if quantity in method.shown_for and workload.startswith(method.shown_on)
     ]
     return [cell for cell in found if all(text in cell.label for text in only)]

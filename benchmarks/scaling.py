@@ -62,9 +62,10 @@ def points(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str
 
 
 def has_given_up(point: Point, done: Iterable[ScalingRecord]) -> bool:
-    """Tell whether the method already failed at a size that is no larger."""
+    """Tell whether the method already failed at a size that is no larger. What cannot do B = 1 may do more."""
     return any(
         record.status != "ok"
+        and (record.status != "cannot" or record.batch_size > 1)
         and (record.method, record.quantity) == (point.cell.method.name, point.quantity)
         and record.batch_size <= point.batch_size
         and record.hidden <= point.hidden

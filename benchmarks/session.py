@@ -48,9 +48,12 @@ class Session:
             self._results = merge([replace(before, targets=()), self._results])
 
     def missing(self, wanted: Sequence[T]) -> list[T]:
-        """Choose what has no record yet."""
+        """Choose what has no record yet, and is not given up."""
         done = {record.key for record in (*self._results.records, *self._results.scaling)}
-        return [one for one in wanted if one.key not in done]
+        return [one for one in wanted if one.key not in done and not self._is_given_up(one)]
+
+    def _is_given_up(self, one: Cell | Point) -> bool:
+        return isinstance(one, Point) and has_given_up(one, self._results.scaling)
 
     def measure_cells(self, cells: Sequence[Cell]) -> None:
         """Measure cells, each in turns with the unit of its workload."""
@@ -67,15 +70,14 @@ class Session:
         record = self._measure(cell, cell.label, folder, unit)
         if record.status == "ok":
             record = replace(record, unit_peak_bytes=unit_peak)
-        if record.status == "ok" or not cell.method.is_limit:  # a limit that is not written for a workload is no news
-            self._keep(Results(records=(record,)))
+        self._keep(Results(records=(record,)))
 
     def measure_points(self, points: Sequence[Point]) -> None:
         """Measure points of scaling curves, small sizes first; a method that failed is not asked for larger ones."""
         for workload, group in _grouped(points, lambda point: point.cell.workload):
             with truth_of(workload, {point.cell.quantity for point in group}) as folder:
                 for point in group:
-                    if not has_given_up(point, self._results.scaling):
+                    if not self._is_given_up(point):
                         record = self._measure(point.cell, point.label, folder, None)
                         self._keep(Results(scaling=(point.record(record),)))
 

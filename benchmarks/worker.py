@@ -46,7 +46,7 @@ class Worker:
 
     def about(self) -> dict[str, Any]:
         """Say what there is in this environment."""
-        methods = [[method.name, method.shown_for, method.is_limit] for method in self.methods.values()]
+        methods = [[m.name, m.shown_for, m.is_limit, m.shown_on] for m in self.methods.values()]
         versions = {name: _version(name) for name in PACKAGES}
         return {"methods": methods, "packages": {name: v for name, v in versions.items() if v is not None}}
 

@@ -99,6 +99,12 @@ class TestPlots:
         assert plot.lines["torch.func"].end == "out of memory at 16384: 12.9 GB"
         assert "- torch.func: out of memory at 16384: 12.9 GB\n" in report(RUN, "")
 
+    def test_a_size_too_small_is_not_where_a_curve_ends(self):
+        cannot = {"status": "cannot", "reason": "not one", "median_s": None, "peak_bytes": None}
+        scaling = [replace(r, **cannot) if r.batch_size == 1 else r for r in RUN.scaling]
+        line = plots(replace(RUN, scaling=tuple(scaling)))["scaling-clipped_mean-batch"].lines["torch.func"]
+        assert (line.sizes[0] > 1, line.end) == (True, "out of memory at 16384: 12.9 GB")
+
     @pytest.mark.parametrize(("quantity", "limit"), [("stack", FILL), ("clipped_mean", GEMMS)])
     def test_the_physical_limit_is_drawn(self, quantity, limit):
         for size in ("batch", "width"):

@@ -76,7 +76,7 @@ def test_a_worker_measures(folder, unlimited):
     method = of_torch(lambda work: true_norms(folder).astype("f4"), setup_seconds=100.0)
     asked = prepare_request(folder), {"do": "time", "times": 3, "warm_up": True}, {"do": "memory"}
     about, prepared, timed, memory = talk([method], *asked)
-    assert about["methods"] == [["m", list(method.shown_for), False]]
+    assert about["methods"] == [["m", list(method.shown_for), False, ""]]
     assert (prepared["status"], prepared["reason"]) == ("ok", "")
     assert prepared["first_call_s"] > 100 > prepared["call_s"] > 0
     assert 0 < prepared["error"] < 1e-6
@@ -334,6 +334,9 @@ def test_cells_and_points_are_chosen_by_their_labels():
         (ScalingRecord("theirs", "mean", 64, 64, "too slow"), False),
         (ScalingRecord("ours", "mean", 64, 128, "too slow"), False),
         (ScalingRecord("ours", "mean", 512, 64, "out of memory"), False),
+        (ScalingRecord("ours", "mean", 1, 64, "too slow"), True),
+        (ScalingRecord("ours", "mean", 1, 64, "cannot"), False),
+        (ScalingRecord("ours", "mean", 16, 64, "cannot"), True),
     ],
 )
 def test_a_method_that_failed_is_not_asked_for_more(record, given_up):
@@ -376,18 +379,18 @@ def test_results_are_resumed(sessions, tmp_path):
     assert (results.environment["peers"], results.environment["gpu"]) == ({"jax": "1"}, None)
 
 
-def test_a_limit_that_is_not_written_for_a_workload_is_no_row(sessions):
-    limit = replace(OURS, is_limit=True)
-    one = sessions(ours=FakeProcess(status="cannot", reason="no"))
-    one.measure_cells([Cell("w", "mean", limit), Cell("w", "norms", OURS)])
-    assert one.missing(WANTED) == [WANTED[0], WANTED[2]]
+def test_a_limit_that_is_written_for_some_workloads_has_rows_for_those_only():
+    limit = replace(OURS, is_limit=True, shown_for=("clipped_mean",), shown_on="TD(0) MLP")
+    assert {cell.workload.startswith("TD(0) MLP") for cell in cells([limit])} == {True}
 
 
 def test_points_end_where_a_method_gives_up(sessions):
     points = [scaling.Point(Cell(f"w{b}", "mean", OURS), "mean", b, 64) for b in (1, 8, 64)]
     one = sessions(ours=FakeProcess(13.0))
     one.measure_points(points)
-    assert one.missing(points) == points[1:]
+    assert one.missing(points) == []  # 8 and 64 are given up, not missing
+    others = [replace(point, quantity="norms") for point in points]
+    assert one.missing(others) == others
 
 
 def test_results_of_another_machine_are_refused(sessions, tmp_path):

@@ -11,7 +11,6 @@ import torch
 from benchmarks import saved
 from benchmarks.cells import MEASURED
 from benchmarks.methods import FILES, load
-from benchmarks.methods.method import CannotError
 from benchmarks.oracle import oracle, write
 from benchmarks.quantities import CHECKED_NUMBERS, QUANTITIES, agrees, checked_rows
 from benchmarks.targets import JAX, TARGETS
@@ -136,9 +135,6 @@ def test_limits_run(name):
     if name == "fill_":
         assert {key: rows.shape for key, rows in prepared.numpy(result).items()}["2.weight"] == (5, 16, 16)
         assert all((rows == 1).all() for rows in result.values())
-    else:
-        with pytest.raises(CannotError, match="written for the TD"):
-            method.prepare(build("tutorial TD(0), B=2"), "mean")
 
 
 TRUTH = {"w": np.array([[1.0, -2.0], [3.0, 4.0]]), "b": np.array([0.0, 1e-9])}

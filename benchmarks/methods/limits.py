@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.methods.by_hand import arrays
-from benchmarks.methods.method import CannotError, Method, Prepared
+from benchmarks.methods.method import Method, Prepared
 from benchmarks.quantities import QUANTITIES
 from benchmarks.workloads import Workload
 from persample.bench.records import FILL, GEMMS
@@ -30,8 +30,6 @@ def prepare_gemms(work: Workload, _quantity: str) -> Prepared:
     Two forward passes (of the second nothing is kept), the signals back to each layer but the first, and the weights'
     gradients: matrices of the right shapes, and nothing between them.
     """
-    if work.kind != "td_mlp":
-        raise CannotError("written for the TD(0) MLP only")
     weights = [p for p in work.params.values() if p.ndim == 2]
     inputs = [torch.randn(len(work.batch[0]), w.shape[1], device=w.device) for w in weights]
     signals = [torch.randn(len(work.batch[0]), w.shape[0], device=w.device) for w in weights]
@@ -55,5 +53,6 @@ METHODS = (
         prepare_gemms,
         is_limit=True,
         shown_for=tuple(quantity for quantity in QUANTITIES if quantity != "stack"),
+        shown_on="TD(0) MLP",
     ),
 )

@@ -50,6 +50,7 @@ class Method:
             torch, else a ``Saved``.
         is_limit: a physical limit and not a gradient: it is timed, and not checked.
         shown_for: the quantities for which it has a row at all. What a library cannot do is a row, with the reason.
+        shown_on: what the names of the workloads begin with for which it has a row.
     """
 
     name: str
@@ -57,3 +58,4 @@ class Method:
     prepare: Callable[[Any, str], Prepared]
     is_limit: bool = False
     shown_for: tuple[str, ...] = QUANTITIES
+    shown_on: str = ""

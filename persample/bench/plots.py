@@ -170,6 +170,8 @@ def _lines(sizes: dict[ScalingRecord, int], looks: dict[str, Style]) -> dict[str
 
 def _line(points: Sequence[ScalingRecord], size_of: dict[ScalingRecord, int], look: Style) -> Line:
     done = [(size_of[p], p.median_s, p.peak_bytes) for p in points if p.status == "ok" and p.median_s is not None]
-    failed = [f"{p.status} at {size_of[p]}: {shortened(p.reason)}" for p in points if p.status != "ok"]
     sizes, times, peaks = zip(*done, strict=True) if done else ((), (), ())
-    return Line(look, sizes, times, peaks, failed[0] if failed else "")
+    # It ends at the first failure that no larger size has made up for.
+    failed = [p for p in points if p.status != "ok" and size_of[p] > max(sizes, default=0)][:1]
+    end = "".join(f"{p.status} at {size_of[p]}: {shortened(p.reason)}" for p in failed)
+    return Line(look, sizes, times, peaks, end)
