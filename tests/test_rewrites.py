@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.rewrites import attention, classification, rewritten
 from persample.rewrites.rows import differentiated_once
@@ -290,18 +291,78 @@ def test_attention(lead, option):
     check(fn, torch.tensor(1.1, dtype=torch.float64), qkv)
 
 
-def test_attention_without_a_mask_is_one_call_of_the_fused_kernel_for_all_samples(monkeypatch):
+def test_attention_without_a_mask_is_one_call_of_each_fused_kernel_for_all_samples():
     calls = []
-    kernel = attention._forward
-    monkeypatch.setattr(attention, "_forward", lambda *args, **kw: calls.append(args[0].shape) or kernel(*args, **kw))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "attention" in func.name():
+                calls.append((func, args[0].shape))
+            return func(*args, **(kwargs or {}))
 
     def loss(gain, x):
         with rewritten():
             return F.scaled_dot_product_attention(gain * x, x, x, is_causal=True).sum()
 
-    with torch.no_grad():
+    with torch.no_grad(), Watch():
         vmap(once(loss), in_dims=(None, 0))(torch.tensor(1.1), torch.randn(B, 2, 5, 4))
-    assert calls == [(B, 2, 5, 4)]
+    assert calls == [(attention._kernel, (B, 2, 5, 4)), (attention._backward, (B, 2, 5, 4))]
+
+
+def test_attention_to_keys_that_all_samples_share():
+    keys = draw(2, 6, 3)
+
+    def fn(gain, q):
+        return F.scaled_dot_product_attention(q, gain * keys, keys)
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, 5, 3),))
+
+
+PLAIN_MAPS = {
+    "heads": ((2, 5, 4), None, 0),
+    "images": ((3, 2, 5, 4), None, 0),
+    "mask": ((3, 2, 5, 4), (5, 5), 0),
+    "mask of images": ((3, 2, 5, 4), (3, 1, 5, 5), 0),
+    "mask of all images": ((3, 2, 5, 4), (1, 2, 5, 5), 0),
+    "mask for all samples": ((3, 2, 5, 4), (5, 5), None),
+    "mask of images for all samples": ((3, 2, 5, 4), (3, 1, 5, 5), None),
+}
+
+
+@pytest.fixture
+def _with_rules():
+    attention._register()
+
+
+@pytest.mark.usefixtures("_with_rules")
+@pytest.mark.parametrize("kind", PLAIN_MAPS)
+def test_attention_under_the_users_own_vmap(kind):
+    shape, of_mask, dim = PLAIN_MAPS[kind]
+    x, mask = draw(*shape), None if of_mask is None else draw(*of_mask)
+    if dim is None:
+        mask = mask[0]
+
+    def fn(x, mask=mask):
+        out, backward = vjp(lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos(), attn_mask=mask), x)
+        return out, *backward(out.cos())
+
+    batch = (x,) if of_mask is None or dim is None else (x, mask)
+    rows = [fn(*row) for row in zip(*batch, strict=True)]
+    assert_trees_close(vmap(fn)(*batch), tuple(map(torch.stack, zip(*rows, strict=True))), 1e-12)
+
+
+@pytest.mark.usefixtures("_with_rules")
+def test_attention_with_a_mask_of_each_sample_alone():
+    x, mask = draw(2, 5, 4)[:1], draw(5, 5)
+    mapped = vmap(lambda mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask))(mask)
+    assert_trees_close(mapped, torch.stack([F.scaled_dot_product_attention(x, x, x, attn_mask=m) for m in mask]), 1e-12)
+
+
+@pytest.mark.usefixtures("_with_rules")
+def test_attention_of_samples_of_samples():
+    x = torch.stack([draw(2, 5, 4), draw(2, 5, 4)])
+    once_more = vmap(vmap(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)))
+    assert_trees_close(once_more(x), F.scaled_dot_product_attention(x, x, x, is_causal=True), 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "nothing-to-see"])
