@@ -10,7 +10,6 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.rewrites import attention, classification, rewritten
 from persample.rewrites.rows import differentiated_once
@@ -291,22 +290,34 @@ def test_attention(lead, option):
     check(fn, torch.tensor(1.1, dtype=torch.float64), qkv)
 
 
-def test_attention_without_a_mask_is_one_call_of_each_fused_kernel_for_all_samples():
+def test_attention_without_a_mask_is_one_call_of_the_fused_kernel_for_all_samples(monkeypatch):
     calls = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "attention" in func.name():
-                calls.append((func, args[0].shape))
-            return func(*args, **(kwargs or {}))
+    kernel = attention._forward
+    monkeypatch.setattr(attention, "_forward", lambda *args, **kw: calls.append(args[0].shape) or kernel(*args, **kw))
 
     def loss(gain, x):
         with rewritten():
             return F.scaled_dot_product_attention(gain * x, x, x, is_causal=True).sum()
 
-    with torch.no_grad(), Watch():
+    with torch.no_grad():
         vmap(once(loss), in_dims=(None, 0))(torch.tensor(1.1), torch.randn(B, 2, 5, 4))
-    assert calls == [(attention._kernel, (B, 2, 5, 4)), (attention._backward, (B, 2, 5, 4))]
+    assert calls == [(B, 2, 5, 4)]
+
+
+STRIDED = {
+    "features-first": lambda q, x: (q.mT, x.mT, x.mT),
+    "columns": lambda q, x: (q.mT.contiguous().mT, x, x),
+    "every-other": lambda q, x: (q[..., ::2], x[..., ::2], x[..., 1::2]),
+    "repeated": lambda q, x: (q, x[..., :1].expand(x.shape), x),
+}
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+def test_attention_whose_features_do_not_lie_side_by_side(kind):
+    def fn(w, x):
+        return F.scaled_dot_product_attention(*STRIDED[kind](x @ w, x)).mT
+
+    check(fn, torch.randn(4, 4, dtype=torch.float64), (draw(2, 6, 4),))
 
 
 def test_attention_to_keys_that_all_samples_share():
@@ -318,51 +329,37 @@ def test_attention_to_keys_that_all_samples_share():
     check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, 5, 3),))
 
 
-PLAIN_MAPS = {
-    "heads": ((2, 5, 4), None, 0),
-    "images": ((3, 2, 5, 4), None, 0),
-    "mask": ((3, 2, 5, 4), (5, 5), 0),
-    "mask of images": ((3, 2, 5, 4), (3, 1, 5, 5), 0),
-    "mask of all images": ((3, 2, 5, 4), (1, 2, 5, 5), 0),
-    "mask for all samples": ((3, 2, 5, 4), (5, 5), None),
-    "mask of images for all samples": ((3, 2, 5, 4), (3, 1, 5, 5), None),
-}
+def test_attention_to_fewer_keys_than_values_is_refused():
+    def loss(gain, x):
+        with rewritten():
+            return F.scaled_dot_product_attention(gain * x, x[:, :3], x).sum()
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        vmap(once(loss), in_dims=(None, 0))(torch.tensor(1.1), torch.randn(B, 2, 5, 4))
 
 
-@pytest.fixture
-def _with_rules():
-    attention._register()
+@pytest.mark.parametrize(
+    "mask", [None, torch.zeros(5, 5), torch.ones(5, 5, dtype=torch.bool)], ids=["plain", "float", "bool"]
+)
+def test_attention_under_autocast(mask):
+    w, x, dtypes = torch.randn(4, 4), torch.randn(B, 2, 5, 4), []
 
+    def loss(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.scaled_dot_product_attention(x @ w, x, x, attn_mask=mask)
+        dtypes.append(out.dtype)
+        return out.float().sin().sum()
 
-@pytest.mark.usefixtures("_with_rules")
-@pytest.mark.parametrize("kind", PLAIN_MAPS)
-def test_attention_under_the_users_own_vmap(kind):
-    shape, of_mask, dim = PLAIN_MAPS[kind]
-    x, mask = draw(*shape), None if of_mask is None else draw(*of_mask)
-    if dim is None:
-        mask = mask[0]
+    def under(w, x):
+        with rewritten():
+            return loss(w, x)
 
-    def fn(x, mask=mask):
-        out, backward = vjp(lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos(), attn_mask=mask), x)
-        return out, *backward(out.cos())
-
-    batch = (x,) if of_mask is None or dim is None else (x, mask)
-    rows = [fn(*row) for row in zip(*batch, strict=True)]
-    assert_trees_close(vmap(fn)(*batch), tuple(map(torch.stack, zip(*rows, strict=True))), 1e-12)
-
-
-@pytest.mark.usefixtures("_with_rules")
-def test_attention_with_a_mask_of_each_sample_alone():
-    x, mask = draw(2, 5, 4)[:1], draw(5, 5)
-    mapped = vmap(lambda mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask))(mask)
-    assert_trees_close(mapped, torch.stack([F.scaled_dot_product_attention(x, x, x, attn_mask=m) for m in mask]), 1e-12)
-
-
-@pytest.mark.usefixtures("_with_rules")
-def test_attention_of_samples_of_samples():
-    x = torch.stack([draw(2, 5, 4), draw(2, 5, 4)])
-    once_more = vmap(vmap(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)))
-    assert_trees_close(once_more(x), F.scaled_dot_product_attention(x, x, x, is_causal=True), 1e-12)
+    with torch.no_grad():
+        grads = vmap(once(under), in_dims=(None, 0))(w, x)
+    assert dtypes == [torch.bfloat16]
+    w.requires_grad_()
+    rows = [torch.autograd.grad(loss(w, row), w)[0] for row in x]  # torch.func fails on it
+    assert_trees_close(grads, torch.stack(rows), 0.05)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "nothing-to-see"])
@@ -389,6 +386,27 @@ def test_multihead_attention(train, need_weights):
         return apply(x, x, x, need_weights=need_weights, key_padding_mask=missing)
 
     check_module(layer, draw(3, 4), call=call)
+
+
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no-weights"])
+def test_multihead_attention_under_autocast(need_weights):
+    layer, x = nn.MultiheadAttention(4, 2), torch.randn(B, 3, 4)
+    names, params = zip(*layer.named_parameters(), strict=True)
+    missing = torch.tensor([False, False, True])
+
+    def loss(params, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            module = functools.partial(functional_call, layer, dict(zip(names, params, strict=True)))
+            return module((x, x, x), {"need_weights": need_weights, "key_padding_mask": missing})[0].float().sin().sum()
+
+    def under(params, x):
+        with rewritten():
+            return loss(params, x)
+
+    with torch.no_grad():
+        grads = vmap(once(under), in_dims=(None, 0))(params, x)
+    rows = [torch.autograd.grad(loss(params, row), params) for row in x]
+    assert_trees_close(grads, tuple(map(torch.stack, zip(*rows, strict=True))), 0.05)
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _unwrap_batched
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch.library import Library
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from persample.numeric import full_precision, is_autocast
 from persample.rewrites.rows import differentiated_once, refuse_graph
+from persample.trees import tree_map
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attention(  # noqa: PLR0917 - as torch's
@@ -44,11 +45,16 @@ def attention(  # noqa: PLR0917 - as torch's
     """
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if is_autocast(query.device):  # done here: torch.func differentiates none of the kernels under it
+        query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
+        with full_precision(query.device):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     plain = attn_mask is None and not dropout_p and not options.get("enable_gqa") and query.ndim >= 3
-    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == value.shape[-1]
+    alike = key.shape == value.shape and query.shape[:-2] == key.shape[:-2] and query.shape[-1] == key.shape[-1]
     full = query.numel() > 0 and key.numel() > 0
-    if plain and alike and full and query.dtype != torch.float16 and differentiated_once():
-        return _fused(query, key, value, is_causal, options.get("scale"))
+    known = query.dtype == key.dtype == value.dtype != torch.float16
+    if plain and alike and full and known and differentiated_once():
+        return _Fused.apply(query, key, value, is_causal, options.get("scale"))[0]
     with sdpa_kernel(SDPBackend.MATH):  # composed of operations with a batching rule
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
@@ -66,47 +72,74 @@ def multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """
     if query.device.type != "cpu":
         return F.multi_head_attention_forward(query, *args, **kwargs)
+    if is_autocast(query.device) and not kwargs.get("need_weights", True):  # whose softmax would not be cast
+        cast = functools.cache(_autocast)  # what is one tensor stays one
+        query, args, kwargs = tree_map(lambda x: cast(x) if isinstance(x, Tensor) else x, (query, args, kwargs))
+        with full_precision(query.device):
+            return multi_head(query, *args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
         return F.multi_head_attention_forward(query, *args, **kwargs)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    _register()
-    images = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    out = _kernel(*images, 0.0, is_causal, scale=scale)[0]
-    if out.requires_grad:
-        out.register_hook(lambda _: refuse_graph())  # its gradient has none
-    return out.reshape(query.shape)
+def _autocast(x: Any) -> Any:
+    known = x is not None and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if known else x
 
 
-@functools.cache
-def _register() -> Library:
-    """Give the kernels the batching rules that torch has for those of GPUs only, from the first use on.
+class _FrontAxes(Function):
+    """A function of tensors with any number of leading axes: for vmap, samples are one more of them."""
 
-    Through an ``autograd.Function``, which can have one as well, a call takes twice as long.
-    """
-    rules = Library("aten", "IMPL")
-    for kernel in (_kernel, _backward):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), "FuncTorchBatched"):
-            rules.impl(kernel, functools.partial(_batched, kernel), "FuncTorchBatched")
-    return rules  # kept: they go with it
+    apply: Callable[..., tuple[Tensor, ...]]
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def front(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        out = cls.apply(*map(front, args, in_dims))
+        return out, (0,) * len(out)
 
 
-def _batched(kernel: Any, *args: Any, attn_mask: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
-    """Call a kernel of images ``[N, heads, steps, features]`` once for all samples: as more images N."""
-    interpreter, images = retrieve_current_functorch_interpreter(), len(args[0])
-    level = interpreter.level()
-    given = [_unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in (*args, attn_mask)]
-    samples = next(x.shape[dim] for x, dim in given if dim is not None)
+class _Fused(_FrontAxes):
+    """The kernel: attention, and the logarithms of its normalizers."""
 
-    def merged(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = x.expand(samples, *x.shape) if dim is None else x.movedim(dim, 0)
-        x = x[:, None, None] if x.ndim == 3 else x  # a mask for all images and heads
-        return x.expand(samples, images, *x.shape[2:]).flatten(0, 1)
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        out, normalizers = _forward(*map(_as_images, (query, key, value)), 0.0, is_causal, scale=scale)
+        return out.reshape(*query.shape[:-1], value.shape[-1]), normalizers.reshape(query.shape[:-1])
 
-    with interpreter.lower():
-        *inputs, mask = (merged(*pair) for pair in given)
-        out = [x.unflatten(0, (samples, images)) for x in kernel(*inputs, attn_mask=mask, **options)]
-    return tuple(_add_batch_dim(x, 0, level) for x in out)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.is_causal, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        refuse_graph()
+        return *_Gradients.apply(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+
+
+class _Gradients(_FrontAxes):
+    """The kernel's own gradients, which are not differentiated again."""
+
+    @staticmethod
+    def forward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, normalizers, is_causal, scale = args
+        images = [_as_images(x) for x in (grad, *tensors)]
+        normalizers = normalizers.reshape(images[0].shape[:-1])
+        grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
+        return tuple(x.reshape(like.shape) for x, like in zip(grads, tensors, strict=False))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
+def _as_images(x: Tensor) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()  # the kernel takes it for granted, and reads what lies beyond
+    return x.reshape(-1, *x.shape[-3:])
