@@ -59,7 +59,7 @@ _VMAP_CAUSES = [
         f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
     ),
     (
-        r"Batching rule not implemented|isn't supported yet|not supported by vmap",
+        r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support",
         "uses an operation that vmap cannot batch",
         f"Replace the operation, {_LOOP}.",
     ),

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from persample.rewrites.rows import differentiated_once, is_batched, refuse_graph
+from persample.numeric import is_autocast
+from persample.rewrites.rows import SecondDerivativeError, differentiated_once, is_batched, refuse_graph
 
 # Below this many logits in a sample the calls cost more than the passes.
 _MANY = 2**12
@@ -42,9 +44,10 @@ def cross_entropy(  # noqa: PLR0917 - as torch's
         As in torch.
     """
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    classes = not target.is_floating_point() and input.ndim == target.ndim + 1 <= 2 and input.numel() >= _MANY
-    known = reduction in {"mean", "sum", "none"} and is_batched(input)
-    if not (plain and classes and known and differentiated_once()):
+    classes = target.dtype == torch.long and input.shape[:-1] == target.shape and input.ndim in {1, 2}
+    many = input.numel() >= _MANY and is_batched(input) and len(retrieve_all_functorch_interpreters()) == 2
+    known = reduction in {"mean", "sum", "none"} and not is_autocast(input.device)
+    if not (plain and classes and many and known and differentiated_once()):
         settings = weight, size_average, ignore_index, reduce, reduction, label_smoothing
         return F.cross_entropy(input, target, *settings)
     kept = target != ignore_index
@@ -71,7 +74,10 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
         refuse_graph()
+        if getattr(ctx, "is_used", False):  # a second backward pass inside the loss
+            raise SecondDerivativeError
+        ctx.is_used = True
         target, log_p = ctx.saved_tensors
-        # In place: there is one backward pass, and nothing else reads them.
-        signals = log_p.exp_().mul_(grad.unsqueeze(-1))
-        return signals.scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1)), None
+        # In place: nothing else reads them.
+        signals = log_p.exp_().mul_(grad.unsqueeze(-1)).scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1))
+        return signals.view_as(log_p), None  # torch.func takes a saved tensor itself for one of another level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,21 @@ from persample.rewrites.rows import is_batched, unwrapped
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    if weight.ndim != 2 or not _fits(bias, weight):
+        return F.linear(input, weight, bias)
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
     out = torch.mv(weight, input) if _is_small_vector(input, weight) else F.linear(input, weight)
     if bias is None or is_batched(bias) or out.dtype != bias.dtype:
         return out if bias is None else out + bias.to(out.dtype)
     return out.add_(bias)
+
+
+def _fits(bias: Tensor | None, weight: Tensor) -> bool:
+    if bias is None:
+        return True
+    if bias.dtype != weight.dtype and not is_autocast(bias.device):  # torch.func would cast it, torch refuses
+        raise RuntimeError(f"expected weight and bias to have the same dtype, not {weight.dtype} and {bias.dtype}")
+    return bias.shape == weight.shape[:1]
 
 
 def _is_small_vector(x: Tensor, weight: Tensor) -> bool:
@@ -32,12 +43,16 @@ def _is_small_vector(x: Tensor, weight: Tensor) -> bool:
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input1.shape[:-1] != input2.shape[:-1] or not _fits(bias, weight):
+        return torch.bilinear(input1, input2, weight, bias)  # raises
     forms = F.linear(input2, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
     out = (forms @ input1.unsqueeze(-1)).squeeze(-1)
     return out if bias is None else out + bias
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    if g.dtype != v.dtype:
+        return torch._weight_norm(v, g, dim)  # raises
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
@@ -49,16 +64,28 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    # What torch does, except for looking whether a variance is negative.
+    # What torch does, except for looking whether a tensor of variances is negative.
+    sizes = {input.shape, input.shape[:-1], (*input.shape[:-1], 1)}
+    fits = var.shape in sizes if isinstance(var, Tensor) else var >= 0
+    if not fits or reduction not in {"none", "mean", "sum"}:
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)  # raises
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
-    if input.shape[:-1] == var.shape:
+    if input.shape != var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
     var = var.clamp(min=eps).detach() + (var - var.detach())  # clamped, and its gradient is not
     loss = (var.log() + (input - target).square() / var) / 2
     if full:
         loss = loss + math.log(2 * math.pi) / 2
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
+
+
+def _normalized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    if is_autocast(input.device):  # under which torch's kernels take inputs narrower than weights; torch.func does not
+        dtypes = {x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+        if len(dtypes) == 1:
+            return function(input.to(dtypes.pop()), *args, **kwargs).to(input.dtype)
+    return function(input, *args, **kwargs)
 
 
 _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
@@ -71,4 +98,8 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     _nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
     torch.bilinear: _bilinear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    **{
+        function: functools.partial(_normalized, function)
+        for function in (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm)
+    },
 }

@@ -13,8 +13,9 @@ from persample.rewrites.rows import is_batched
 
 
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
-    index = index.reshape(-1)  # a scalar index has no gradient under vmap
-    if input.ndim == 2 and dim in {0, -2} and input.is_floating_point():
+    index = index.reshape(1) if index.ndim == 0 else index  # a scalar index has no gradient under vmap
+    rows = input.ndim == 2 and dim in {0, -2} and input.is_floating_point() and index.ndim == 1
+    if rows and index.dtype == torch.long and not is_batched(input):  # whose own range it would not check
         return F.embedding(index, input)  # whose gradient is twice as fast
     return torch.index_select(input, dim, index)
 
@@ -37,8 +38,8 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    if num_classes < 0:
-        return F.one_hot(tensor)
+    if num_classes <= 0 or tensor.dtype != torch.long:
+        return F.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
@@ -56,13 +57,19 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     padding_idx: int | None = None,
 ) -> Tensor:
     given = dict(locals())
-    weighted = per_sample_weights is not None and mode != "sum"  # torch refuses
-    if max_norm is not None or scale_grad_by_freq or weighted or mode not in {"sum", "mean", "max"}:
-        return F.embedding_bag(**given)
+    own = per_sample_weights is None or (
+        mode == "sum" and per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
+    )
+    bags = input.ndim == (2 if offsets is None else 1) and weight.ndim == 2 and not input.is_floating_point()
+    padded = padding_idx is None or -len(weight) <= padding_idx < len(weight)
+    known = own and bags and padded and mode in {"sum", "mean", "max"}
+    if not known or max_norm is not None or scale_grad_by_freq or sparse:
+        return F.embedding_bag(**given)  # raises, or is refused by vmap
     rows = F.embedding(input, weight)  # [*, N, D]
     members = _members(input, offsets, include_last_offset)
     if padding_idx is not None:
-        members = members & (input != padding_idx % len(weight))
+        kept = input != padding_idx % len(weight)
+        members, rows = members & kept, torch.where(kept.unsqueeze(-1), rows, 0)
     if mode == "max":
         best = torch.where(members.unsqueeze(-1), rows, -torch.inf).max(-2).values
         return torch.where(members.any(-1, keepdim=True), best, 0)

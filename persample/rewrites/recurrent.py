@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample.numeric import is_autocast
 from persample.rewrites.sweep import Cell, recur, unrolled
 
 
@@ -39,10 +40,22 @@ def _projected(cell: Cell, weight: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
     return F.linear(h, weight), *others
 
 
-def _one_step(cell: Cell, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None) -> Any:
-    state = _as_tuple(state)
-    b_ih, b_hh = biases or (None, None)
-    after = cell(F.linear(x, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), *state)
+def _one_step(  # noqa: PLR0917 - as torch's
+    step: Callable[..., Any],
+    cell: Cell,
+    x: Tensor,
+    state: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    states: Sequence[Tensor] = _as_tuple(state)
+    if x.ndim != 2 or {s.shape for s in states} != {(len(x), w_hh.shape[1])}:
+        return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
+    gates = F.linear(x, w_ih, b_ih)
+    states = _alike(states, gates)
+    after = cell(gates, F.linear(states[0], w_hh, b_hh), *states)
     return after if len(after) > 1 else after[0]
 
 
@@ -102,10 +115,14 @@ def _layer(
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = rest[:2] if has_biases else (None, None)
     gates = F.linear(x, w_ih, b_ih)
-    initial = [s.to(gates.dtype) for s in initial]  # of half precision under autocast
+    initial = _alike(initial, gates)
     if len(rest) % 2:  # a projection of the state, with which a step is not elementwise
         return unrolled(functools.partial(_projected, cell, rest[-1]), gates, w_hh, b_hh, *initial)
     return recur(cell, gates, w_hh, b_hh, *initial)
+
+
+def _alike(states: Sequence[Tensor], gates: Tensor) -> Sequence[Tensor]:
+    return [s.to(gates.dtype) for s in states] if is_autocast(gates.device) else states
 
 
 def _as_tuple(state: Any) -> tuple[Tensor, ...]:
@@ -120,5 +137,5 @@ _CELLS: dict[Any, tuple[Any, Cell]] = {
 }
 RECURRENT: dict[Any, Callable[..., Any]] = {
     **{layers: functools.partial(_sequence, cell) for layers, (_, cell) in _CELLS.items()},
-    **{step: functools.partial(_one_step, cell) for step, cell in _CELLS.values()},
+    **{step: functools.partial(_one_step, step, cell) for step, cell in _CELLS.values()},
 }

@@ -17,7 +17,7 @@ _local = threading.local()
 
 
 class SecondDerivativeError(RuntimeError):
-    """Raised by a shortcut whose gradient is recorded, which shows only then (``create_graph=True`` inside a loss)."""
+    """Raised by a shortcut that is differentiated twice, which shows only then (``autograd.grad`` inside a loss)."""
 
 
 @contextmanager
