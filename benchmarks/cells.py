@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.quantities import QUANTITIES
 
@@ -66,6 +67,11 @@ class Cell:
         return ", ".join(self.key)
 
 
+def is_shown(method: Any, workload: str, quantity: str) -> bool:
+    """Tell whether a method, or one that is listed, has a row for a quantity of a workload."""
+    return quantity in method.shown_for and workload.startswith(method.shown_on)
+
+
 def cells(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:
     """List what a run measures, workload by workload; of it, the cells whose labels contain every text of ``only``."""
     found = [
@@ -73,6 +79,6 @@ def cells(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str]
         for workload, quantities in (QUICK if quick else MEASURED).items()
         for quantity in quantities
         for method in methods
-        if quantity in method.shown_for and workload.startswith(method.shown_on)
+        if is_shown(method, workload, quantity)
     ]
     return [cell for cell in found if all(text in cell.label for text in only)]

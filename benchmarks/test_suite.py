@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.cells import MEASURED
+from benchmarks.cells import MEASURED, is_shown
 from benchmarks.methods import load
 from benchmarks.oracle import oracle
 from benchmarks.quantities import agrees
@@ -27,7 +27,7 @@ CASES = [
     for workload, quantities in MEASURED.items()
     for quantity in quantities
     for method in METHODS.values()
-    if method.name == UNIT or (quantity in method.shown_for and workload.startswith(method.shown_on))
+    if method.name == UNIT or is_shown(method, workload, quantity)
 ]
 
 # One workload and one truth at a time: some are large.

@@ -172,6 +172,6 @@ def _line(points: Sequence[ScalingRecord], size_of: dict[ScalingRecord, int], lo
     done = [(size_of[p], p.median_s, p.peak_bytes) for p in points if p.status == "ok" and p.median_s is not None]
     sizes, times, peaks = zip(*done, strict=True) if done else ((), (), ())
     # It ends at the first failure that no larger size has made up for.
-    failed = [p for p in points if p.status != "ok" and size_of[p] > max(sizes, default=0)][:1]
-    end = "".join(f"{p.status} at {size_of[p]}: {shortened(p.reason)}" for p in failed)
-    return Line(look, sizes, times, peaks, end)
+    failed = [p for p in points if p.status != "ok" and size_of[p] > max(sizes, default=0)]
+    ends = [f"{p.status} at {size_of[p]}: {shortened(p.reason)}" for p in failed]
+    return Line(look, sizes, times, peaks, ends[0] if ends else "")

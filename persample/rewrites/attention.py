@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample.numeric import full_precision, is_autocast
 from persample.rewrites.rows import differentiated_once, refuse_graph
-from persample.trees import tree_map
+from persample.trees import map_tensors
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -46,7 +46,7 @@ def attention(  # noqa: PLR0917 - as torch's
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if is_autocast(query.device):  # done here: torch.func differentiates none of the kernels under it
-        query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
+        query, key, value, attn_mask = map_tensors(_autocast, (query, key, value, attn_mask))
         with full_precision(query.device):
             return attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     plain = attn_mask is None and not dropout_p and not options.get("enable_gqa") and query.ndim >= 3
@@ -73,17 +73,17 @@ def multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.device.type != "cpu":
         return F.multi_head_attention_forward(query, *args, **kwargs)
     if is_autocast(query.device) and not kwargs.get("need_weights", True):  # whose softmax would not be cast
-        cast = functools.cache(_autocast)  # what is one tensor stays one
-        query, args, kwargs = tree_map(lambda x: cast(x) if isinstance(x, Tensor) else x, (query, args, kwargs))
+        # Cached: what is one tensor stays one.
+        query, args, kwargs = map_tensors(functools.cache(_autocast), (query, args, kwargs))
         with full_precision(query.device):
             return multi_head(query, *args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
         return F.multi_head_attention_forward(query, *args, **kwargs)
 
 
-def _autocast(x: Any) -> Any:
-    known = x is not None and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if known else x
+def _autocast(x: Tensor) -> Tensor:
+    narrowed = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x
 
 
 class _FrontAxes(Function):

@@ -45,6 +45,7 @@ def cross_entropy(  # noqa: PLR0917 - as torch's
     """
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     classes = target.dtype == torch.long and input.shape[:-1] == target.shape and input.ndim in {1, 2}
+    # One grad and one vmap: the rule that torch generates knows no other.
     many = input.numel() >= _MANY and is_batched(input) and len(retrieve_all_functorch_interpreters()) == 2
     known = reduction in {"mean", "sum", "none"} and not is_autocast(input.device)
     if not (plain and classes and many and known and differentiated_once()):
