@@ -19,6 +19,7 @@ _BLOCK = 1024
 _local = threading.local()
 
 
+@functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype in which sums of values of a dtype are accumulated: float32, or float64 for doubles.
 

@@ -32,7 +32,10 @@ class Samples:
     def chunks(self, chunk_size: int | None) -> Iterator[Samples]:
         """Return the samples in pieces of at most ``chunk_size``, in order; no samples are one empty piece."""
         step = chunk_size or max(self.size, 1)
-        for start in range(0, max(self.size, 1), step):
+        if step >= self.size:
+            yield self
+            return
+        for start in range(0, self.size, step):
             yield self._piece(slice(start, min(start + step, self.size)))
 
     def _piece(self, rows: slice) -> Samples:

@@ -100,7 +100,7 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
         received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
         fix = "Give every sample its row, or mark what all samples share with None, as in in_dims=(None, (0, None))."
         raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
-    return leaf.movedim(dim, 0), True
+    return (leaf.movedim(dim, 0) if dim else leaf), True
 
 
 def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool], argument: str) -> int:

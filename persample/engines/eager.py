@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.func import vjp, vmap
 
-from persample import rng
+from persample import gemm, rng
 from persample.diagnose import diagnosed
 from persample.factors import Deferral, factor_of
 from persample.fallback import explained
@@ -67,10 +67,11 @@ def batched_gradients(
         LossError: if the loss depends on no parameter, or does what vmap cannot batch.
     """
     has_aux = False
+    forward_mode = gemm.expected(samples.params, samples.leaves)
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        with rewritten():
+        with rewritten(), forward_mode:
             value, (aux, has_aux) = loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError

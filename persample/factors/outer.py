@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample import numeric
+from persample import gemm, numeric
 from persample.factors import blocks, plan
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
@@ -121,7 +121,7 @@ class Outer:
             right = numeric.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
-            product = left.reshape(-1, left.shape[3]).T @ right.reshape(-1, right.shape[3])
+            product = gemm.mm(left.reshape(-1, left.shape[3]).T, right.reshape(-1, right.shape[3]))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.losses.check import check_rows, check_same
 from persample.losses.policy_gradient import score_loss
-from persample.losses.steps import over_time, real_steps, spread, unpadded
+from persample.losses.steps import over_time, padding, spread, unpadded
 
 
 def gaussian_log_prob(mu_t: Tensor, sigma_t: Tensor | float, a_t: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def gaussian_policy_gradient_loss(
     """
     check_same(mu_t=mu_t, a_t=a_t)
     check_rows("mu_t", mu_t, mask_t=mask_t)
-    mask = real_steps(mask_t, mu_t[..., 0])
+    mask = padding(mask_t, mu_t[..., 0])
     sigma = unpadded(mask, _every_step(sigma_t, mu_t), fill=1)
     log_pi_a_t = gaussian_log_prob(unpadded(mask, mu_t), sigma, unpadded(mask, a_t.detach()))
     return score_loss(log_pi_a_t, adv_t, w_t, mask, use_stop_gradient, reduction)
@@ -106,7 +106,7 @@ def gaussian_entropy_loss(
         tensor(-2.8379)
     """
     check_rows("sigma_t", sigma_t, w_t=w_t, mask_t=mask_t)
-    mask = real_steps(mask_t, sigma_t[..., 0])
+    mask = padding(mask_t, sigma_t[..., 0])
     entropy_t = (unpadded(mask, sigma_t, fill=1).log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
     return over_time(-entropy_t * unpadded(mask, spread(w_t, entropy_t)), mask, reduction)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from persample.losses.categorical import categorical_log_prob
 from persample.losses.check import check_not_negative, check_rows, check_steps
-from persample.losses.steps import over_time, real_steps, spread, unpadded
+from persample.losses.steps import over_time, padding, spread, unpadded
 from persample.trees import stop_gradient
 
 
@@ -77,8 +77,8 @@ def policy_gradient_loss(
         tensor(0.8664)
     """
     check_rows("logits_t", logits_t, mask_t=mask_t, a_t=a_t)
-    mask = real_steps(mask_t, a_t)
-    log_pi_a_t = categorical_log_prob(unpadded(mask, logits_t), torch.where(mask, a_t, 0))
+    mask = padding(mask_t, a_t)
+    log_pi_a_t = categorical_log_prob(unpadded(mask, logits_t), unpadded(mask, a_t))
     return score_loss(log_pi_a_t, adv_t, w_t, mask, use_stop_gradient, reduction)
 
 
@@ -107,7 +107,7 @@ def entropy_loss(
         tensor([-0.6931,  0.0000])
     """
     check_rows("logits_t", logits_t, w_t=w_t, mask_t=mask_t)
-    mask = real_steps(mask_t, logits_t[..., 0])
+    mask = padding(mask_t, logits_t[..., 0])
     log_pi = torch.log_softmax(unpadded(mask, logits_t), dim=-1)
     negentropy_t = (log_pi.exp() * log_pi.clamp(min=torch.finfo(log_pi.dtype).min)).sum(-1)
     return over_time(negentropy_t * unpadded(mask, spread(w_t, negentropy_t)), mask, reduction)
@@ -147,7 +147,7 @@ def clipped_surrogate_pg_loss(
     """
     check_steps("prob_ratios_t", prob_ratios_t, adv_t=adv_t, mask_t=mask_t)
     check_not_negative("epsilon", epsilon, "Ratios are clipped to 1 ± ε; 0.2 is usual.")
-    mask = real_steps(mask_t, prob_ratios_t)
+    mask = padding(mask_t, prob_ratios_t)
     ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, spread(adv_t, prob_ratios_t))
     if use_stop_gradient:
         adv = stop_gradient(adv)
@@ -155,7 +155,7 @@ def clipped_surrogate_pg_loss(
 
 
 def score_loss(
-    log_pi_a_t: Tensor, adv_t: Tensor, w_t: Tensor | float, mask: Tensor, use_stop_gradient: bool, reduction: str
+    log_pi_a_t: Tensor, adv_t: Tensor, w_t: Tensor | float, mask: Tensor | None, use_stop_gradient: bool, reduction: str
 ) -> Tensor:
     """Compute −Σₜ wₜ log π(aₜ|sₜ) Aₜ from log-probabilities that are finite at padding.
 
@@ -163,7 +163,7 @@ def score_loss(
         log_pi_a_t: log-probabilities of the actions taken, ``[T]``.
         adv_t: advantages, ``[T]``.
         w_t: weights, ``[T]`` or one for all.
-        mask: True at real steps, ``[T]``.
+        mask: True at real steps, ``[T]``; None if all are.
         use_stop_gradient: no gradient flows through the advantages.
         reduction: over time.
 
@@ -175,7 +175,10 @@ def score_loss(
         tensor(11.)
     """
     check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
-    adv, w = (unpadded(mask, spread(x, log_pi_a_t)) for x in (adv_t, w_t))
+    adv = unpadded(mask, spread(adv_t, log_pi_a_t))
     if use_stop_gradient:
         adv = stop_gradient(adv)
-    return over_time(-log_pi_a_t * adv * w, mask, reduction)
+    loss_t = -log_pi_a_t * adv
+    if isinstance(w_t, Tensor) or w_t != 1:
+        loss_t = loss_t * unpadded(mask, spread(w_t, log_pi_a_t))
+    return over_time(loss_t, mask, reduction)

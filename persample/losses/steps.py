@@ -41,6 +41,8 @@ def spread(x: Tensor | float, like: Tensor) -> Tensor:
                 [2., 2., 2.]])
     """
     if isinstance(x, Tensor):
+        if x.shape == like.shape and x.dtype == like.dtype:
+            return x
         x = x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)) if x.ndim else x
     return torch.ones_like(like) * x
 
@@ -63,11 +65,24 @@ def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
     return every if mask_t is None else spread(mask_t.bool(), every)
 
 
-def unpadded(mask: Tensor, x: Tensor, fill: float = 0) -> Tensor:
+def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return which steps are real, or None if all are: what looks for no padding takes half of the operations.
+
+    Args:
+        mask_t: as in ``real_steps``.
+        like: the steps, ``[T, *]``.
+
+    Returns:
+        The mask, ``[T, *]``, bool, or None.
+    """
+    return None if mask_t is None else real_steps(mask_t, like)
+
+
+def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
     """Replace what padding holds, before it is used: multiplied by 0 later, its NaN would live on in the gradient.
 
     Args:
-        mask: True at real steps, ``[*]``.
+        mask: True at real steps, ``[*]``; None if all are.
         x: entries of the steps, ``[*]``, or rows of them, ``[*, A]``.
         fill: what padding holds then.
 
@@ -78,15 +93,15 @@ def unpadded(mask: Tensor, x: Tensor, fill: float = 0) -> Tensor:
         >>> unpadded(torch.tensor([True, False]), torch.tensor([1.0, torch.nan]))
         tensor([1., 0.])
     """
-    return torch.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, fill)
+    return x if mask is None else torch.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, fill)
 
 
-def over_time(loss_t: Tensor, mask: Tensor, reduction: str) -> Tensor:
+def over_time(loss_t: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """Reduce the losses of the steps.
 
     Args:
         loss_t: one loss per step, 0 at padding, ``[T]``.
-        mask: True at real steps, ``[T]``.
+        mask: True at real steps, ``[T]``; None if all are.
         reduction: "sum", "mean" over real steps (0 if there are none) or "none".
 
     Returns:
@@ -105,4 +120,6 @@ def over_time(loss_t: Tensor, mask: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return loss_t
     total = loss_t.sum(-1)
-    return total if reduction == "sum" else total / mask.sum(-1).clamp(min=1)
+    if reduction == "sum":
+        return total
+    return total / (max(1, loss_t.shape[-1]) if mask is None else mask.sum(-1).clamp(min=1))

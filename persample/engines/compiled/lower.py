@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from persample.engines.compiled.products import choose
+from persample.engines.compiled.streaming import stream
 from persample.engines.compiled.tanh import tanh
 
 _aten = torch.ops.aten
@@ -79,6 +81,8 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     # With channels last, which Inductor prefers on CPUs, convolutions of many groups take twice as long.
     layout = config.layout_optimization and not any(map(_is_grouped, graph.graph.nodes))
     with V.set_fake_mode(mode), config.patch(layout_optimization=layout):
+        choose(graph)
+        stream(graph)
         joint_graph_passes(graph)
         code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
     return code

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample import gemm
 from persample.factors import plan
 from persample.factors.defer.creators import CREATORS, index_put
 from persample.factors.defer.numbering import Numbering
@@ -51,13 +52,13 @@ class Deferral(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._watch.is_filling:
             return func(*args, **kwargs)
-        mutable, creator = _known(func)
+        mutable, creator, computed = _known(func)
         if mutable:
             for written in _written(func, args, kwargs):
                 self._watch.before_write(written)
         if Placeholder not in types:
             deferred = None if creator is None else creator(self, *args, **kwargs)
-            return func(*args, **kwargs) if deferred is None else deferred
+            return (func if types else computed)(*args, **kwargs) if deferred is None else deferred
         deferred = index_put(self, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
         return act(func, args, kwargs, functools.partial(self._call, func)) if deferred is None else deferred
 
@@ -99,8 +100,8 @@ class Deferral(TorchDispatchMode):
 
 
 @functools.cache  # hashing an operation is the dearest part of looking it up
-def _known(func: Any) -> tuple[bool, Any]:
-    return func._schema.is_mutable, CREATORS.get(func)
+def _known(func: Any) -> tuple[bool, Any, Any]:
+    return func._schema.is_mutable, CREATORS.get(func), gemm.FASTER.get(func, func)
 
 
 @functools.cache

@@ -1,0 +1,140 @@
+"""Products of large float32 matrices on CPUs: by oneDNN, where MKL uses but half of the processor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from persample.numeric import is_traced, is_wrapped
+
+# Multiplications below which finding oneDNN's kernel takes longer than it saves, and the shortest axis that fills its
+# registers (measured, torch 2.13, 2 cores of an AMD EPYC with AVX-512).
+_LEAST_WORK = 2**22
+_LEAST_SIZE = 16
+# Multiplications below which looking at every operation of a forward pass (0.2 ms) takes longer than it saves.
+_WORTH_LOOKING = 2**25
+_aten = torch.ops.aten
+
+
+@functools.cache
+def _is_ahead() -> bool:
+    """Return whether oneDNN is here and MKL, which leaves AVX-512 to Intel's processors, is not as fast."""
+    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    wide = cpu.get("avx512_f", False) and "Intel" not in cpu.get("cpu_name", "Intel")
+    return bool(wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
+
+
+def pays(left: Sequence[int], right: Sequence[int]) -> bool:
+    """Return whether ``product`` is faster than torch for float32 on the CPU.
+
+    Args:
+        left: the shape of the first matrix.
+        right: the shape of the second.
+    """
+    rows, inner, columns = *left, right[1]
+    large = rows * inner * columns >= _LEAST_WORK and min(rows, inner, columns) >= _LEAST_SIZE
+    return large and _is_ahead() and torch._C._get_mkldnn_enabled()
+
+
+def takes(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether ``product`` is made for some operands.
+
+    Args:
+        left: the first matrix.
+        right: the second.
+        bias: what is added, or nothing.
+    """
+    given = (left, right) if bias is None else (left, right, bias)
+    known = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in given)
+    return known and (bias is None or bias.shape == right.shape[1:])
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``left @ right + bias``, computed by oneDNN.
+
+    Args:
+        left: ``[m, k]`` float32 on the CPU.
+        right: ``[k, n]`` likewise.
+        bias: ``[n]``, or none.
+
+    Returns:
+        ``[m, n]``, its rows side by side in memory.
+    """
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    # The first operand is read row by row, and copied if it does not lie so; the other may lie either way.
+    copied = 0 if left.stride(1) == 1 else left.numel()
+    turned = len(left) * right.shape[1] + (0 if right.stride(0) == 1 else right.numel())
+    if bias is None and turned < copied:
+        return linear(right.T, _plain(left), None, "none", [], "").T.contiguous()
+    return linear(left, _plain(right.T), None if bias is None else bias.contiguous(), "none", [], "")
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
+
+
+def mm(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right``.
+
+    Args:
+        left: ``[m, k]``.
+        right: ``[k, n]``.
+
+    Returns:
+        ``[m, n]``.
+    """
+    real = not any(is_traced(x) or is_wrapped(x) or x.requires_grad for x in (left, right))
+    return _mm(left, right) if real else torch.mm(left, right)
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor:
+    faster = takes(left, right) and pays(left.shape, right.shape)
+    return product(left, right) if faster else torch.mm(left, right)
+
+
+def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
+    faster = not scales and takes(left, right, bias) and pays(left.shape, right.shape)
+    return product(left, right, bias) if faster else torch.addmm(bias, left, right, **scales)
+
+
+FASTER: dict[Any, Callable[..., Tensor]] = {_aten.mm.default: _mm, _aten.addmm.default: _addmm}
+
+
+def expected(params: Iterable[Tensor], data: Iterable[Any]) -> AbstractContextManager[object]:
+    """Return a context in which the faster library computes, if there is enough to compute for that to pay.
+
+    Args:
+        params: what rows are multiplied with.
+        data: tensors of rows, or of indices of rows.
+    """
+    tensors = [x for x in data if isinstance(x, Tensor) and not is_traced(x)]
+    rows = max((x.shape[:-1].numel() if x.is_floating_point() else x.numel() for x in tensors), default=0)
+    return Gemm() if rows * sum(x.numel() for x in params) >= _WORTH_LOOKING and _is_ahead() else nullcontext()
+
+
+class Gemm(TorchDispatchMode):
+    """While it is entered, products of large matrices are computed by the faster library."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation.
+
+        Args:
+            func: an operation of aten.
+            types: the subclasses of tensors among the arguments.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the operation returns.
+        """
+        return (func if types else FASTER.get(func, func))(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # dynamo never sees this mode
