@@ -115,7 +115,8 @@ def expected(params: Iterable[Tensor], data: Iterable[Any]) -> AbstractContextMa
     """
     tensors = [x for x in data if isinstance(x, Tensor) and not is_traced(x)]
     rows = max((x.shape[:-1].numel() if x.is_floating_point() else x.numel() for x in tensors), default=0)
-    return Gemm() if rows * sum(x.numel() for x in params) >= _WORTH_LOOKING and _is_ahead() else nullcontext()
+    worth = rows * sum(x.numel() for x in params) >= _WORTH_LOOKING and _is_ahead()
+    return Gemm() if worth else nullcontext()  # type: ignore[no-untyped-call]
 
 
 class Gemm(TorchDispatchMode):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from persample import gemm
 
@@ -17,9 +17,11 @@ library.impl("product", gemm.product, "CPU")
 _aten = torch.ops.aten
 
 
-@torch.library.register_fake("persample::product", lib=library)
 def _like(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: ARG001
     return left.new_empty(left.shape[0], right.shape[1])
+
+
+torch.library.register_fake("persample::product", _like, lib=library)
 
 
 def choose(graph: GraphModule) -> None:
@@ -35,7 +37,7 @@ def choose(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _operands(node: Node) -> tuple[Any, ...] | None:
+def _operands(node: Any) -> Any:
     if node.target is _aten.mm.default:
         operands = node.args
     elif node.target is _aten.addmm.default and not node.kwargs:
@@ -49,4 +51,4 @@ def _operands(node: Node) -> tuple[Any, ...] | None:
 
 def sizes(x: Tensor) -> list[int]:
     """Return the shape of an example, by which something is decided for all sizes that vary."""
-    return [n.node.hint if isinstance(n, torch.SymInt) else n for n in x.shape]
+    return [int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in x.shape]

@@ -50,7 +50,7 @@ _aten = torch.ops.aten
 
 @functools.cache
 def _kernel() -> Any:
-    """Compile the loop, as Inductor compiles its own."""
+    """Return the loop, compiled as Inductor compiles its own."""
     from ctypes import c_int64, c_void_p
 
     from torch._inductor.codecache import CppCodeCache
@@ -75,11 +75,7 @@ def write_outer(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 library.define("write_outer(Tensor left, Tensor right, Tensor(a!) out) -> ()")
 library.impl("write_outer", write_outer, "CPU")
-
-
-@torch.library.register_fake("persample::write_outer", lib=library)
-def _nothing(left: Tensor, right: Tensor, out: Tensor) -> None:
-    pass
+torch.library.register_fake("persample::write_outer", lambda *_: None, lib=library)
 
 
 def stream(graph: GraphModule) -> None:
@@ -99,7 +95,7 @@ def stream(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _operands(node: Node) -> tuple[Node, Node] | None:
+def _operands(node: Any) -> Any:
     """Return what is multiplied, where the product of rows and columns is all that is written into an input."""
     out, source = node.args
     if source.target is _aten.copy.default:
@@ -116,5 +112,5 @@ def _operands(node: Node) -> tuple[Node, Node] | None:
     return source.args if known and outer and large and whole.is_contiguous() else None
 
 
-def _keeps_order(node: Node) -> bool:
+def _keeps_order(node: Any) -> bool:
     return node.target is _aten.view.default or list(node.args[1]) == sorted(node.args[1])
