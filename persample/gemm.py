@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,20 +30,8 @@ def _is_ahead() -> bool:
     return bool(wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
 
 
-def pays(left: Sequence[int], right: Sequence[int]) -> bool:
-    """Return whether ``product`` is faster than torch for float32 on the CPU.
-
-    Args:
-        left: the shape of the first matrix.
-        right: the shape of the second.
-    """
-    rows, inner, columns = *left, right[1]
-    large = rows * inner * columns >= _LEAST_WORK and min(rows, inner, columns) >= _LEAST_SIZE
-    return large and _is_ahead() and torch._C._get_mkldnn_enabled()
-
-
-def takes(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Return whether ``product`` is made for some operands.
+def suits(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether ``product`` takes some operands, and is faster than torch.
 
     Args:
         left: the first matrix.
@@ -51,8 +39,18 @@ def takes(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
         bias: what is added, or nothing.
     """
     given = (left, right) if bias is None else (left, right, bias)
-    known = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in given)
-    return known and (bias is None or bias.shape == right.shape[1:])
+    if any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given) or not left.ndim == right.ndim == 2:
+        return False
+    (rows, inner), (paired, columns) = sizes(left), sizes(right)
+    if inner != paired or (bias is not None and sizes(bias) != [columns]):
+        return False  # torch says what is wrong
+    large = rows * inner * columns >= _LEAST_WORK and min(rows, inner, columns) >= _LEAST_SIZE
+    return large and _is_ahead() and torch._C._get_mkldnn_enabled()
+
+
+def sizes(x: Tensor) -> list[int]:
+    """Return the shape of a tensor, of sizes that vary those of the example."""
+    return [int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in x.shape]
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,18 +87,23 @@ def mm(left: Tensor, right: Tensor) -> Tensor:
     Returns:
         ``[m, n]``.
     """
-    real = not any(is_traced(x) or is_wrapped(x) or x.requires_grad for x in (left, right))
+    real = not any(is_wrapped(x) or x.requires_grad for x in (left, right))
     return _mm(left, right) if real else torch.mm(left, right)
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
-    faster = takes(left, right) and pays(left.shape, right.shape)
+    faster = suits(left, right) and not _is_watched()
     return product(left, right) if faster else torch.mm(left, right)
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
-    faster = not scales and takes(left, right, bias) and pays(left.shape, right.shape)
+    faster = not scales and suits(left, right, bias) and not _is_watched()
     return product(left, right, bias) if faster else torch.addmm(bias, left, right, **scales)
+
+
+def _is_watched() -> bool:
+    """Return whether a mode of the caller's (that counts, traces, fakes) looks for the operations of torch."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 FASTER: dict[Any, Callable[..., Tensor]] = {_aten.mm.default: _mm, _aten.addmm.default: _addmm}
@@ -138,4 +141,4 @@ class Gemm(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # dynamo never sees this mode
+        return False  # guarding against it costs more than the mode itself

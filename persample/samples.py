@@ -31,7 +31,7 @@ class Samples:
 
     def chunks(self, chunk_size: int | None) -> Iterator[Samples]:
         """Return the samples in pieces of at most ``chunk_size``, in order; no samples are one empty piece."""
-        step = chunk_size or max(self.size, 1)
+        step = chunk_size or self.size
         if step >= self.size:
             yield self
             return

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from oracle import assert_trees_close, oracle
 from torch import nn
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
 from persample import clear_cache, gemm, per_sample_grads
@@ -84,21 +88,48 @@ def test_product_keeps_what_is_no_number(special):
 
 
 def test_who_computes(monkeypatch):
-    large, small = (64, 256), (2, 256)
+    def suits(left, right, bias=None):
+        return gemm.suits(torch.empty(left), torch.empty(right), None if bias is None else torch.empty(bias))
+
     monkeypatch.setattr(gemm, "_is_ahead", lambda: True)
-    assert gemm.pays(large, (256, 256))
-    assert not gemm.pays(small, (256, 256))
-    assert not gemm.pays((9999, 9999), (9999, 1))
+    assert suits((64, 256), (256, 256))
+    assert suits((64, 256), (256, 256), (256,))
+    assert not suits((2, 256), (256, 256))  # little work
+    assert not suits((9999, 9999), (9999, 1))
+    assert not suits((64, 256), (255, 256))  # torch refuses the rest
+    assert not suits((64, 256), (256, 256), (1,))
+    assert not suits((256,), (256, 256))
+    assert not gemm.suits(torch.empty(64, 256), torch.empty(256, 256, dtype=torch.float64))
     with monkeypatch.context() as patch:
         patch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags(enabled=False)
-        assert not gemm.pays(large, (256, 256))
+        assert not suits((64, 256), (256, 256))
     monkeypatch.setattr(gemm, "_is_ahead", lambda: False)
-    assert not gemm.pays(large, (256, 256))
-    x, bias = torch.ones(2, 3), torch.ones(3)
-    assert gemm.takes(x, x.T)
-    assert gemm.takes(x.T, x, bias)
-    assert not gemm.takes(x.double(), x.T.double())
-    assert not gemm.takes(x, x.T, bias[:1])
+    assert not suits((64, 256), (256, 256))
+
+
+@pytest.mark.usefixtures("onednn")
+def test_mistakes_are_reported_by_torch():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        per_sample_grads(lambda w, x: (x @ w).sum(), torch.ones(8, 8), torch.ones(3, 5, 7))
+
+
+@pytest.mark.usefixtures("onednn")
+def test_modes_of_the_callers_see_the_operations_of_torch(value):
+    with FlopCounterMode(display=False) as counter:
+        per_sample_grads(td, value, random_rows(4), ps.Mean())
+    assert counter.get_total_flops() > 4 * 3 * 2 * 24 * 32
+
+
+def test_a_second_import():
+    lines = (
+        "import sys, torch, persample, gc",
+        "for name in [n for n in sys.modules if n.startswith('persample')]: del sys.modules[name]",
+        "import persample; del name; gc.collect()",
+        "persample.per_sample_grads(lambda w, x: w @ x, torch.ones(2), torch.ones(3, 2), engine='compiled')",
+        "print(torch.ops.persample.product(torch.ones(2, 3), torch.ones(3, 4)).shape)",
+    )
+    printed = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert "[2, 4]" in printed.stdout
 
 
 def test_processors(monkeypatch):

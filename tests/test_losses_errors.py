@@ -26,6 +26,10 @@ REFUSED = {
         lambda: losses.td_lambda(V[1:], V, 0.9, V, 0.5),
         r"v_tm1: expected .* \[4\], as of r_t, .*\[3\]",
     ),
+    "sarsa-action-number": (
+        lambda: losses.sarsa(ROW, 1, ONE, 0.9, ROW, ACTION),
+        r"a_tm1: expected a tensor of integers, received 1",
+    ),
     "sarsa-action": (
         lambda: losses.sarsa(ROW, ACTION, ONE, 0.9, ROW, ACTION + 0.5),
         r"a_t: expected integers, .*float32",

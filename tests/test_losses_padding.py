@@ -180,3 +180,26 @@ def test_retrace_without_an_epsilon():
     errors = losses.retrace(q, q + 1, a_t, a_t, r, 0.9, pi, mu, 1.0, 0.0, stop_target_gradients=False, mask_t=mask_t)
     (grad,) = torch.autograd.grad(errors.sum(), pi)
     assert torch.equal(grad, torch.tensor([[0.9, 0.9], [0.0, 0.0]], dtype=F64))
+
+
+@pytest.mark.parametrize(("golden", "reduction"), CASES, ids=lambda x: getattr(x, "name", x))
+def test_no_mask_is_a_mask_of_real_steps(golden, reduction):
+    given = leaves_of(arguments(golden))
+    options = {} if reduction is None else {"reduction": reduction}
+    every = torch.ones(time_steps(given), dtype=torch.bool)
+    (value, grads), (masked, masked_grads) = (
+        outputs_and_gradients(golden.name, given, **options, **mask) for mask in ({}, {"mask_t": every})
+    )
+    torch.testing.assert_close(value, masked, rtol=0, atol=0)
+    torch.testing.assert_close(grads, masked_grads)
+
+
+@pytest.mark.parametrize("w_t", [1, 1.0, 0.5, True, torch.tensor(2.0)], ids=repr)
+def test_weights_of_any_kind(w_t):
+    expected = losses.policy_gradient_loss(LOGITS, A_T, ADV, torch.ones(3, dtype=F64) * torch.as_tensor(w_t))
+    torch.testing.assert_close(losses.policy_gradient_loss(LOGITS, A_T, ADV, w_t), expected)
+
+
+def test_one_distribution_is_one_step():
+    logits = LOGITS[2]
+    assert losses.entropy_loss(logits, reduction="mean") == losses.entropy_loss(logits[None], reduction="mean")

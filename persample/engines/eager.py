@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
     uses = lift.uses - {"materialize"} if lift.products else lift.uses
     whole = "materialize" in uses or peek_interpreter_stack() is not None
-    deferral = nullcontext() if whole else Deferral(uses, samples.params)
-    grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, deferral)
+    mode = gemm.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
+    grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
     with full_precision(losses.device):
         factors = tuple(factor_of(grad, uses) for grad in grads)
     return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))

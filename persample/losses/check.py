@@ -78,6 +78,9 @@ def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
     """
     check_rows(name, rows, **actions)
     for other, a in actions.items():
+        if not isinstance(a, Tensor):
+            fix = "Convert them with torch.as_tensor()."
+            raise ArgumentError.about(other, expected="a tensor of integers", received=repr(a), fix=fix)
         if a.is_floating_point() or a.is_complex():
             fix = "Actions are indices: convert them with .long(); for continuous actions there are gaussian losses."
             raise ArgumentError.about(other, expected="integers", received=f"{a.dtype}", fix=fix)

@@ -179,6 +179,6 @@ def score_loss(
     if use_stop_gradient:
         adv = stop_gradient(adv)
     loss_t = -log_pi_a_t * adv
-    if isinstance(w_t, Tensor) or w_t != 1:
+    if not (isinstance(w_t, int | float) and w_t == 1):
         loss_t = loss_t * unpadded(mask, spread(w_t, log_pi_a_t))
     return over_time(loss_t, mask, reduction)

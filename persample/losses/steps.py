@@ -122,4 +122,4 @@ def over_time(loss_t: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     total = loss_t.sum(-1)
     if reduction == "sum":
         return total
-    return total / (max(1, loss_t.shape[-1]) if mask is None else mask.sum(-1).clamp(min=1))
+    return total / (max((1, *loss_t.shape[-1:])) if mask is None else mask.sum(-1).clamp(min=1))

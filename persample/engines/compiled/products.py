@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,18 +12,33 @@ from torch.fx import GraphModule
 
 from persample import gemm
 
-# Operations of ours that compiled code calls: torch's own for oneDNN takes only weights that never change.
-library = torch.library.Library("persample", "DEF")
-library.define("product(Tensor left, Tensor right, Tensor? bias=None) -> Tensor")
-library.impl("product", gemm.product, "CPU")
+_library = torch.library.Library("persample", "FRAGMENT")
+atexit.register(id, _library)  # keeps it: without it its operations would be gone
 _aten = torch.ops.aten
+
+
+def define(schema: str, on_cpu: Callable[..., Any], like: Callable[..., Any]) -> None:
+    """Define an operation that compiled code calls.
+
+    Args:
+        schema: its signature, ``persample::`` left out.
+        on_cpu: computes it.
+        like: returns empty tensors like its results.
+    """
+    name = schema.partition("(")[0]
+    if hasattr(torch.ops.persample, name):  # persample is imported once more
+        return
+    _library.define(schema)
+    _library.impl(name, on_cpu, "CPU")
+    torch.library.register_fake(f"persample::{name}", like, lib=_library)
 
 
 def _like(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: ARG001
     return left.new_empty(left.shape[0], right.shape[1])
 
 
-torch.library.register_fake("persample::product", _like, lib=library)
+# What torch has for oneDNN, compiled code may call only with weights that never change.
+define("product(Tensor left, Tensor right, Tensor? bias=None) -> Tensor", gemm.product, _like)
 
 
 def choose(graph: GraphModule) -> None:
@@ -45,10 +62,4 @@ def _operands(node: Any) -> Any:
         operands = (*matrices, bias)
     else:
         return None
-    tensors = [x.meta["val"] for x in operands]
-    return operands if gemm.takes(*tensors) and gemm.pays(*map(sizes, tensors[:2])) else None
-
-
-def sizes(x: Tensor) -> list[int]:
-    """Return the shape of an example, by which something is decided for all sizes that vary."""
-    return [int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in x.shape]
+    return operands if gemm.suits(*(x.meta["val"] for x in operands)) else None

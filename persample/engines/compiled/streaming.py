@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from persample.engines.compiled.products import library, sizes
+from persample.engines.compiled.products import define
+from persample.gemm import sizes
 
 # Numbers from which a result is not worth caching (16 MiB).
 _LARGE = 2**22
@@ -73,9 +74,7 @@ def write_outer(left: Tensor, right: Tensor, out: Tensor) -> None:
     _kernel()(left.data_ptr(), right.data_ptr(), out.data_ptr(), left.numel() // max(rows, 1), rows, columns)
 
 
-library.define("write_outer(Tensor left, Tensor right, Tensor(a!) out) -> ()")
-library.impl("write_outer", write_outer, "CPU")
-torch.library.register_fake("persample::write_outer", lambda *_: None, lib=library)
+define("write_outer(Tensor left, Tensor right, Tensor(a!) out) -> ()", write_outer, lambda *_: None)
 
 
 def stream(graph: GraphModule) -> None:
@@ -108,8 +107,8 @@ def _operands(node: Any) -> Any:
     left, right, size = *(sizes(x) for x in operands), sizes(whole)
     known = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (whole, *operands))
     outer = len(left) == len(right) > 1 and left[:-2] == right[:-2] and left[-1] == right[-2] == 1
-    large = math.prod(size) >= _LARGE
-    return source.args if known and outer and large and whole.is_contiguous() else None
+    fits = math.prod(size) == math.prod(left) * right[-1] and whole.is_contiguous()
+    return source.args if known and outer and fits and math.prod(size) >= _LARGE else None
 
 
 def _keeps_order(node: Any) -> bool:
