@@ -99,6 +99,21 @@ def exceptions_noted() -> Iterator[list[Tensor]]:
 
 
 @contextmanager
+def known_indices() -> Iterator[None]:
+    """Say that indices used meanwhile are made of such as the loss used: if those are in range, so are these."""
+    before, _local.known = has_known_indices(), True
+    try:
+        yield
+    finally:
+        _local.known = before
+
+
+def has_known_indices() -> bool:
+    """Return whether indices are made of others that were looked at already."""
+    return getattr(_local, "known", False)
+
+
+@contextmanager
 def untraced() -> Iterator[None]:
     """Compute with real tensors meanwhile, also in the midst of a trace."""
     with _disable_current_modes():

@@ -18,7 +18,7 @@ from persample.fallback import explained
 from persample.gradients import Gradients
 from persample.lift import Lift
 from persample.loss import NotConnectedError, SampleLoss
-from persample.numeric import full_precision
+from persample.numeric import full_precision, known_indices
 from persample.rewrites import SecondDerivativeError, composed, rewritten
 from persample.samples import Samples
 from persample.trees import tree_map
@@ -44,9 +44,10 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     whole = "materialize" in uses or peek_interpreter_stack() is not None
     mode = gemm.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
     grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
-    with full_precision(losses.device):
-        factors = tuple(factor_of(grad, uses) for grad in grads)
-    return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
+    with known_indices():
+        with full_precision(losses.device):
+            factors = tuple(factor_of(grad, uses) for grad in grads)
+        return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
 
 
 def batched_gradients(

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import pack
 from persample.numeric import exceptions_noted, is_folded, untraced
 
@@ -137,7 +138,7 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with exceptions_noted() as exceptions, values, _Lists(values.read):
+        with exceptions_noted() as exceptions, values, _Lists(values.read), Bounds(exceptions):
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
