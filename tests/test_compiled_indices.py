@@ -45,6 +45,10 @@ def many_classes(p, x, i):
     return F.cross_entropy((p @ x).repeat(T, 400)[:, : 400 * V], i, reduction="sum")  # 14 400 logits
 
 
+def unpooled(x, i):
+    return F.max_unpool2d(x[:T, None, None], i[:, None, None], (3, 4))  # [T, 3, 4]
+
+
 # Losses of (table, features, index), and the range of the index that each of them takes.
 LOSSES = {
     "embedding": (lambda p, x, i: F.embedding(i, p).square().sum(), 0, V),
@@ -63,6 +67,7 @@ LOSSES = {
     "index_add": (lambda p, x, i: zeros(V, D).index_add(0, i, p[:T] * x).square().sum(), 0, V),
     "index_copy": (lambda p, x, i: zeros(V, D).index_copy(0, i.sort()[0][-1:], p[:1] * x).square().sum(), 0, V),
     "index_put": (lambda p, x, i: zeros(V, D).index_put((i,), p[:T] * x, True).square().sum(), -V, V),
+    "max_unpool2d": (lambda p, x, i: (unpooled(x, i) * p[:, 0].view(3, 4)).square().sum(), 0, V),
     "cross_entropy": (lambda p, x, i: F.cross_entropy((p @ x).expand(T, V), i), 0, V),
     "cross_entropy of many classes": (many_classes, 0, 400 * V),
     "nll_loss": (lambda p, x, i: F.nll_loss((p @ x).log_softmax(-1), i[0]), 0, V),

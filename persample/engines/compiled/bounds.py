@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -107,6 +108,10 @@ def _classes_backward(within: _Within, grad: Tensor, *rest: Any) -> tuple[Any, .
     return grad, *_classes(within, *rest)
 
 
+def _unpooled(within: _Within, images: Tensor, index: Tensor, size: Sequence[int], *rest: Any) -> tuple[Any, ...]:
+    return images, within(index, prod(size)), size, *rest
+
+
 def _size(table: Tensor, dim: int) -> int:
     return table.shape[dim] if table.ndim else 1
 
@@ -117,6 +122,7 @@ _RULES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys([_aten.nll_loss_forward, _aten.nll_loss2d_forward], _classes),
     **dict.fromkeys([_aten.nll_loss_backward, _aten.nll_loss2d_backward], _classes_backward),
     **dict.fromkeys([_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_], _axes),
+    **dict.fromkeys([_aten.max_unpool2d, _aten.max_unpool3d], _unpooled),
     **dict.fromkeys([_aten.take, _aten.put, _aten.put_], _flat),
     **dict.fromkeys([_aten.index_fill, _aten.index_fill_], _along_from_the_end),
     **dict.fromkeys([_aten.gather, _aten.index_select], _along),
