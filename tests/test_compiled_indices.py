@@ -212,3 +212,23 @@ def test_compiled_code_for_many_sizes():
         with pytest.raises(IndexError):
             per_sample_grads(loss, P, (x, index), WANTED, engine="compiled")
     assert compilations() <= 2
+
+
+WRITTEN = {
+    "index_put": lambda p, x, i: zeros(V, D).index_put((i,), p[:T] * x, accumulate=True),
+    "slice_scatter": lambda p, x, i: zeros(V, D).slice_scatter(p[:T] * x, 0, 2, 2 + T),
+    "select_scatter": lambda p, x, i: zeros(V, D).select_scatter(p[1] * x, 0, 3),
+    "diagonal_scatter": lambda p, x, i: zeros(D, D).diagonal_scatter(p[1] * x),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_zeros_that_samples_share_are_written_for_each(name):
+    """Under vmap they are one row for all samples, and Inductor would write into that one."""
+
+    def loss(p, x, i):
+        return WRITTEN[name](p, x, i).square().sum()
+
+    rows = oracle(loss, P, (X, I))
+    result = per_sample_grads(loss, P, (X, I), {"sum": ps.Sum(), "rows": ps.Stack()}, engine="compiled")
+    assert_trees_close(result, {"sum": rows.grads[0].sum(0), "rows": rows.grads[0]}, 1e-9)

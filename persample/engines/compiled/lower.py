@@ -17,6 +17,11 @@ from persample.engines.compiled.tanh import tanh
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
+# What Inductor computes in place of the first argument where nobody else needs that, even if its rows are one row.
+_WRITTEN = {
+    *(_aten.index_put.default, _aten._unsafe_index_put.default),  # noqa: SLF001 (so it is called)
+    *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
+}
 _warned: set[str] = set()
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -68,6 +73,9 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
             # The operations that others are made of may lay out their results differently, where no view exists.
             if node.target is _aten.view.default:
                 node.target = _aten.reshape.default
+            if node.target in _WRITTEN and 0 in _known_strides(node.args[0]):
+                with pure.graph.inserting_before(node):
+                    node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
         return make_fx(pure, decomposition_table=table)(*inputs)
 
@@ -86,6 +94,10 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
         joint_graph_passes(graph)
         code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
     return code
+
+
+def _known_strides(node: Any) -> list[int]:
+    return [stride for stride in node.meta["val"].stride() if isinstance(stride, int)]
 
 
 def _is_grouped(node: Node) -> bool:

@@ -142,7 +142,10 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
-            return [*results, torch.stack(exceptions).any()] if noted else results
+            if not noted:
+                return results
+            device = exceptions[0].device  # an index may lie elsewhere than its table
+            return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         graph = make_fx(flat)(*inputs())
