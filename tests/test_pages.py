@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from persample import pages
+
 # glibc takes blocks above its threshold straight from the system; ``hblks`` counts them.
 _COUNT = """
 import ctypes
@@ -20,10 +22,30 @@ mallinfo.restype = Info
 before = mallinfo().hblks
 block = torch.empty(30 * 2**20, dtype=torch.uint8)
 print(mallinfo().hblks - before)
+blocks = [torch.empty(16 * 2**20, dtype=torch.uint8) for _ in range(10)]
+held = mallinfo().arena
+del blocks
+print(held - mallinfo().arena)
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another C library, with rules of its own")
 def test_freed_pages_are_kept():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    assert int(subprocess.check_output([sys.executable, "-c", _COUNT], env=environment)) == 0
+    taken, given_back = map(int, subprocess.check_output([sys.executable, "-c", _COUNT], env=environment).split())
+    assert taken == 0
+    assert given_back == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")]
+)
+def test_thresholds_of_the_users_stay(monkeypatch, name, value):
+    opened = []
+    monkeypatch.setattr(ctypes, "CDLL", opened.append)
+    monkeypatch.setenv(name, value)
+    pages.keep()
+    assert not opened
+    monkeypatch.delenv(name)
+    pages.keep()
+    assert opened == [None] * (os.name == "posix")

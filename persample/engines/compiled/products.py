@@ -50,7 +50,14 @@ def choose(graph: GraphModule) -> None:
     for node in graph.graph.nodes:
         operands = _operands(node)
         if operands is not None:
-            node.target, node.args, node.kwargs = torch.ops.persample.product.default, operands, {}
+            left, *others = operands
+            if left.meta["val"].stride(1) != 1:  # it is read row by row, and who writes it can do so
+                with graph.graph.inserting_before(node):
+                    copy: Any = graph.graph.call_function(_aten.clone.default, (left,))
+                    copy.kwargs = {"memory_format": torch.contiguous_format}
+                    copy.meta["val"] = left.meta["val"].clone(memory_format=torch.contiguous_format)
+                    left = copy
+            node.target, node.args, node.kwargs = torch.ops.persample.product.default, (left, *others), {}
     graph.recompile()
 
 
