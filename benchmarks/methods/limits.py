@@ -1,4 +1,4 @@
-"""What no method can beat: writing the stack's memory, and the matrix products of the batch gradient."""
+"""Limits: writing the stack's memory, and the matrix products of the batch gradient by ``torch.mm``."""
 
 from __future__ import annotations
 
