@@ -153,6 +153,7 @@ def run(rank, folder):
     for name, step in FAILURES.items():
         found[name] = error_of(step, rank, group)
     torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()  # gloo's threads may abort a process whose peer is still at work when it leaves
     dist.destroy_process_group()
 
 
