@@ -7,7 +7,7 @@ from torch import Tensor
 from persample.losses.check import check_steps
 from persample.losses.policy_gradient import entropy_loss, policy_gradient_loss
 from persample.losses.returns import truncated_generalized_advantage_estimation
-from persample.losses.steps import over_time, real_steps, unpadded
+from persample.losses.steps import over_time, padding, unpadded
 from persample.trees import stop_gradient
 
 
@@ -56,7 +56,7 @@ def advantage_actor_critic_loss(
         tensor(1.1931)
     """
     check_steps("r_t", r_t, mask_t=mask_t)
-    mask = real_steps(mask_t, r_t)
+    mask = padding(mask_t, r_t)
     advantage_t = truncated_generalized_advantage_estimation(r_t, discount_t, lambda_, values, mask_t=mask)
     actor_t = policy_gradient_loss(logits_t, a_t, advantage_t, mask_t=mask, reduction="none")
     v_tm1 = unpadded(mask, values[:-1])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from persample.errors import ArgumentError
 from persample.losses.check import check_same, check_steps
 from persample.losses.returns import lambda_returns
-from persample.losses.steps import real_steps, spread, unpadded
+from persample.losses.steps import padding, spread, unpadded
 from persample.trees import stop_gradient
 
 
@@ -104,7 +104,7 @@ def td_lambda(
     """
     check_steps("r_t", r_t, v_tm1=v_tm1)
     target_tm1 = lambda_returns(r_t, discount_t, v_t, lambda_, mask_t=mask_t)
-    prediction_tm1 = unpadded(real_steps(mask_t, r_t), spread(v_tm1, r_t))
+    prediction_tm1 = unpadded(padding(mask_t, r_t), spread(v_tm1, r_t))
     return error_of(target_tm1, prediction_tm1, stop_target_gradients)
 
 

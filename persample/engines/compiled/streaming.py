@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from persample.engines.compiled.products import define
+from persample.engines.compiled.operations import define
 from persample.gemm import sizes
 
 # Numbers from which a result is not worth caching (16 MiB).
