@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_actions, check_same
+from persample.losses.modes import overridable
 from persample.losses.steps import taken
 
 
+@overridable
 def categorical_log_prob(logits_t: Tensor, a_t: Tensor) -> Tensor:
     """Compute log π(aₜ|sₜ) of a categorical policy.
 
@@ -32,6 +34,7 @@ def categorical_log_prob(logits_t: Tensor, a_t: Tensor) -> Tensor:
     return taken(torch.log_softmax(logits_t, dim=-1), a_t)
 
 
+@overridable
 def categorical_importance_sampling_ratios(pi_logits_t: Tensor, mu_logits_t: Tensor, a_t: Tensor) -> Tensor:
     """Compute the ratios π(aₜ|sₜ)/μ(aₜ|sₜ) of two categorical policies.
 

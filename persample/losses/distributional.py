@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_axes, check_not_negative, check_same
+from persample.losses.modes import overridable
 from persample.losses.td import huber_loss
 from persample.trees import stop_gradient
 
 
+@overridable
 def categorical_td_learning(
     v_atoms_tm1: Tensor,
     v_logits_tm1: Tensor,
@@ -55,6 +57,7 @@ def categorical_td_learning(
     return -(target * torch.log_softmax(v_logits_tm1, -1)).sum()
 
 
+@overridable
 def quantile_regression_loss(
     dist_src: Tensor,
     tau_src: Tensor,

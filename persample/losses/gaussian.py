@@ -9,10 +9,12 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.losses.check import check_rows, check_same
+from persample.losses.modes import overridable
 from persample.losses.policy_gradient import score_loss
 from persample.losses.steps import over_time, padding, spread, unpadded
 
 
+@overridable
 def gaussian_log_prob(mu_t: Tensor, sigma_t: Tensor | float, a_t: Tensor) -> Tensor:
     """Compute log π(aₜ|sₜ) = −Σₖ [½ ((a − μ)/σ)² + log σ + ½ log 2π] of a diagonal Gaussian policy.
 
@@ -39,6 +41,7 @@ def gaussian_log_prob(mu_t: Tensor, sigma_t: Tensor | float, a_t: Tensor) -> Ten
     return -(0.5 * scaled.square() + sigma_t.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
+@overridable
 def gaussian_policy_gradient_loss(
     mu_t: Tensor,
     sigma_t: Tensor | float,
@@ -84,6 +87,7 @@ def gaussian_policy_gradient_loss(
     return score_loss(log_pi_a_t, adv_t, w_t, mask, use_stop_gradient, reduction)
 
 
+@overridable
 def gaussian_entropy_loss(
     sigma_t: Tensor, w_t: Tensor | float = 1.0, *, mask_t: Tensor | None = None, reduction: str = "sum"
 ) -> Tensor:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_actions, check_rows, check_same, check_steps
+from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, shift
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import real_steps, taken, unpadded
 from persample.losses.td import error_of
 
 
+@overridable
 def sarsa_lambda(
     q_tm1: Tensor,
     a_tm1: Tensor,
@@ -56,6 +58,7 @@ def sarsa_lambda(
     return error_of(target_tm1, _taken(mask, q_tm1, a_tm1), stop_target_gradients)
 
 
+@overridable
 def q_lambda(
     q_tm1: Tensor,
     a_tm1: Tensor,
@@ -99,6 +102,7 @@ def q_lambda(
     return error_of(target_tm1, _taken(mask, q_tm1, a_tm1), stop_target_gradients)
 
 
+@overridable
 def retrace(
     q_tm1: Tensor,
     q_t: Tensor,

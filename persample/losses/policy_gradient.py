@@ -7,10 +7,12 @@ from torch import Tensor
 
 from persample.losses.categorical import categorical_log_prob
 from persample.losses.check import check_not_negative, check_rows, check_steps
+from persample.losses.modes import overridable
 from persample.losses.steps import over_time, padding, spread, unpadded
 from persample.trees import stop_gradient
 
 
+@overridable
 def reinforce_loss(
     logits_t: Tensor, a_t: Tensor, return_t: Tensor, mask_t: Tensor | None = None, *, reduction: str = "sum"
 ) -> Tensor:
@@ -41,6 +43,7 @@ def reinforce_loss(
     return policy_gradient_loss(logits_t, a_t, return_t, mask_t=mask_t, reduction=reduction)
 
 
+@overridable
 def policy_gradient_loss(
     logits_t: Tensor,
     a_t: Tensor,
@@ -82,6 +85,7 @@ def policy_gradient_loss(
     return score_loss(log_pi_a_t, adv_t, w_t, mask, use_stop_gradient, reduction)
 
 
+@overridable
 def entropy_loss(
     logits_t: Tensor, w_t: Tensor | float = 1.0, *, mask_t: Tensor | None = None, reduction: str = "sum"
 ) -> Tensor:
@@ -113,6 +117,7 @@ def entropy_loss(
     return over_time(negentropy_t * unpadded(mask, spread(w_t, negentropy_t)), mask, reduction)
 
 
+@overridable
 def clipped_surrogate_pg_loss(
     prob_ratios_t: Tensor,
     adv_t: Tensor,
@@ -178,7 +183,7 @@ def score_loss(
     adv = unpadded(mask, spread(adv_t, log_pi_a_t))
     if use_stop_gradient:
         adv = stop_gradient(adv)
-    loss_t = -log_pi_a_t * adv
+    loss_t = log_pi_a_t * -adv  # adv is a constant as a rule: the other way round there is a backward pass of the sign
     if not (isinstance(w_t, int | float) and w_t == 1):
         loss_t = loss_t * unpadded(mask, spread(w_t, log_pi_a_t))
     return over_time(loss_t, mask, reduction)

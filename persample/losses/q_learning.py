@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from persample.losses.check import check_actions, check_rows, check_same
+from persample.losses.modes import overridable
 from persample.losses.steps import taken
 from persample.losses.td import error_of
 
 
+@overridable
 def sarsa(
     q_tm1: Tensor,
     a_tm1: Tensor,
@@ -48,6 +50,7 @@ def sarsa(
     return _error(q_tm1, a_tm1, r_t, discount_t, taken(q_t, a_t), stop_target_gradients)
 
 
+@overridable
 def expected_sarsa(
     q_tm1: Tensor,
     a_tm1: Tensor,
@@ -86,6 +89,7 @@ def expected_sarsa(
     return _error(q_tm1, a_tm1, r_t, discount_t, (probs_a_t * q_t).sum(-1), stop_target_gradients)
 
 
+@overridable
 def q_learning(
     q_tm1: Tensor,
     a_tm1: Tensor,
@@ -122,6 +126,7 @@ def q_learning(
     return _error(q_tm1, a_tm1, r_t, discount_t, q_t.amax(-1), stop_target_gradients)
 
 
+@overridable
 def double_q_learning(
     q_tm1: Tensor,
     a_tm1: Tensor,

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.losses.check import check_steps
+from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
 from persample.trees import stop_gradient
 
 
+@overridable
 def discounted_returns(
     r_t: Tensor,
     discount_t: Tensor | float,
@@ -54,6 +56,7 @@ def discounted_returns(
     return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
 
+@overridable
 def lambda_returns(
     r_t: Tensor,
     discount_t: Tensor | float,
@@ -91,6 +94,7 @@ def lambda_returns(
     )
 
 
+@overridable
 def n_step_bootstrapped_returns(
     r_t: Tensor,
     discount_t: Tensor | float,
@@ -137,6 +141,7 @@ def n_step_bootstrapped_returns(
     return _finished(returns, result_dtype(r_t, discount_t, v_t, lambda_t), stop_target_gradients)
 
 
+@overridable
 def truncated_generalized_advantage_estimation(
     r_t: Tensor,
     discount_t: Tensor | float,

@@ -22,7 +22,7 @@ def taken(rows: Tensor, a: Tensor) -> Tensor:
         >>> taken(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
         tensor([2., 3.])
     """
-    return rows.gather(-1, a.long()[..., None]).squeeze(-1)
+    return rows.gather(-1, a.long().unsqueeze(-1)).squeeze(-1)
 
 
 def spread(x: Tensor | float, like: Tensor) -> Tensor:
@@ -61,6 +61,8 @@ def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
         >>> real_steps(torch.tensor([1, 0]), torch.zeros(2))
         tensor([ True, False])
     """
+    if mask_t is not None and mask_t.shape == like.shape:
+        return mask_t.bool()
     every = torch.ones_like(like, dtype=torch.bool)
     return every if mask_t is None else spread(mask_t.bool(), every)
 

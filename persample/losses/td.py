@@ -8,11 +8,13 @@ from torch.nn import functional as F
 
 from persample.errors import ArgumentError
 from persample.losses.check import check_same, check_steps
+from persample.losses.modes import overridable
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import padding, spread, unpadded
 from persample.trees import stop_gradient
 
 
+@overridable
 def td_learning(
     v_tm1: Tensor, r_t: Tensor, discount_t: Tensor | float, v_t: Tensor, stop_target_gradients: bool = True
 ) -> Tensor:
@@ -41,6 +43,7 @@ def td_learning(
     return error_of(r_t + discount_t * v_t, v_tm1, stop_target_gradients)
 
 
+@overridable
 def td_loss(
     v_tm1: Tensor, r_t: Tensor, discount_t: Tensor | float, v_t: Tensor, stop_target_gradients: bool = True
 ) -> Tensor:
@@ -69,6 +72,7 @@ def td_loss(
     return td_learning(v_tm1, r_t, discount_t, v_t, stop_target_gradients) ** 2
 
 
+@overridable
 def td_lambda(
     v_tm1: Tensor,
     r_t: Tensor,
@@ -108,6 +112,7 @@ def td_lambda(
     return error_of(target_tm1, prediction_tm1, stop_target_gradients)
 
 
+@overridable
 def huber_loss(x: Tensor, delta: float = 1.0) -> Tensor:
     """Compute ½x² where |x| ≤ δ and δ(|x| − ½δ) elsewhere: the gradient is x clipped to [−δ, δ].
 

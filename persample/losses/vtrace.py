@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from persample.losses.check import check_steps
+from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
 from persample.trees import stop_gradient
@@ -27,6 +28,7 @@ class VTraceOutput(NamedTuple):
     q_estimate: Tensor
 
 
+@overridable
 def vtrace_td_error_and_advantage(
     v_tm1: Tensor,
     v_t: Tensor,
