@@ -47,10 +47,18 @@ class _Modules:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        roof = nn.ModuleList(modules)
-        self.parameters = dict(roof.named_parameters())
-        self._parts = list(roof.modules())
-        first_names = {id(param): name for name, param in self.parameters.items()}
+        named: dict[str, nn.Module] = {}
+        seen: set[nn.Module] = set()
+        for place, module in enumerate(modules):
+            named.update(module.named_modules(seen, str(place)))
+        self._parts = list(named.values())
+        self.parameters: dict[str, nn.Parameter] = {}
+        first_names: dict[int, str] = {}
+        for prefix, part in named.items():
+            for name, param in part._parameters.items():
+                if param is not None and id(param) not in first_names:
+                    first_names[id(param)] = f"{prefix}.{name}"
+                    self.parameters[f"{prefix}.{name}"] = param
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
         held_by: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (part._parameters, part._buffers) for part in self._parts
