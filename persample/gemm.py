@@ -19,6 +19,8 @@ _LEAST_WORK = 2**22
 _LEAST_SIZE = 16
 # Multiplications below which looking at every operation of a forward pass (0.2 ms) takes longer than it saves.
 _WORTH_LOOKING = 2**25
+# Columns for which MKL takes up to 5 times as long as for as many rows (measured there too, in both precisions).
+_NARROW = 8
 _aten = torch.ops.aten
 
 
@@ -89,6 +91,36 @@ def mm(left: Tensor, right: Tensor) -> Tensor:
     """
     real = not any(is_wrapped(x) or x.requires_grad for x in (left, right))
     return _mm(left, right) if real else torch.mm(left, right)
+
+
+def contracted(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left.mT @ right``, a sum of outer products.
+
+    Args:
+        left: ``[..., n, o]``.
+        right: ``[..., n, i]``.
+
+    Returns:
+        ``[..., o, i]``.
+    """
+    multiply = mm if left.ndim == 2 else torch.matmul
+    if left.device.type == "cpu" and right.shape[-1] <= _NARROW < left.shape[-1]:
+        return multiply(right.mT, left).mT.contiguous()
+    return multiply(left.mT, right)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``rows @ weight.T + bias``, not differentiated.
+
+    Args:
+        rows: ``[n, i]``.
+        weight: ``[o, i]``.
+        bias: ``[o]``, or none.
+
+    Returns:
+        ``[n, o]``.
+    """
+    return _mm(rows, weight.T) if bias is None else _addmm(bias, rows, weight.T)
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ class Dense:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         if weights is None:
             return self.values.sum(0, dtype=dtype)
-        return torch.tensordot(weights.to(dtype), self.values.to(dtype), 1)
+        rows = self.values.to(dtype).reshape(len(self), math.prod(self.shape))
+        return torch.mm(weights.to(dtype).unsqueeze(0), rows).view(self.shape)
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""

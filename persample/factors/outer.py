@@ -70,16 +70,18 @@ class Outer:
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
-        # With one step a broadcast multiply writes at the speed of memory, bmm at half of it.
-        multiply: Any = torch.mul if self.steps == 1 else torch.matmul
         left, right = self.left.mT, self.right
         if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
             target = self.layout.blocks(out)
             if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
+                multiply: Any = torch.mul if self.steps == 1 else torch.matmul
                 multiply(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
                 return out
-        # What is multiplied elementwise hands its order in memory on to the result.
-        product = multiply(numeric.laid_out(left) if self.steps == 1 else left, numeric.laid_out(right))
+        if self.steps == 1:  # a broadcast multiply writes at the speed of memory, bmm at half of it
+            # What is multiplied elementwise hands its order in memory on to the result.
+            product = numeric.laid_out(left) * numeric.laid_out(right)
+        else:
+            product = gemm.contracted(self.left, numeric.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 
@@ -121,7 +123,7 @@ class Outer:
             right = numeric.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
-            product = gemm.mm(left.reshape(-1, left.shape[3]).T, right.reshape(-1, right.shape[3]))
+            product = gemm.contracted(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
 
