@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from persample.rewrites.caught import Caught
 from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
 from persample.rewrites.packing import PACKING
 from persample.rewrites.recurrent import RECURRENT
-from persample.rewrites.rows import SecondDerivativeError, composed
+from persample.rewrites.rows import SecondDerivativeError, composed, plain_autograd
 
 _REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
 
@@ -19,6 +21,9 @@ class rewritten(TorchFunctionMode):  # noqa: N801
     """While it is entered, around a loss under ``torch.func``, its operations are replaced where that helps.
 
     Exact: up to the order of summation, results and gradients are those of torch.
+
+    Args:
+        others: replacements that come before those of this package.
 
     Examples:
         >>> import torch
@@ -32,6 +37,10 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         torch.Size([5, 9, 3])
     """
 
+    def __init__(self, others: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self._rewrites = {**_REWRITES, **others} if others else _REWRITES
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of a function, or the function itself.
 
@@ -44,7 +53,7 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         Returns:
             What the function returns.
         """
-        return _REWRITES.get(func, func)(*args, **(kwargs or {}))
+        return self._rewrites.get(func, func)(*args, **(kwargs or {}))
 
 
-__all__ = ["SecondDerivativeError", "composed", "rewritten"]
+__all__ = ["Caught", "SecondDerivativeError", "composed", "plain_autograd", "rewritten"]

@@ -17,7 +17,17 @@ from persample.rewrites.classification import cross_entropy
 from persample.rewrites.rows import is_batched, unwrapped
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """Compute a linear layer.
+
+    Args:
+        input: as in torch.
+        weight: as in torch.
+        bias: as in torch.
+
+    Returns:
+        As in torch.
+    """
     if weight.ndim != 2 or not _fits(bias, weight):
         return F.linear(input, weight, bias)
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
@@ -37,9 +47,18 @@ def _fits(bias: Tensor | None, weight: Tensor) -> bool:
 
 def _is_small_vector(x: Tensor, weight: Tensor) -> bool:
     # Of a vector, a matrix-vector product is half as many operations, in a layout that only small tensors bear well.
-    samples = unwrapped(x).numel() // max(1, x.numel())
-    small = x.ndim == 1 and samples > 1 and samples * max(weight.shape) <= _SMALL
+    small = x.ndim == 1 and is_small(unwrapped(x).numel() // max(1, x.numel()), weight)
     return small and not is_autocast(x.device)  # which does not know mv
+
+
+def is_small(samples: int, weight: Tensor) -> bool:
+    """Return whether vectors of so many samples are multiplied with a matrix in few operations, whatever the layout.
+
+    Args:
+        samples: how many vectors there are.
+        weight: the matrix.
+    """
+    return samples > 1 and samples * max(weight.shape) <= _SMALL
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +109,7 @@ def _normalized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kw
 
 _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
 FUNCTIONAL: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
+    F.linear: linear,
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head,
     F.cross_entropy: cross_entropy,

@@ -21,6 +21,16 @@ class SecondDerivativeError(RuntimeError):
 
 
 @contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Say that plain autograd differentiates what is computed, below all levels, and once."""
+    _local.plain = True
+    try:
+        yield
+    finally:
+        _local.plain = False
+
+
+@contextmanager
 def composed() -> Iterator[None]:
     """Replace operations by compositions only, which can be differentiated any number of times."""
     _local.composed = True
@@ -41,7 +51,7 @@ def refuse_graph() -> None:
 
 
 def differentiated_once() -> bool:
-    """Return whether all that is around is vmap and one grad or vjp, whose own result nobody differentiates.
+    """Return whether all that is around is vmap and one derivative, which nobody differentiates.
 
     Returns:
         Whether second derivatives, and derivatives in forward mode, are out of the question.
@@ -51,6 +61,8 @@ def differentiated_once() -> bool:
     levels = retrieve_all_functorch_interpreters()
     grads = [level for level in levels if isinstance(level, GradInterpreter)]
     known = all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels)
+    if getattr(_local, "plain", False):
+        return known and not grads
     return known and len(grads) == 1 and not grads[0].prev_grad_mode()
 
 

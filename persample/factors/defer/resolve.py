@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -27,8 +28,19 @@ def factor_of(grad: Tensor, uses: Iterable[str]) -> Factor:
     if factor is None:
         values = grad.value("the result") if isinstance(grad, Placeholder) else grad
         return Dense(as_real(values))
+    return suited(factor, uses)
+
+
+def suited(factor: Factor, uses: Iterable[str]) -> Factor:
+    """Return a factor, or its gradients written out, as suits what is asked of it.
+
+    Args:
+        factor: a product.
+        uses: the operations of ``Factor`` that the reductions call.
+    """
+    written = len(factor) * math.prod(factor.shape)
     by_gram = not isinstance(factor, Conv) or factor.by_gram
-    kept = plan.keeps_product(uses, factor.steps, grad.numel(), factor.stored, by_gram=by_gram)
+    kept = plan.keeps_product(uses, factor.steps, written, factor.stored, by_gram=by_gram)
     return factor if kept else Dense(factor.materialize())
 
 

@@ -1,0 +1,582 @@
+"""Losses of linear layers take one vmap instead of two transforms; all others, and all mistakes, take the long way."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from oracle import assert_trees_close, oracle, reals
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.func import grad as func_grad
+from torch.nn import functional as F
+
+from persample import (
+    Aux,
+    ClippedMean,
+    Factored,
+    Gram,
+    LossError,
+    Mean,
+    Norm,
+    Stack,
+    Variance,
+    explain,
+    per_sample_grads,
+    stop_gradient,
+)
+from persample.engines import direct
+from persample.loss import SampleLoss
+from persample.losses import reinforce_loss, td_loss
+
+F64 = torch.float64
+
+
+def learned(loss, params, batch, reduce=None, **options):
+    """Answer a second call of a kind: the first takes the long way, and learns whether there is a short one."""
+    first = {name: value for name, value in options.items() if name != "out"}
+    per_sample_grads(loss, params, batch, Mean(), **first)
+    return per_sample_grads(loss, params, batch, reduce, **options)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What the direct pass returned, call by call."""
+    calls = []
+
+    def watched(*args):
+        calls.append(_gradients(*args))
+        return calls[-1]
+
+    _gradients = direct.gradients
+    monkeypatch.setattr(direct, "gradients", watched)
+    return calls
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp(*sizes, between=nn.Tanh):
+    torch.manual_seed(0)
+    layers = [layer for i, o in itertools.pairwise(sizes) for layer in (nn.Linear(i, o), between())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+class Gaussian(nn.Module):
+    """A policy with a layer norm, a scale of its own and a vector that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.ReLU(inplace=True), nn.Linear(5, 2))
+        self.log_sigma, self.unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4))
+        self.scalar, self.ignored = nn.Parameter(torch.tensor(0.3)), nn.Linear(2, 3)
+
+    def forward(self, obs):
+        self.ignored(obs[:2])
+        return self.trunk(obs) * self.scalar, self.log_sigma.exp()
+
+
+class Tied(nn.Module):
+    """One weight in two layers, one of them with a bias that is used as a vector, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * self.first.bias
+
+
+def gaussian_loss(model, obs, a):
+    mu, sigma = model(obs)
+    return (((a - mu) / sigma) ** 2).sum() + sigma.log().sum()
+
+
+def square(model, x):
+    return model(x).square().sum()
+
+
+def td(model, s_tm1, r_t, s_t):
+    return td_loss(model(s_tm1).squeeze(-1), r_t, 0.9, model(s_t).squeeze(-1))
+
+
+def residual(model, s_tm1, r_t, s_t):
+    return td_loss(model(s_tm1).squeeze(-1), r_t, 0.9, model(s_t).squeeze(-1), stop_target_gradients=False)
+
+
+def reinforce(model, obs_t, a_t, return_t, mask_t):
+    return reinforce_loss(model(obs_t), a_t, return_t, mask_t)
+
+
+def functional(p, x):
+    return F.linear(torch.relu(F.linear(input=x, weight=p["a"]["w"], bias=p["a"]["b"])), p["w"]).exp().sum()
+
+
+def frozen(model, x):
+    return model[2](torch.tanh(model[0](x))).square().sum()
+
+
+def with_frozen():
+    model = mlp(3, 4, 2)
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+TREE = {"a": {"w": draw(4, 3), "b": draw(4, seed=1)}, "w": draw(2, 4, seed=2)}
+TRANSITIONS = (draw(5, 3), draw(5, seed=1), draw(5, 3, seed=2))
+EPISODES = (
+    draw(4, 6, 3),
+    torch.randint(2, (4, 6), generator=torch.Generator().manual_seed(0)),
+    draw(4, 6, seed=1),
+    torch.arange(6) < torch.tensor([6, 1, 3, 5])[:, None],
+)
+LAYERS = {
+    "td": (td, mlp(3, 4, 1), TRANSITIONS),
+    "residual": (residual, mlp(3, 4, 1), TRANSITIONS),
+    "episodes": (reinforce, mlp(3, 12, 2), EPISODES),
+    "inplace-relu": (square, mlp(3, 4, 2, between=lambda: nn.ReLU(inplace=True)), (draw(5, 3),)),
+    "gaussian": (gaussian_loss, Gaussian().double(), (draw(5, 3), draw(5, 2, seed=1))),
+    "tied": (square, Tied().double(), (draw(5, 3),)),
+    "axes": (square, mlp(3, 4, 2), (draw(5, 2, 3, 3),)),
+    "functional": (functional, TREE, (draw(5, 3),)),
+    "frozen": (frozen, with_frozen(), (draw(5, 3),)),
+    "one": (td, mlp(3, 4, 1), tuple(x[:1] for x in TRANSITIONS)),
+    "strided": (square, mlp(3, 4, 2), (draw(5, 3, 4).mT[:, ::2],)),
+    "no-bias": (square, nn.Linear(3, 2, bias=False).double(), (draw(5, 3),)),
+}
+REDUCTIONS = {"stack": Stack(), "mean": Mean(), "clipped": ClippedMean(0.5), "norm": Norm(), "gram": Gram()}
+
+
+def expected(loss, params, batch):
+    rows = oracle(loss, params, batch)
+    flat = reals(rows)
+    norms = flat.norm(dim=1)
+    scales = (0.5 / norms).clamp(max=1)
+    return {
+        "stack": rows.tree(rows.grads),
+        "mean": rows.tree([grad.mean(0) for grad in rows.grads]),
+        "clipped": rows.tree([torch.einsum("b,b...->...", scales, grad) / len(grad) for grad in rows.grads]),
+        "norm": norms,
+        "gram": flat @ flat.T,
+    }
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2], ids=["whole", "chunks"])
+@pytest.mark.parametrize("case", LAYERS)
+def test_losses_of_linear_layers(found, case, chunk_size):
+    loss, params, batch = LAYERS[case]
+    truth = expected(loss, params, batch)
+    for name, reduction in REDUCTIONS.items():
+        found.clear()
+        result = learned(loss, params, batch, reduction, chunk_size=chunk_size)
+        assert found
+        assert None not in found
+        assert_trees_close(result, truth[name], rtol=1e-9)
+    together = per_sample_grads(loss, params, batch, REDUCTIONS, chunk_size=chunk_size)
+    assert_trees_close(together, truth, rtol=1e-9)
+
+
+def test_weights_and_out(found):
+    loss, model, batch = LAYERS["td"]
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0])
+    batch = (batch[0].clone(), *batch[1:])
+    batch[0][1] = torch.nan
+    rows = oracle(loss, model, tuple(x[weights > 0] for x in batch))
+    kept = weights[weights > 0].double()
+    truth = rows.tree([torch.einsum("b,b...->...", kept, grad) / kept.sum() for grad in rows.grads])
+    assert_trees_close(learned(loss, model, batch, Mean(), weights=weights), truth, rtol=1e-9)
+    out = per_sample_grads(loss, model, LAYERS["td"][2])
+    before = {name: x.clone() for name, x in out.items()}
+    [x.zero_() for x in out.values()]
+    assert per_sample_grads(loss, model, LAYERS["td"][2], out=out) is out
+    assert_trees_close(out, before, rtol=1e-12)
+    assert None not in found
+
+
+def test_aux_and_one_row_for_all(found):
+    def loss(model, x, shared):
+        y = model(x) * shared
+        return y.sum(), {"y": y, "shared": shared, "count": torch.tensor(3)}
+
+    model, x, shared = mlp(3, 2), draw(4, 3), draw(2, seed=1)
+    grads, aux = learned(loss, model, (x, shared), (Stack(), Aux()), in_dims=(None, (0, None)))
+    assert_trees_close(aux["y"], model(x).detach() * shared, rtol=1e-12)
+    assert aux["shared"].shape == (4, 2)
+    assert aux["count"].tolist() == [3] * 4
+    assert not aux["y"].requires_grad
+    assert grads["0.weight"].shape == (4, 2, 3)
+    assert None not in found
+
+
+def test_factors_are_signals_and_inputs(found):
+    loss, model, batch = LAYERS["episodes"]
+    factors = learned(loss, model, batch, Factored())
+    assert {type(factor).__name__ for factor in factors.values()} <= {"Outer", "Dense"}
+    rows = oracle(loss, model, batch)
+    assert_trees_close({k: f.materialize() for k, f in factors.items()}, rows.tree(rows.grads), rtol=1e-9)
+    assert None not in found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_dtypes(found, dtype):
+    model, x = mlp(3, 4, 2).to(dtype), draw(5, 3).to(dtype)
+    rows = oracle(square, model, (x,))
+    result = learned(square, model, x, Mean())
+    assert {grad.dtype for grad in result.values()} == {dtype}
+    truth = rows.tree([grad.mean(0) for grad in rows.grads])
+    assert_trees_close(result, truth, rtol=1e-4 if dtype == torch.float32 else 0.05)
+    assert None not in found
+
+
+# What is no loss of linear layers alone
+
+W = {"w": draw(4, 3), "v": draw(2, 4, seed=1)}
+
+
+def decayed(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"])), p["v"]).sum() + p["w"].square().sum()
+
+
+def masked(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"] * (p["w"] > 0))), p["v"]).sum()
+
+
+def transposed(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"])), p["v"].T.contiguous().T).sum()
+
+
+def multiplied(p, x):
+    return (p["v"] @ torch.tanh(p["w"] @ x)).sum()
+
+
+def bias_of_a_matrix(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"], p["w"].sum(1))), p["v"]).sum()
+
+
+def inner_gradient(p, x):
+    slope = func_grad(lambda x: F.linear(torch.tanh(F.linear(x, p["w"])), p["v"]).sum())(x)
+    return slope.square().sum()
+
+
+def inner_weight_gradient(p, x):
+    slope = func_grad(lambda w: F.linear(torch.tanh(F.linear(x, w)), p["v"]).sum())(p["w"])
+    return slope.square().sum()
+
+
+def inner_vmap(p, x):
+    return vmap(lambda row: F.linear(torch.tanh(F.linear(row, p["w"])), p["v"]).sum())(torch.stack([x, 2 * x])).sum()
+
+
+def shared_input(p, x):
+    return F.linear(torch.tanh(F.linear(torch.ones(3, dtype=F64), p["w"])) * x.sum(), p["v"]).sum()
+
+
+def half_detached(p, x):
+    return F.linear(torch.tanh(F.linear(x, stop_gradient(p["w"]))), p["v"]).sum() + p["w"][0, 0] * x[0]
+
+
+OTHERS = [
+    decayed,
+    masked,
+    transposed,
+    multiplied,
+    bias_of_a_matrix,
+    inner_gradient,
+    inner_weight_gradient,
+    inner_vmap,
+    shared_input,
+    half_detached,
+]
+
+
+@pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
+def test_other_losses(loss):
+    x = draw(5, 3, seed=3)
+    truth = expected(loss, W, (x,))
+    for _ in range(3):  # learning, trying, and knowing better
+        assert_trees_close(per_sample_grads(loss, W, (x,), REDUCTIONS), truth, rtol=1e-9)
+
+
+def counted(p, x):
+    return F.linear(x, p["w"]).sum() + sum(value.square().sum() for value in p.values() if value.requires_grad) / 2
+
+
+def asked(p, x):
+    hidden = F.linear(x, p["w"])
+    return F.linear(2 * hidden if hidden.requires_grad else hidden, p["v"]).square().sum()
+
+
+def asked_leaf(p, x):
+    hidden = F.linear(x, p["w"])
+    return (hidden if hidden.is_leaf else 3 * hidden).square().sum()
+
+
+def hooked(p, x):
+    p["w"].register_hook(lambda grad: None if grad is None else 2 * grad)
+    return F.linear(x, p["w"]).square().sum()
+
+
+def hidden_use(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"])), p["v"]).sum() + torch.cat(tensors=[p["w"]]).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "counts"), [(hidden_use, (1, 3, 4, 5)), (decayed, (1, 2, 3)), (asked, (1, 2, 3))], ids=str
+)
+def test_another_loss_is_called_twice_only_once(monkeypatch, loss, counts):
+    calls = []
+    forward = SampleLoss.returned
+    monkeypatch.setattr(SampleLoss, "returned", lambda *args: calls.append(1) or forward(*args))
+    direct._known.clear()
+    for count in counts:
+        result = per_sample_grads(loss, W, draw(5, 3), Mean())
+        assert len(calls) == count
+        assert_trees_close(result, expected(loss, W, (draw(5, 3),))["mean"], rtol=1e-9)
+
+
+def test_chunks_after_the_first_take_the_short_way(found):
+    def loss(model, x):
+        return model(x).square().sum()
+
+    model, x = mlp(3, 4, 2), draw(6, 3)
+    grads = per_sample_grads(loss, model, x, Mean(), chunk_size=2)
+    assert len(found) == 2
+    assert None not in found
+    assert_trees_close(grads, expected(loss, model, (x,))["mean"], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {**W, "table": draw(2, 2, 2)},
+        {**W, "long": draw(5000)},
+        {**W, "narrow": torch.zeros(2)},
+        {**W, "complex": torch.zeros(2, dtype=torch.complex128)},
+        {"w": draw(3)},
+    ],
+    ids=["3-D", "long", "two dtypes", "complex", "no matrix"],
+)
+def test_parameters_that_are_not_looked_at(found, params):
+    def loss(p, x):
+        return sum((value.abs().sum() for value in p.values()), x.sum())
+
+    x = draw(5, 3)
+    rows = oracle(loss, params, (x,))
+    assert_trees_close(learned(loss, params, x), rows.tree(rows.grads), rtol=1e-6)
+    assert not found
+
+
+@pytest.mark.parametrize("options", [{"randomness": "different"}, {"engine": "loop"}], ids=str)
+def test_calls_that_are_not_looked_at(found, options):
+    loss, model, batch = LAYERS["td"]
+    assert_trees_close(learned(loss, model, batch, Mean(), **options), expected(loss, model, batch)["mean"], rtol=1e-9)
+    assert not found
+
+
+def test_under_a_transform_and_autocast_the_long_way(found):
+    loss, model, batch = LAYERS["td"]
+    learned(square, nn.Linear(3, 2), draw(5, 3).float(), Mean())
+    assert found
+    found.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        per_sample_grads(square, nn.Linear(3, 2), draw(5, 3).float(), Mean())
+    params = dict(copy.deepcopy(model).named_parameters())
+
+    def outer(s):
+        return per_sample_grads(lambda p, *b: td(lambda s: functional_call(model, p, s), *b), params, s, Norm())
+
+    many = tuple(torch.stack([x, 2 * x]) for x in batch)
+    result = vmap(outer)(many)
+    assert_trees_close(result[0], expected(loss, model, batch)["norm"], rtol=1e-9)
+    assert not found
+
+
+# Mistakes
+
+
+@contextmanager
+def known(loss, params):
+    """A loss that earlier calls found to be one of linear layers."""
+    shapes = tuple(x.shape for x in params.values())
+    direct._known[loss.__code__] = {shapes: True}
+    yield
+    assert direct._known[loss.__code__] == {shapes: True}  # nothing is learned from what raises
+
+
+def test_an_input_changed_after_its_use_is_no_silent_number():
+    def loss(p, x):
+        row = 2 * x  # that nothing but the layer needs again
+        out = F.linear(torch.tanh(F.linear(row, p["w"])), p["v"]).sum()
+        row.mul_(2)
+        return out
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        oracle(loss, W, (draw(5, 3),))
+    with known(loss, W), pytest.raises((LossError, RuntimeError), match=r"inplace operation|in place"):
+        per_sample_grads(loss, W, draw(5, 3), Mean())
+
+
+@pytest.mark.parametrize("loss", [counted, asked, asked_leaf, hooked], ids=lambda f: f.__name__)
+def test_what_asks_how_it_is_differentiated_is_answered(loss):
+    params, x = {**W, "b": draw(2, seed=5)} if loss is counted else W, draw(5, 3)
+    truth = per_sample_grads(loss, params, x, Mean(), engine="loop")
+    for layers in (None, True):  # learning, and expecting layers against all appearance
+        direct._known.pop(loss.__code__, None)
+        if layers:
+            direct._known[loss.__code__] = {tuple(p.shape for p in params.values()): True}
+        assert_trees_close(per_sample_grads(loss, params, x, Mean()), truth, rtol=1e-9)
+
+
+def test_hooks_of_modules_are_no_silent_number():
+    model, x = mlp(3, 4, 2), draw(5, 3)
+    learned(square, model, x)
+    model[2].register_full_backward_hook(lambda module, given, made: (given[0].clamp(-0.1, 0.1),))
+    with pytest.raises(LossError):
+        per_sample_grads(square, model, x, Mean())
+    assert_trees_close(
+        per_sample_grads(square, model, x, Mean(), engine="loop"), expected(square, model, (x,))["mean"], rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("reduction", [Variance(), Stack(), ClippedMean(1.0)], ids=lambda r: type(r).__name__)
+def test_autocast_inside_the_loss(reduction):
+    def loss(p, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = F.linear(x, p["w"], p["b"])
+        return hidden.float().square().sum()
+
+    params = {"w": draw(64, 48).float(), "b": draw(64).float()}
+    x = draw(5, 4, 48).float()
+    truth = per_sample_grads(loss, params, x, reduction, engine="loop")
+    for _ in range(3):
+        assert_trees_close(per_sample_grads(loss, params, x, reduction), truth, rtol=0.02)
+
+
+@pytest.mark.parametrize("steps", [(), (4,), (2, 3)], ids=str)
+def test_in_place_activations_of_large_layers(found, steps):
+    model = mlp(16, 32, 32, 2, between=lambda: nn.ReLU(inplace=True))
+    x = draw(64, *steps, 16)
+    result = learned(square, model, x, Mean())
+    assert_trees_close(result, expected(square, model, (x,))["mean"], rtol=1e-9)
+    assert None not in found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "twice"),
+    [((30, 1), 1, False), ((30, 1), 8, False), ((1, 8), 8, False), ((30, 1), 4096, False), ((6, 1), 8, True)],
+    ids=str,
+)
+def test_explain_says_what_is_done(found, sizes, batch, twice):
+    def loss(model, x):
+        return model(x).square().sum() * (model(2 * x).sum() if twice else 1)
+
+    model, x = mlp(*sizes), draw(batch, sizes[0])
+    for reduction in (Mean(), ClippedMean(1.0), Norm()):
+        factors = learned(loss, model, x, (Factored(), reduction))[0]
+        rows = explain(loss, model, x, (Factored(), reduction)).rows
+        assert [type(factor).__name__ for factor in factors.values()] == [
+            "Dense" if row.choice == "materialize" else row.factor for row in rows
+        ]
+    assert None not in found
+
+
+INNER = {
+    "through layers": lambda p, x, y, h: torch.autograd.grad(y, h, create_graph=True)[0].square().sum(),
+    "as a number": lambda p, x, y, h: (torch.autograd.grad(y, h, retain_graph=True)[0].detach() * y).sum(),
+    "of a weight": lambda p, x, y, h: torch.autograd.grad(y, p["w"], create_graph=True)[0].square().sum(),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_autograd_inside_the_loss(inner):
+    def loss(p, x):
+        h = F.linear(x, p["w"])
+        return INNER[inner](p, x, F.linear(torch.tanh(h), p["v"]).sum(), h)
+
+    x = draw(5, 3)
+    for _ in range(3):
+        assert_trees_close(per_sample_grads(loss, W, (x,), REDUCTIONS), expected(loss, W, (x,)), rtol=1e-9)
+
+
+C = torch.ones(3, dtype=F64)
+WRITES = {
+    "add_": lambda x: x.add_(1),
+    "iadd": lambda x: x.__iadd__(1),
+    "setitem": lambda x: x.__setitem__(0, 5),
+    "inplace": lambda x: F.silu(x, inplace=True),
+    "inplace, positional": lambda x: F.leaky_relu(x, 0.1, True),
+    "module": nn.ReLU(inplace=True),
+    "aten": lambda x: torch.ops.aten.mul_.Tensor(x, 2),
+    "view": lambda x: x.view(-1).mul_(2),
+    "element": lambda x: x[0].mul_(2),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("into", ["batch", "closure"])
+def test_writes_into_what_was_not_computed_inside_are_refused(into, write, grad):
+    closed_over, x = C.clone(), draw(5, 3)
+    before = x.clone()
+
+    def loss(p, x):
+        with torch.set_grad_enabled(grad):
+            WRITES[write](x if into == "batch" else closed_over)
+        return F.linear(x * closed_over, p["w"]).sum()
+
+    with known(loss, {"w": W["w"]}), pytest.raises((LossError, RuntimeError)):
+        per_sample_grads(loss, {"w": W["w"]}, x, Mean())
+    assert torch.equal(closed_over, C)
+    assert torch.equal(x, before)
+
+
+def test_a_table_is_not_renormalized():
+    table = 3 * C.expand(4, 3).clone()
+
+    def loss(p, x):
+        return F.linear(x * F.embedding(torch.tensor([1]), table, max_norm=0.1)[0], p["w"]).sum()
+
+    with known(loss, {"w": W["w"]}), pytest.raises((LossError, RuntimeError)):
+        per_sample_grads(loss, {"w": W["w"]}, draw(5, 3), Mean())
+    assert (table == 3).all()
+
+
+def test_a_write_into_the_batch_is_refused_before_it_is_done():
+    def loss(p, x):
+        return F.linear(x.mul_(2), p["w"]).sum()
+
+    x = draw(5, 3)
+    before = x.clone()
+    with known(loss, {"w": W["w"]}), pytest.raises(LossError, match="in place"):
+        per_sample_grads(loss, {"w": W["w"]}, x, Mean())
+    assert torch.equal(x, before)
+
+
+def test_the_users_own_error_is_the_users_own():
+    def loss(p, x):
+        F.linear(x, p["w"])
+        raise KeyError("mine")
+
+    with known(loss, {"w": W["w"]}), pytest.raises(KeyError, match="mine"):
+        per_sample_grads(loss, {"w": W["w"]}, draw(5, 3), Mean())
+
+
+@pytest.mark.parametrize("x", [draw(5, 4), draw(5, 3).float()], ids=["shape", "dtype"])
+def test_what_does_not_fit_is_an_error(x):
+    def loss(p, x):
+        return F.linear(x, p["w"]).sum()
+
+    with known(loss, {"w": W["w"]}), pytest.raises(RuntimeError, match=r"shapes|dtype"):
+        per_sample_grads(loss, {"w": W["w"]}, x, Mean())
+
+
+def test_variance_of_one_layer():
+    model, x = nn.Linear(3, 2).double(), draw(6, 3)
+    rows = oracle(square, model, (x,))
+    truth = rows.tree([grad.var(0) for grad in rows.grads])
+    assert_trees_close(per_sample_grads(square, model, x, Variance()), truth, rtol=1e-9)
