@@ -17,20 +17,17 @@ from torch import Tensor
 from torch._C._functorch import _add_batch_dim, _remove_batch_dim
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.vmap import vmap_increment_nesting
-from torch.nn import functional as F
 
 from persample import gemm
+from persample.engines.watched import NotDirectError, Watching
 from persample.factors import Dense, Factor, Outer, suited, total
 from persample.factors.layout import Layout
 from persample.fallback import explained
 from persample.gradients import Gradients
 from persample.loss import SampleLoss
 from persample.numeric import full_precision, is_autocast, is_traced
-from persample.output import memory
-from persample.rewrites import Caught, plain_autograd, rewritten
+from persample.rewrites import Caught, plain_autograd
 from persample.rewrites.functional import is_small
-from persample.rewrites.named import asks, name_of, only_computes, written
-from persample.rewrites.rows import is_batched, unwrapped
 from persample.samples import Samples
 from persample.trees import tree_map
 
@@ -38,10 +35,6 @@ _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, 
 # Of parameters with so few numbers, other than matrices, every sample may be given its own.
 _SMALL = 2**12
 _known: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()  # by code, and shapes of parameters
-
-
-class _NotDirectError(Exception):
-    """A matrix is used by something else than a linear layer, or what torch.func refuses is to be refused."""
 
 
 def suits(samples: Samples) -> bool:
@@ -99,76 +92,6 @@ def _code(loss: SampleLoss) -> Any:
     return getattr(loss.fn, "__code__", type(loss.fn))
 
 
-class Uses(rewritten):
-    """Notes what a loss does with the matrices among its parameters, on the long way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._matrices: set[int] = set()
-        self._weights: set[int] = set()
-        self._others = False
-
-    def of(self, params: Sequence[Tensor]) -> Uses:
-        """Return itself, about to see a loss called.
-
-        Args:
-            params: what the loss is called with.
-        """
-        self._matrices = {id(x) for x in params if x.ndim == 2}
-        return self
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, or its replacement, and look at its arguments.
-
-        Args:
-            func: a function of torch.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What the function returns.
-        """
-        result = super().__torch_function__(func, types, args, kwargs)
-        given = {name: id(x) for name, x in [*enumerate(args), *(kwargs or {}).items()]}
-        if func is F.linear:
-            self._weights.add(given.pop("weight", 0) or given.pop(1, 0))
-        makes = isinstance(result, Tensor) and name_of(func) != "detach"  # a shape is no use
-        listed = (id(y) for x in args if isinstance(x, list | tuple) for y in x)
-        self._others |= asks(func) or (makes and not self._matrices.isdisjoint((*given.values(), *listed)))
-        return result
-
-    @property
-    def are_layers(self) -> bool:
-        """Whether all matrices are weights of linear layers, and nothing else, as far as names tell."""
-        return self._matrices <= self._weights and not self._others
-
-
-class _Watching(rewritten):
-    """Refuses what is not as it is between torch.func's two transforms: asking what has a gradient, and writing.
-
-    Args:
-        caught: what stands for linear layers.
-        given: what the loss is called with.
-    """
-
-    def __init__(self, caught: Caught, given: Sequence[Any]) -> None:
-        super().__init__({F.linear: caught})
-        self._given = given
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (kwargs or not only_computes(func)) and not self._may_call(func, args, kwargs or {}):
-            raise _NotDirectError
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _may_call(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return not asks(func) and all(map(self._is_own, written(func, args, kwargs)))
-
-    def _is_own(self, x: Tensor) -> bool:
-        """Return whether the loss computed a tensor itself, all samples of it."""
-        return is_batched(x) and memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in self._given}
-
-
 def _dense(param: Tensor, signals: Sequence[Tensor], other: Tensor | None, size: int) -> Dense:
     """Return the gradients of a parameter that is no matrix: what linear layers were signalled, and what is left."""
     parts = [x if len(x) == size else x.view(size, -1, x.shape[1]).sum(1) for x in signals]
@@ -182,7 +105,7 @@ def _factor(
 ) -> Factor:
     """Return the gradients of a matrix: products of signals and inputs."""
     if other is not None:
-        raise _NotDirectError
+        raise NotDirectError
     if not products:
         return Dense(_zeros(param, size))
     return suited(total(_product(param, signals, rows, size) for signals, rows in products), uses)
@@ -214,14 +137,14 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
 
         params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
         caught = Caught(samples.params, params, level)
-        with _Watching(caught, (*sample, *params)):
+        with Watching(caught, (*sample, *params)):
             value, (aux, has_aux) = loss(params, sample)
         losses = _remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
     others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
     if not caught.products and all(x is None for x in others):
-        raise _NotDirectError
+        raise NotDirectError
     with full_precision(losses.device):
         factors = tuple(
             _factor(x, caught.products.get(place, ()), other, samples.size, uses)

@@ -14,7 +14,7 @@ from torch.func import vjp, vmap
 from persample import gemm, rng
 from persample.diagnose import diagnosed
 from persample.engines import direct
-from persample.engines.direct import Uses
+from persample.engines.watched import Uses
 from persample.factors import Deferral, factor_of
 from persample.fallback import explained
 from persample.gradients import Gradients
