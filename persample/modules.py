@@ -54,11 +54,16 @@ class _Modules:
         self._parts = list(named.values())
         self.parameters: dict[str, nn.Parameter] = {}
         first_names: dict[int, str] = {}
+        self.others: set[str] = set()  # what is held by other modules than linear layers, perhaps too
         for prefix, part in named.items():
             for name, param in part._parameters.items():
-                if param is not None and id(param) not in first_names:
+                if param is None:
+                    continue
+                if id(param) not in first_names:
                     first_names[id(param)] = f"{prefix}.{name}"
                     self.parameters[f"{prefix}.{name}"] = param
+                if not isinstance(part, nn.Linear):
+                    self.others.add(first_names[id(param)])
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
         held_by: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (part._parameters, part._buffers) for part in self._parts
@@ -126,6 +131,7 @@ class ParamTree:
         paths: one readable name per tensor.
         modules: the modules found in ``params``.
         call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
+        in_layers: which of the tensors only ``nn.Linear`` modules hold.
     """
 
     tensors: tuple[Any, ...]
@@ -133,6 +139,7 @@ class ParamTree:
     paths: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
+    in_layers: tuple[bool, ...]
 
 
 def take_apart(params: Any, name: str = "params") -> ParamTree:
@@ -152,7 +159,7 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
             return loss_fn(trees.unflatten(list(values), spec), *sample)
 
-        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), call_plain)
+        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), call_plain, (False,) * len(leaves))
 
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
@@ -176,7 +183,9 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         with inside.swapped({path: value for path, value in placed.items() if isinstance(path, str)}):
             return loss_fn(args, *sample)
 
-    return ParamTree(tuple(tensors), result_spec, tuple(trees.paths(result, name)), tuple(modules), call)
+    paths = tuple(trees.paths(result, name))
+    in_layers = tuple(isinstance(slot, str) and slot not in inside.others for slot in slots)
+    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), call, in_layers)
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:

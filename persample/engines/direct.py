@@ -8,7 +8,7 @@ used in any other way, too, shows in autograd itself: only then it has a gradien
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from persample.gradients import Gradients
 from persample.loss import SampleLoss
 from persample.numeric import full_precision, is_autocast, is_traced
 from persample.rewrites import Caught, plain_autograd
+from persample.rewrites.caught import Product
 from persample.rewrites.functional import is_small
 from persample.samples import Samples
 from persample.trees import tree_map
@@ -34,40 +35,28 @@ from persample.trees import tree_map
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
 # Of parameters with so few numbers, other than matrices, every sample may be given its own.
 _SMALL = 2**12
-_known: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()  # by code, and shapes of parameters
+_refused: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # shapes of parameters, by the code of the loss
 
 
-def suits(samples: Samples) -> bool:
-    """Return whether parameters may be those of linear layers: matrices, and little beside them.
+def suits(loss: SampleLoss, samples: Samples) -> bool:
+    """Return whether a loss may be one of linear layers: modules hold all matrices, and there is little beside them.
 
     Args:
+        loss: the loss of one sample.
         samples: the chunk, not empty.
     """
+    if loss.spec.shapes in _refused.get(_code(loss), ()):
+        return False
     first = samples.params[0]
     if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
-    matrices = any(x.ndim == 2 for x in samples.params)
-    return alike and matrices and all(x.ndim == 2 or (x.ndim < 2 and x.numel() <= _SMALL) for x in samples.params)
+    sizes = [(x.ndim == 2 and held) or (x.ndim < 2 and x.numel() <= _SMALL) for x, held in _held(loss, samples)]
+    return alike and all(sizes) and any(x.ndim == 2 for x in samples.params)
 
 
-def is_expected(loss: SampleLoss) -> bool | None:
-    """Return whether a loss is one of linear layers, as far as earlier calls tell; None if there was none.
-
-    Args:
-        loss: the loss of one sample.
-    """
-    return _known.get(_code(loss), {}).get(loss.spec.shapes)
-
-
-def expect(loss: SampleLoss, layers: bool) -> None:
-    """Remember whether a loss is one of linear layers.
-
-    Args:
-        loss: the loss of one sample.
-        layers: whether it is.
-    """
-    _known.setdefault(_code(loss), {})[loss.spec.shapes] = layers
+def _held(loss: SampleLoss, samples: Samples) -> Iterable[tuple[Tensor, bool]]:
+    return zip(samples.params, loss.params.in_layers, strict=True)
 
 
 def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradients | None:
@@ -88,6 +77,15 @@ def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradi
         return None
 
 
+def refuse(loss: SampleLoss) -> None:
+    """Remember that a loss is none of linear layers.
+
+    Args:
+        loss: the loss.
+    """
+    _refused.setdefault(_code(loss), set()).add(loss.spec.shapes)
+
+
 def _code(loss: SampleLoss) -> Any:
     return getattr(loss.fn, "__code__", type(loss.fn))
 
@@ -101,18 +99,18 @@ def _dense(param: Tensor, signals: Sequence[Tensor], other: Tensor | None, size:
 
 
 def _factor(
-    param: Tensor, products: Sequence[tuple[Tensor, Tensor]], other: Tensor | None, size: int, uses: frozenset[str]
+    param: Tensor, products: Sequence[Product], other: Tensor | None, size: int, uses: frozenset[str]
 ) -> Factor:
     """Return the gradients of a matrix: products of signals and inputs."""
     if other is not None:
         raise NotDirectError
     if not products:
         return Dense(_zeros(param, size))
-    return suited(total(_product(param, signals, rows, size) for signals, rows in products), uses)
+    return suited(total(_product(param, *product, size) for product in products), uses)
 
 
-def _product(param: Tensor, signals: Tensor, rows: Tensor, size: int) -> Factor:
-    if len(rows) == size and 1 in param.shape and is_small(size, param):  # with a number
+def _product(param: Tensor, signals: Tensor, rows: Tensor, of_vectors: bool, size: int) -> Factor:
+    if of_vectors and 1 in param.shape and is_small(size, param):  # products with a number, as the long way has them
         return Dense(signals.unsqueeze(2) * rows.unsqueeze(1))
     left, right = (x.reshape(size, 1, -1, x.shape[1]) for x in (signals, rows))
     return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)

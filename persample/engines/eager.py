@@ -14,7 +14,6 @@ from torch.func import vjp, vmap
 from persample import gemm, rng
 from persample.diagnose import diagnosed
 from persample.engines import direct
-from persample.engines.watched import Uses
 from persample.factors import Deferral, factor_of
 from persample.fallback import explained
 from persample.gradients import Gradients
@@ -43,17 +42,15 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     """
     transformed = peek_interpreter_stack() is not None  # by the caller
     uses = lift.uses - {"materialize"} if lift.products else lift.uses
-    suits = randomness == "error" and not transformed and direct.suits(samples)
-    expected = direct.is_expected(loss) if suits else False
-    if expected and (found := direct.gradients(loss, samples, uses)) is not None:
+    short = randomness == "error" and not transformed and direct.suits(loss, samples)
+    if short and (found := direct.gradients(loss, samples, uses)) is not None:
         return lift(found)
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
     whole = "materialize" in uses or transformed
     mode = gemm.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
-    seen = Uses() if expected is None else None
-    grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode, seen)
-    if expected is not False:
-        direct.expect(loss, seen is not None and seen.are_layers)
+    grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
+    if short:
+        direct.refuse(loss)
     with known_indices():
         with full_precision(losses.device):
             factors = tuple(factor_of(grad, uses) for grad in grads)
@@ -61,11 +58,7 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
 
 
 def batched_gradients(
-    loss: SampleLoss,
-    samples: Samples,
-    randomness: str,
-    backward_mode: AbstractContextManager[Any],
-    uses: Uses | None = None,
+    loss: SampleLoss, samples: Samples, randomness: str, backward_mode: AbstractContextManager[Any]
 ) -> tuple[list[Tensor], Tensor, Any, bool]:
     """Differentiate the loss of all samples at once.
 
@@ -74,7 +67,6 @@ def batched_gradients(
         samples: the chunk, not empty.
         randomness: as in ``torch.func.vmap``.
         backward_mode: what the backward pass runs under.
-        uses: what notes how the loss uses its parameters, if anybody asks.
 
     Returns:
         The gradients ``[B, *shape]`` of each parameter, the losses, aux, and whether the loss returned any.
@@ -87,7 +79,7 @@ def batched_gradients(
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        with rewritten() if uses is None else uses.of(params), forward_mode:
+        with rewritten(), forward_mode:
             value, (aux, has_aux) = loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError

@@ -22,6 +22,8 @@ from persample import gemm
 from persample.numeric import is_autocast
 from persample.rewrites.functional import linear
 
+Product = tuple[Tensor, Tensor, bool]  # signals, inputs, and whether a sample's input is a vector
+
 
 class Caught:
     """Stands for ``F.linear`` under one vmap over plain autograd, and catches the uses of parameters.
@@ -43,15 +45,15 @@ class Caught:
         >>> torch.autograd.grad(vmap(loss)(x).sum(), w, allow_unused=True)
         (None,)
         >>> seen[0].products
-        {0: [(tensor([[14.]]), tensor([[3., 4.]]))]}
+        {0: [(tensor([[14.]]), tensor([[3., 4.]]), True)]}
     """
 
     def __init__(self, params: Sequence[Tensor], given: Sequence[Tensor], level: int) -> None:
         self._level = level
         self._params = params
         self._places = {id(x): place for place, x in enumerate(given)}
-        self.products: dict[int, list[tuple[Tensor, Tensor]]] = {}  # signals and inputs, by the place of the weight
-        self.signals: dict[int, list[Tensor]] = {}  # by that of the bias
+        self.products: dict[int, list[Product]] = {}  # by the place of the weight
+        self.signals: dict[int, list[Tensor]] = {}  # by the place of the bias
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Compute a linear layer.
@@ -70,7 +72,7 @@ class Caught:
         if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
             return linear(input, weight, bias)
         rows = get_unwrapped(input).movedim(maybe_get_bdim(input), 0)
-        catch = None if place is None else functools.partial(self._catch, place, bias_place)
+        catch = None if place is None else functools.partial(self._catch, place, bias_place, input.ndim == 1)
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
             out = _Linear.apply(rows.flatten(0, -2), weight, added, catch)
@@ -81,8 +83,8 @@ class Caught:
         own = is_batchedtensor(x) and maybe_get_level(x) == self._level
         return own and not is_functorch_wrapped_tensor(get_unwrapped(x))
 
-    def _catch(self, place: int, bias_place: int | None, signals: Tensor, rows: Tensor) -> None:
-        self.products.setdefault(place, []).append((signals, rows))
+    def _catch(self, place: int, bias_place: int | None, of_vectors: bool, signals: Tensor, rows: Tensor) -> None:
+        self.products.setdefault(place, []).append((signals, rows, of_vectors))
         if bias_place is not None:
             self.signals.setdefault(bias_place, []).append(signals)
 

@@ -42,7 +42,7 @@ def asks(func: Any) -> bool:
         >>> asks(Tensor.requires_grad.__get__), asks(Tensor.register_hook), asks(Tensor.shape.__get__)
         (True, True, False)
     """
-    return func in _GETTERS or name_of(func) in _HOOKS
+    return func in _GETTERS or _name(func) in _HOOKS
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -74,12 +74,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[A
     return found
 
 
-def name_of(func: Any) -> str:
-    """Return the name of a function of torch, as modes see it.
-
-    Args:
-        func: the function.
-    """
+def _name(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
@@ -87,7 +82,7 @@ def name_of(func: Any) -> str:
 def _writes(func: Any) -> bool:
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
-    name = name_of(func)
+    name = _name(func)
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
