@@ -95,7 +95,7 @@ def _dense(param: Tensor, signals: Sequence[Tensor], other: Tensor | None, size:
     parts = [x if len(x) == size else x.view(size, -1, x.shape[1]).sum(1) for x in signals]
     if other is not None:
         parts.append(other)
-    return Dense(functools.reduce(torch.add, parts) if parts else _zeros(param, size))
+    return Dense(functools.reduce(torch.add, parts)) if parts else _zeros(param, size)
 
 
 def _factor(
@@ -105,7 +105,7 @@ def _factor(
     if other is not None:
         raise NotDirectError
     if not products:
-        return Dense(_zeros(param, size))
+        return _zeros(param, size)
     return suited(total(_product(param, *product, size) for product in products), uses)
 
 
@@ -116,8 +116,8 @@ def _product(param: Tensor, signals: Tensor, rows: Tensor, of_vectors: bool, siz
     return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
 
 
-def _zeros(param: Tensor, size: int) -> Tensor:
-    return param.new_zeros(1, *param.shape).expand(size, *param.shape)
+def _zeros(param: Tensor, size: int) -> Dense:
+    return Dense.zeros(size, param.shape, param.dtype, param.device)
 
 
 def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradients:

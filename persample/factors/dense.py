@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,18 @@ class Dense:
     """
 
     values: Tensor
+
+    @classmethod
+    def zeros(cls, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Dense:
+        """Return the gradients of a parameter that nothing depends on, stored once for all samples.
+
+        Args:
+            size: B.
+            shape: the shape of the parameter.
+            dtype: the dtype of the gradients.
+            device: where they are.
+        """
+        return cls(torch.zeros(1, *shape, dtype=dtype, device=device).expand(size, *shape))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,8 +96,7 @@ class Dense:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         if weights is None:
             return self.values.sum(0, dtype=dtype)
-        rows = self.values.to(dtype).reshape(len(self), math.prod(self.shape))
-        return torch.mm(weights.to(dtype).unsqueeze(0), rows).view(self.shape)
+        return torch.mm(weights.to(dtype).unsqueeze(0), self._rows(dtype)).view(self.shape)
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
@@ -122,7 +132,7 @@ class Dense:
         other.add_to(values)
         return Dense(values)
 
-    def _rows(self) -> Tensor:
+    def _rows(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the gradients as the rows of one matrix, ``[B, P]``."""
-        rows = self.values.to(numeric.accumulate_dtype(self.dtype))
+        rows = self.values.to(dtype or numeric.accumulate_dtype(self.dtype))
         return rows.reshape(len(rows), rows.shape[1:].numel())  # -1 is ambiguous where B = 0

@@ -11,7 +11,6 @@ from torch._C._functorch import (
     _add_batch_dim,
     get_unwrapped,
     is_batchedtensor,
-    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
 )
@@ -19,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 
 from persample import gemm
-from persample.numeric import is_autocast
+from persample.numeric import is_autocast, is_wrapped
 from persample.rewrites.functional import linear
 
 Product = tuple[Tensor, Tensor, bool]  # signals, inputs, and whether a sample's input is a vector
@@ -81,7 +80,7 @@ class Caught:
 
     def _is_of_rows(self, x: Tensor) -> bool:
         own = is_batchedtensor(x) and maybe_get_level(x) == self._level
-        return own and not is_functorch_wrapped_tensor(get_unwrapped(x))
+        return own and not is_wrapped(get_unwrapped(x))
 
     def _catch(self, place: int, bias_place: int | None, of_vectors: bool, signals: Tensor, rows: Tensor) -> None:
         self.products.setdefault(place, []).append((signals, rows, of_vectors))
@@ -94,7 +93,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: 
         return False
     if bias is not None and (bias.requires_grad or bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
         return False
-    return not any(is_functorch_wrapped_tensor(x) for x in (weight, bias) if x is not None)
+    return not any(is_wrapped(x) for x in (weight, bias) if x is not None)
 
 
 class _Linear(Function):

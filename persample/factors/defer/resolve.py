@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from persample.factors import plan
@@ -49,7 +48,7 @@ def _factor(grad: Placeholder) -> Factor | None:
     if terms is None:
         return None
     if not terms:
-        return Dense(torch.zeros(1, *grad.shape[1:], dtype=grad.dtype, device=grad.device).expand(grad.shape))
+        return Dense.zeros(len(grad), grad.shape[1:], grad.dtype, grad.device)
     factors = [term.factor(grad.dtype) for term in terms]
     kept = [factor for factor in factors if factor is not None]
     return total(kept) if len(kept) == len(factors) else None
