@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F
 
-from persample.numeric import is_traced, is_wrapped
+from persample import onednn
+from persample.numeric import is_watched, is_wrapped
 
 # Multiplications below which finding oneDNN's kernel takes longer than it saves, and the shortest axis that fills its
 # registers (measured, torch 2.13, 2 cores of an AMD EPYC with AVX-512).
 _LEAST_WORK = 2**22
 _LEAST_SIZE = 16
-# Multiplications below which looking at every operation of a forward pass (0.2 ms) takes longer than it saves.
-_WORTH_LOOKING = 2**25
 # Columns for which MKL takes up to 5 times as long as for as many rows (measured there too, in both precisions).
 _NARROW = 8
-_aten = torch.ops.aten
-
-
-@functools.cache
-def _is_ahead() -> bool:
-    """Return whether oneDNN is here and MKL, which leaves AVX-512 to Intel's processors, is not as fast."""
-    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    wide = cpu.get("avx512_f", False) and "Intel" not in cpu.get("cpu_name", "Intel")
-    return bool(wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
 
 
 def suits(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
@@ -40,14 +27,16 @@ def suits(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
         right: the second.
         bias: what is added, or nothing.
     """
-    given = (left, right) if bias is None else (left, right, bias)
-    if any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given) or not left.ndim == right.ndim == 2:
+    if left.dtype != torch.float32 or not left.ndim == right.ndim == 2:
         return False
     (rows, inner), (paired, columns) = sizes(left), sizes(right)
+    if rows * inner * columns < _LEAST_WORK or min(rows, inner, columns) < _LEAST_SIZE:
+        return False
     if inner != paired or (bias is not None and sizes(bias) != [columns]):
         return False  # torch says what is wrong
-    large = rows * inner * columns >= _LEAST_WORK and min(rows, inner, columns) >= _LEAST_SIZE
-    return large and _is_ahead() and torch._C._get_mkldnn_enabled()
+    given = (left, right) if bias is None else (left, right, bias)
+    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in given)
+    return plain and onednn.is_ahead() and onednn.is_allowed()
 
 
 def sizes(x: Tensor) -> list[int]:
@@ -90,7 +79,7 @@ def mm(left: Tensor, right: Tensor) -> Tensor:
         ``[m, n]``.
     """
     real = not any(is_wrapped(x) or x.requires_grad for x in (left, right))
-    return _mm(left, right) if real else torch.mm(left, right)
+    return raw_mm(left, right) if real else torch.mm(left, right)
 
 
 def contracted(left: Tensor, right: Tensor) -> Tensor:
@@ -120,57 +109,18 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[n, o]``.
     """
-    return _mm(rows, weight.T) if bias is None else _addmm(bias, rows, weight.T)
+    if suits(rows, weight.T, bias) and not is_watched():
+        return product(rows, weight.T, bias)
+    return F.linear(rows, weight, bias)
 
 
-def _mm(left: Tensor, right: Tensor) -> Tensor:
-    faster = suits(left, right) and not _is_watched()
+def raw_mm(left: Tensor, right: Tensor) -> Tensor:
+    """Return what ``torch.mm`` does, of plain tensors, not differentiated."""
+    faster = suits(left, right) and not is_watched()
     return product(left, right) if faster else torch.mm(left, right)
 
 
-def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
-    faster = not scales and suits(left, right, bias) and not _is_watched()
+def raw_addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
+    """Return what ``torch.addmm`` does, of plain tensors, not differentiated."""
+    faster = not scales and suits(left, right, bias) and not is_watched()
     return product(left, right, bias) if faster else torch.addmm(bias, left, right, **scales)
-
-
-def _is_watched() -> bool:
-    """Return whether a mode of the caller's (that counts, traces, fakes) looks for the operations of torch."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
-FASTER: dict[Any, Callable[..., Tensor]] = {_aten.mm.default: _mm, _aten.addmm.default: _addmm}
-
-
-def expected(params: Iterable[Tensor], data: Iterable[Any]) -> AbstractContextManager[object]:
-    """Return a context in which the faster library computes, if there is enough to compute for that to pay.
-
-    Args:
-        params: what rows are multiplied with.
-        data: tensors of rows, or of indices of rows.
-    """
-    tensors = [x for x in data if isinstance(x, Tensor) and not is_traced(x)]
-    rows = max((x.shape[:-1].numel() if x.is_floating_point() else x.numel() for x in tensors), default=0)
-    worth = rows * sum(x.numel() for x in params) >= _WORTH_LOOKING and _is_ahead()
-    return Gemm() if worth else nullcontext()  # type: ignore[no-untyped-call]
-
-
-class Gemm(TorchDispatchMode):
-    """While it is entered, products of large matrices are computed by the faster library."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operation.
-
-        Args:
-            func: an operation of aten.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What the operation returns.
-        """
-        return (func if types else FASTER.get(func, func))(*args, **(kwargs or {}))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # guarding against it costs more than the mode itself

@@ -73,14 +73,18 @@ def is_folded(x: Tensor) -> bool:
     return False
 
 
-def is_wrapped(x: Tensor) -> bool:
-    """Return whether a tensor is seen through a vmap or grad of the caller's, so that its values cannot be read."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+# Whether a tensor is seen through a vmap or grad of the caller's, so that its values cannot be read.
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_traced(x: Tensor) -> bool:
     """Return whether a tensor stands for any values of its shape, so that nothing can be decided by them."""
     return isinstance(x, FakeTensor)
+
+
+def is_watched() -> bool:
+    """Return whether a mode of the caller's (that counts, traces, fakes) looks for the operations of torch."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
-from persample import clear_cache, gemm, per_sample_grads
+from persample import clear_cache, faster, gemm, per_sample_grads
+from persample import onednn as library
 from persample.engines.compiled import streaming
 from persample.engines.compiled.cache import compilations
 
@@ -43,9 +44,9 @@ def random_rows(size):
 @pytest.fixture
 def onednn(monkeypatch):
     """Make it compute whatever it can, on any processor."""
-    monkeypatch.setattr(gemm, "_is_ahead", lambda: True)
-    for limit in ("_LEAST_WORK", "_LEAST_SIZE", "_WORTH_LOOKING"):
-        monkeypatch.setattr(gemm, limit, 1)
+    monkeypatch.setattr(library, "is_ahead", lambda: True)
+    for module, limit in ((gemm, "_LEAST_WORK"), (gemm, "_LEAST_SIZE"), (faster, "_WORTH_LOOKING")):
+        monkeypatch.setattr(module, limit, 1)
     clear_cache()
     yield
     clear_cache()
@@ -91,7 +92,7 @@ def test_who_computes(monkeypatch):
     def suits(left, right, bias=None):
         return gemm.suits(torch.empty(left), torch.empty(right), None if bias is None else torch.empty(bias))
 
-    monkeypatch.setattr(gemm, "_is_ahead", lambda: True)
+    monkeypatch.setattr(library, "is_ahead", lambda: True)
     assert suits((64, 256), (256, 256))
     assert suits((64, 256), (256, 256), (256,))
     assert not suits((2, 256), (256, 256))  # little work
@@ -103,7 +104,7 @@ def test_who_computes(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags(enabled=False)
         assert not suits((64, 256), (256, 256))
-    monkeypatch.setattr(gemm, "_is_ahead", lambda: False)
+    monkeypatch.setattr(library, "is_ahead", lambda: False)
     assert not suits((64, 256), (256, 256))
 
 
@@ -135,15 +136,14 @@ def test_a_second_import():
 def test_processors(monkeypatch):
     def ahead(**known):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
-        gemm._is_ahead.cache_clear()
-        return gemm._is_ahead()
+        library.is_ahead.cache_clear()
+        return library.is_ahead()
 
-    mkl = torch.backends.mkl.is_available()
-    assert ahead(avx512_f=True, cpu_name="AMD EPYC") == mkl
+    assert ahead(avx512_f=True, cpu_name="AMD EPYC") == torch.backends.mkl.is_available()
     assert not ahead(avx512_f=False, cpu_name="AMD EPYC")
     assert not ahead(avx512_f=True, cpu_name="Intel(R) Xeon(R)")
     assert not ahead(avx512_f=True)
-    gemm._is_ahead.cache_clear()
+    library.is_ahead.cache_clear()
 
 
 @pytest.mark.parametrize("wanted", [ps.Stack(), ps.ClippedMean(0.1), ps.Norm()], ids=lambda x: type(x).__name__)

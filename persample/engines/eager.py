@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.func import vjp, vmap
 
-from persample import gemm, rng
+from persample import faster, rng
 from persample.diagnose import diagnosed
 from persample.engines import direct
 from persample.factors import Deferral, factor_of
@@ -47,7 +47,7 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
         return lift(found)
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
     whole = "materialize" in uses or transformed
-    mode = gemm.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
+    mode = faster.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
     grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
     if short:
         direct.refuse(loss)
@@ -75,7 +75,7 @@ def batched_gradients(
         LossError: if the loss depends on no parameter, or does what vmap cannot batch.
     """
     has_aux = False
-    forward_mode = gemm.expected(samples.params, samples.leaves)
+    forward_mode = faster.expected(samples.params, samples.leaves)
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux

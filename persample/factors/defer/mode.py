@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample import gemm
 from persample.factors import plan
 from persample.factors.defer.creators import CREATORS, index_put
 from persample.factors.defer.numbering import Numbering
 from persample.factors.defer.placeholder import Placeholder, Watch, memory, placeholder
 from persample.factors.defer.rules import act
 from persample.factors.defer.terms import Term
+from persample.faster import FASTER
 
 
 class Deferral(TorchDispatchMode):
@@ -101,7 +101,7 @@ class Deferral(TorchDispatchMode):
 
 @functools.cache  # hashing an operation is the dearest part of looking it up
 def _known(func: Any) -> tuple[bool, Any, Any]:
-    return func._schema.is_mutable, CREATORS.get(func), gemm.FASTER.get(func, func)
+    return func._schema.is_mutable, CREATORS.get(func), FASTER.get(func, func)
 
 
 @functools.cache
