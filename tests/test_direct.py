@@ -32,12 +32,13 @@ from persample.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 
 F64 = torch.float64
+HELD = direct._held
 
 
 @pytest.fixture(autouse=True)
 def _whatever_holds_them(monkeypatch):
     """Matrices are taken for those of layers, whatever holds them: what is right must not hang on that."""
-    monkeypatch.setattr(direct, "_held", lambda loss, samples: [(x, True) for x in samples.params])
+    monkeypatch.setattr(direct, "_held", lambda loss, samples: [(x, x.ndim == 2) for x in samples.params])
     direct._refused.clear()
 
 
@@ -178,6 +179,36 @@ def test_losses_of_linear_layers(found, case, chunk_size):
         assert_trees_close(result, truth[name], rtol=1e-9)
     together = per_sample_grads(loss, params, batch, REDUCTIONS, chunk_size=chunk_size)
     assert_trees_close(together, truth, rtol=1e-9)
+
+
+@pytest.mark.parametrize("case", [case for case, (_, params, _) in LAYERS.items() if isinstance(params, nn.Module)])
+def test_biases_that_only_layers_hold(monkeypatch, found, case):
+    monkeypatch.setattr(direct, "_held", HELD)
+    loss, params, batch = LAYERS[case]
+    assert_trees_close(per_sample_grads(loss, params, batch, REDUCTIONS), expected(loss, params, batch), rtol=1e-9)
+    assert [result is None for result in found] == [case == "tied"]  # whose bias is a factor, too
+
+
+def decayed_bias(model, x):
+    return model(x).square().sum() + model[0].bias.square().sum()
+
+
+def bias_of_another(model, x):
+    return F.linear(torch.tanh(model[0](x)), model[2].weight, 2 * model[0].bias[:2]).square().sum()
+
+
+def detached_bias(model, x):
+    return (model(x) + model[2].bias.detach()).square().sum()
+
+
+@pytest.mark.parametrize("loss", [decayed_bias, bias_of_another, detached_bias], ids=lambda f: f.__name__)
+def test_biases_of_layers_with_another_use(monkeypatch, found, loss):
+    monkeypatch.setattr(direct, "_held", HELD)
+    model, x = mlp(3, 4, 2), draw(5, 3)
+    truth = expected(loss, model, (x,))
+    for _ in range(2):
+        assert_trees_close(per_sample_grads(loss, model, x, REDUCTIONS), truth, rtol=1e-9)
+    assert [result is None for result in found] == ([False, False] if loss is detached_bias else [True])
 
 
 def test_weights_and_out(found):

@@ -18,17 +18,14 @@ from torch._C._functorch import _add_batch_dim, _remove_batch_dim
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.vmap import vmap_increment_nesting
 
-from persample import gemm
+from persample import faster
+from persample.engines.collected import Collected
 from persample.engines.watched import NotDirectError, Watching
-from persample.factors import Dense, Factor, Outer, suited, total
-from persample.factors.layout import Layout
 from persample.fallback import explained
 from persample.gradients import Gradients
 from persample.loss import SampleLoss
-from persample.numeric import full_precision, is_autocast, is_traced
+from persample.numeric import is_autocast, is_traced
 from persample.rewrites import Caught, plain_autograd
-from persample.rewrites.caught import Product
-from persample.rewrites.functional import is_small
 from persample.samples import Samples
 from persample.trees import tree_map
 
@@ -71,7 +68,7 @@ def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradi
         The gradients; or None if the loss is another, or raises.
     """
     try:
-        with explained(), plain_autograd(), gemm.expected(samples.params, samples.leaves):
+        with explained(), plain_autograd(), faster.expected(samples.params, samples.leaves):
             return _gradients(loss, samples, uses)
     except Exception:  # noqa: BLE001 - whatever it is: torch.func takes more, and what it raises is explained
         return None
@@ -90,41 +87,11 @@ def _code(loss: SampleLoss) -> Any:
     return getattr(loss.fn, "__code__", type(loss.fn))
 
 
-def _dense(param: Tensor, signals: Sequence[Tensor], other: Tensor | None, size: int) -> Dense:
-    """Return the gradients of a parameter that is no matrix: what linear layers were signalled, and what is left."""
-    parts = [x if len(x) == size else x.view(size, -1, x.shape[1]).sum(1) for x in signals]
-    if other is not None:
-        parts.append(other)
-    return Dense(functools.reduce(torch.add, parts)) if parts else _zeros(param, size)
-
-
-def _factor(
-    param: Tensor, products: Sequence[Product], other: Tensor | None, size: int, uses: frozenset[str]
-) -> Factor:
-    """Return the gradients of a matrix: products of signals and inputs."""
-    if other is not None:
-        raise NotDirectError
-    if not products:
-        return _zeros(param, size)
-    return suited(total(_product(param, *product, size) for product in products), uses)
-
-
-def _product(param: Tensor, signals: Tensor, rows: Tensor, of_vectors: bool, size: int) -> Factor:
-    if of_vectors and 1 in param.shape and is_small(size, param):  # products with a number, as the long way has them
-        return Dense(signals.unsqueeze(2) * rows.unsqueeze(1))
-    left, right = (x.reshape(size, 1, -1, x.shape[1]) for x in (signals, rows))
-    return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
-
-
-def _zeros(param: Tensor, size: int) -> Dense:
-    return Dense.zeros(size, param.shape, param.dtype, param.device)
-
-
 def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradients:
     _prepare()
-    own = tuple(x.ndim != 2 for x in samples.params)
+    own = tuple(x.ndim != 2 and not held for x, held in _held(loss, samples))
     leaves = tuple(
-        (x.expand(samples.size, *x.shape) if split else x.detach()).requires_grad_()
+        (x.expand(samples.size, *x.shape) if split else x.detach()).requires_grad_()  # each sample's own, or one
         for x, split in zip(samples.params, own, strict=True)
     )
 
@@ -134,20 +101,19 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
             return [_add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
 
         params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
-        caught = Caught(samples.params, params, level)
-        with Watching(caught, (*sample, *params)):
+        collected = Collected(samples.params, samples.size, uses)
+        with Watching(Caught(samples.params, params, level, collected.layer), (*sample, *params)):
             value, (aux, has_aux) = loss(params, sample)
         losses = _remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
     others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
-    if not caught.products and all(x is None for x in others):
+    if not collected and all(x is None for x in others):
         raise NotDirectError
-    with full_precision(losses.device):
-        factors = tuple(
-            _factor(x, caught.products.get(place, ()), other, samples.size, uses)
-            if x.ndim == 2
-            else _dense(x, caught.signals.get(place, ()), other, samples.size)
-            for place, (x, other) in enumerate(zip(samples.params, others, strict=True))
-        )
+    if any(other is not None and not split for other, split in zip(others, own, strict=True)):
+        raise NotDirectError
+    factors = tuple(
+        collected.matrix(place) if x.ndim == 2 else collected.other(place, other)
+        for place, (x, other) in enumerate(zip(samples.params, others, strict=True))
+    )
     return Gradients(factors, loss.spec, losses.detach(), aux, has_aux, samples.weights)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._C._functorch import (
@@ -21,7 +20,19 @@ from persample import gemm
 from persample.numeric import is_autocast, is_wrapped
 from persample.rewrites.functional import linear
 
-Product = tuple[Tensor, Tensor, bool]  # signals, inputs, and whether a sample's input is a vector
+
+class Use(NamedTuple):
+    """A linear layer's parameters.
+
+    Args:
+        weight: the place of its matrix among all parameters.
+        bias: that of its bias, or None.
+        of_vectors: whether its input is one vector per sample.
+    """
+
+    weight: int
+    bias: int | None
+    of_vectors: bool
 
 
 class Caught:
@@ -33,26 +44,30 @@ class Caught:
         params: the parameters, plain tensors.
         given: the same, as the loss is given them: all but matrices batched.
         level: of the vmap.
+        layer: called for every layer; returns what takes its signals and inputs, a row each, in the backward pass.
 
     Examples:
         >>> import torch
         >>> from torch.func import vmap
-        >>> w, x, seen = torch.ones(1, 2, requires_grad=True), torch.tensor([[3.0, 4.0]]), []
+        >>> w, x = torch.ones(1, 2, requires_grad=True), torch.tensor([[3.0, 4.0]])
         >>> def loss(x):
-        ...     seen.append(Caught([w], [w], level=1))
-        ...     return seen[0](x, w)[0] ** 2
+        ...     return Caught([w], [w], 1, lambda use: print)(x, w)[0] ** 2
         >>> torch.autograd.grad(vmap(loss)(x).sum(), w, allow_unused=True)
+        tensor([[14.]]) tensor([[3., 4.]])
         (None,)
-        >>> seen[0].products
-        {0: [(tensor([[14.]]), tensor([[3., 4.]]), True)]}
     """
 
-    def __init__(self, params: Sequence[Tensor], given: Sequence[Tensor], level: int) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        given: Sequence[Tensor],
+        level: int,
+        layer: Callable[[Use], Callable[[Tensor, Tensor], object]],
+    ) -> None:
         self._level = level
         self._params = params
+        self._layer = layer
         self._places = {id(x): place for place, x in enumerate(given)}
-        self.products: dict[int, list[Product]] = {}  # by the place of the weight
-        self.signals: dict[int, list[Tensor]] = {}  # by the place of the bias
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Compute a linear layer.
@@ -70,22 +85,18 @@ class Caught:
         known = place is not None or (bias_place is None and not weight.requires_grad)
         if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
             return linear(input, weight, bias)
-        rows = get_unwrapped(input).movedim(maybe_get_bdim(input), 0)
-        catch = None if place is None else functools.partial(self._catch, place, bias_place, input.ndim == 1)
+        rows, axis = get_unwrapped(input), maybe_get_bdim(input)
+        rows = rows.movedim(axis, 0) if axis else rows
+        take = None if place is None else self._layer(Use(place, bias_place, input.ndim == 1))
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
-            out = _Linear.apply(rows.flatten(0, -2), weight, added, catch)
+            out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
             out = out.view(*rows.shape[:-1], len(weight)) if rows.ndim > 2 else out
         return _add_batch_dim(out, 0, self._level)
 
     def _is_of_rows(self, x: Tensor) -> bool:
         own = is_batchedtensor(x) and maybe_get_level(x) == self._level
         return own and not is_wrapped(get_unwrapped(x))
-
-    def _catch(self, place: int, bias_place: int | None, of_vectors: bool, signals: Tensor, rows: Tensor) -> None:
-        self.products.setdefault(place, []).append((signals, rows, of_vectors))
-        if bias_place is not None:
-            self.signals.setdefault(bias_place, []).append(signals)
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
@@ -102,14 +113,14 @@ class _Linear(Function):
     apply: Callable[..., Tensor]
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, catch: Any) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, take: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.catch = catch
+        ctx.take = take
         return gemm.linear(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
         rows, weight = ctx.saved_tensors
-        if ctx.catch is not None:
-            ctx.catch(signals, rows.detach())
+        if ctx.take is not None:
+            ctx.take(signals, rows.detach())
         return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None

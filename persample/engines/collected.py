@@ -1,0 +1,88 @@
+"""The gradients of parameters, from what linear layers hand over in a backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from persample.factors import Dense, Factor, Outer, suited, total
+from persample.factors.layout import Layout
+from persample.rewrites.caught import Use
+from persample.rewrites.functional import is_small
+
+
+class Collected:
+    """Signals and inputs of linear layers, and the gradients that they make up.
+
+    Of a layer whose gradients are asked for written out they are so at once, while its signals are in the caches; and
+    these give their memory to those of the next layer.
+
+    Args:
+        params: the parameters.
+        size: B.
+        uses: the operations of ``Factor`` that the reductions call.
+    """
+
+    def __init__(self, params: Sequence[Tensor], size: int, uses: frozenset[str]) -> None:
+        self._params, self._size, self._uses = params, size, uses
+        self._layers: Counter[int] = Counter()  # by the places of their matrices, as all that follows
+        self._products: dict[int, list[Factor]] = defaultdict(list)
+        self._sums: dict[int, list[Tensor]] = defaultdict(list)
+
+    def layer(self, use: Use) -> Callable[[Tensor, Tensor], None]:
+        """Expect what a layer hands over.
+
+        Args:
+            use: which parameters it uses.
+
+        Returns:
+            What takes the signals (the gradients of its outputs, a row for each input) and the inputs, those of a
+            sample one below the other.
+        """
+        self._layers[use.weight] += 1
+        return functools.partial(self._take, use)
+
+    def _take(self, use: Use, signals: Tensor, rows: Tensor) -> None:
+        product = self._product(use, signals, rows)
+        self._products[use.weight].append(suited(product, self._uses) if self._layers[use.weight] == 1 else product)
+        if use.bias is not None:
+            split = signals if len(signals) == self._size else signals.view(self._size, -1, signals.shape[1]).sum(1)
+            self._sums[use.bias].append(split)
+
+    def __bool__(self) -> bool:
+        """Return whether any layer handed anything over."""
+        return bool(self._products)
+
+    def matrix(self, place: int) -> Factor:
+        """Return the gradients of a matrix, which only linear layers use.
+
+        Args:
+            place: of the matrix among the parameters.
+        """
+        products = self._products.get(place)
+        return suited(total(products), self._uses) if products else self._zeros(place)
+
+    def other(self, place: int, rest: Tensor | None) -> Dense:
+        """Return the gradients of any other parameter.
+
+        Args:
+            place: of the parameter among all.
+            rest: what it is used for elsewhere leaves, ``[B, *shape]``, or nothing.
+        """
+        parts = [*self._sums.get(place, ()), *([] if rest is None else [rest])]
+        return Dense(functools.reduce(torch.add, parts)) if parts else self._zeros(place)
+
+    def _product(self, use: Use, signals: Tensor, rows: Tensor) -> Factor:
+        param = self._params[use.weight]
+        if use.of_vectors and 1 in param.shape and is_small(self._size, param):
+            return Dense(signals.unsqueeze(2) * rows.unsqueeze(1))  # by a number: as the long way has it
+        left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (signals, rows))
+        return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
+
+    def _zeros(self, place: int) -> Dense:
+        param = self._params[place]
+        return Dense.zeros(self._size, param.shape, param.dtype, param.device)
