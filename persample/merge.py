@@ -14,7 +14,7 @@ from torch import Tensor
 
 from persample.factors import Factor, concatenate
 from persample.numeric import restore
-from persample.trees import tree_map
+from persample.trees import LEAVES, tree_map
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,9 @@ class Stacked:
             return restore(rows, self.dtype)
         straight = rows.dtype == self.dtype and self.fits(out)
         return restore(rows.materialize(out if straight else None), self.dtype)
+
+
+LEAVES |= {Summed, Stacked}
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,10 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
     def own(x: Tensor) -> Tensor:
         if is_wrapped(x):
             return x
-        if is_folded(x) or memory(x) in taken:
+        if is_folded(x) or (place := memory(x)) in taken:
             x = x.clone(memory_format=torch.contiguous_format)
-        taken.add(memory(x))
+            place = memory(x)
+        taken.add(place)
         return x
 
     return trees.map_tensors(own, result)
