@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.numeric import as_real, exceeds, together
+from persample.numeric import as_real, exceeds, is_traced, together
 from persample.trees import TreeSpec, unflatten
+
+# Numbers, of all samples, up to which copying gradients costs less than operations on them one by one.
+_SMALL = 2**14
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,33 @@ class Gradients:
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
         """‖gᵢ‖² of each parameter by itself, ``[B]`` float64 each."""
-        own = (x for factor in self.factors for x in vars(factor).values() if isinstance(x, Tensor))
-        return together(own, lambda: [factor.squared_norms() for factor in self.factors])
+        return self._squared_norms(self.factors)
 
     @cached_property
     def norms(self) -> Tensor:
         """Euclidean norms over all parameters, ``[B]`` float64."""
-        return torch.stack(self.squared_norms_per_param).sum(0).sqrt()
+        places, joined = self._joined
+        rest = [factor for place, factor in enumerate(self.factors) if place not in places]
+        return torch.stack(self._squared_norms([*joined, *rest])).sum(0).sqrt()
+
+    def _squared_norms(self, factors: Sequence[Factor]) -> list[Tensor]:
+        new = [factor for factor in factors if id(factor) not in self._known]
+        own = (x for factor in new for x in vars(factor).values() if isinstance(x, Tensor))
+        squared = together(own, lambda: [factor.squared_norms() for factor in new])
+        self._known.update(zip(map(id, new), squared, strict=True))
+        return [self._known[id(factor)] for factor in factors]
+
+    @cached_property
+    def _known(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _joined(self) -> tuple[list[int], list[Dense]]:
+        """The places of small gradients written out in full, and these side by side: one operation does for all."""
+        small = {place: factor for place, factor in enumerate(self.factors) if _is_small(factor)}
+        if len(small) < 2:
+            return [], []
+        return list(small), [Dense(torch.cat([factor.materialize().flatten(1) for factor in small.values()], 1))]
 
     @cached_property
     def norms_per_param(self) -> list[Tensor]:
@@ -127,3 +150,9 @@ class Gradients:
             return self.weights, dtype
         scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
         return (scale, torch.float64) if exceeds(scale) else (scale.to(dtype), dtype)
+
+
+def _is_small(factor: Factor) -> bool:
+    if not isinstance(factor, Dense):
+        return False
+    return factor.values.ndim > 1 and factor.stored <= _SMALL and not is_traced(factor.values)

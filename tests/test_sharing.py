@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import persample as ps
-from persample import ArgumentError, LossError, per_sample_grads
+from persample import ArgumentError, LossError, numeric, per_sample_grads
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 both_engines = pytest.mark.parametrize("engine", ["eager", "loop"])
@@ -38,6 +38,43 @@ def test_results_share_no_memory_with_each_other(engine, size):
     assert len({grads.untyped_storage().data_ptr() for grads in got.values()}) == len(got)
     got["one.bias"].zero_()
     assert torch.equal(got["two.bias"], torch.ones(size, 2))
+
+
+def test_norms_are_computed_once(monkeypatch):
+    """Those of small gradients side by side, and by themselves where each parameter's own are asked for."""
+    sizes = []
+    measure = numeric._blockwise
+    monkeypatch.setattr(numeric, "_blockwise", lambda rows: sizes.append(rows.shape[1]) or measure(rows))
+    w = {"a": torch.ones(3), "b": torch.ones(5), "large": torch.ones(5000)}
+
+    def loss(w, x):
+        return sum((value * x).square().sum() for value in w.values())
+
+    every = [
+        ps.ClippedMean(1.0),
+        ps.Norm(),
+        ps.NoiseScale(),
+        ps.ClippedSum(2.0, True),
+        ps.Norm(per_param=True),
+    ]
+    for wanted, expected in ((every, [3, 5, 8, 5000]), (every[::-1], [3, 5, 8, 5000]), (every[:3], [8, 5000])):
+        sizes.clear()
+        per_sample_grads(loss, w, torch.ones(4), wanted)
+        assert sorted(sizes) == expected
+
+
+@both_engines
+@pytest.mark.parametrize("scales", [(1e-25, 1.0), (1e25, 1.0), (1e-25, 1e25), (1e-30, 1e-25)])
+def test_norms_of_parameters_of_unlike_size(engine, scales):
+    def loss(w, x):
+        return sum(scale * (value * x).sum() for scale, value in zip(scales, w, strict=True))
+
+    w, x = [torch.ones(3), torch.ones(2)], torch.linspace(1, 2, 6).view(6, 1)
+    found = per_sample_grads(loss, w, x, {"all": ps.Norm(), "each": ps.Norm(per_param=True)}, engine=engine)
+    rows = [scale * x.double() * size**0.5 for scale, size in zip(scales, (3, 2), strict=True)]
+    torch.testing.assert_close(found["all"].double(), torch.cat(rows, 1).norm(dim=1), rtol=1e-5, atol=0)
+    for each, row in zip(found["each"], rows, strict=True):
+        torch.testing.assert_close(each.double(), row[:, 0], rtol=1e-5, atol=0)
 
 
 def test_out_of_a_call_fits_another_loss_of_the_same_shapes():

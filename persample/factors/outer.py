@@ -106,6 +106,9 @@ class Outer:
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.steps == 1:
+            if self.left.shape[1] == 1:  # as a rule, and fewer operations
+                left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+                return left * right
             left, right = (numeric.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
         if not plan.gram_is_cheaper(self.steps, *self.layout.block[1:]):
