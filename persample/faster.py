@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample import gemm, onednn
+from persample import gemm, onednn, tanh
 from persample.numeric import is_traced
-from persample.tanh import tanh
 
 # Multiplications below which looking at every operation of a forward pass (0.2 ms) takes longer than it saves.
 _WORTH_LOOKING = 2**25
@@ -20,7 +19,7 @@ _aten = torch.ops.aten
 FASTER: dict[Any, Callable[..., Tensor]] = {
     _aten.mm.default: gemm.raw_mm,
     _aten.addmm.default: gemm.raw_addmm,
-    _aten.tanh.default: tanh,
+    _aten.tanh.default: tanh.tanh,
 }
 
 

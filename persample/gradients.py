@@ -74,9 +74,7 @@ class Gradients:
     @cached_property
     def norms(self) -> Tensor:
         """Euclidean norms over all parameters, ``[B]`` float64."""
-        places, joined = self._joined
-        rest = [factor for place, factor in enumerate(self.factors) if place not in places]
-        return torch.stack(self._squared_norms([*joined, *rest])).sum(0).sqrt()
+        return torch.stack(self._squared_norms(self._joined)).sum(0).sqrt()
 
     def _squared_norms(self, factors: Sequence[Factor]) -> list[Tensor]:
         new = [factor for factor in factors if id(factor) not in self._known]
@@ -90,12 +88,13 @@ class Gradients:
         return {}
 
     @cached_property
-    def _joined(self) -> tuple[list[int], list[Dense]]:
-        """The places of small gradients written out in full, and these side by side: one operation does for all."""
-        small = {place: factor for place, factor in enumerate(self.factors) if _is_small(factor)}
+    def _joined(self) -> Sequence[Factor]:
+        """The same gradients, small ones that are written out side by side: one operation does for all of them."""
+        small = [factor for factor in self.factors if _is_small(factor)]
         if len(small) < 2:
-            return [], []
-        return list(small), [Dense(torch.cat([factor.materialize().flatten(1) for factor in small.values()], 1))]
+            return self.factors
+        rows = Dense(torch.cat([factor.materialize().flatten(1) for factor in small], 1))
+        return [rows, *(factor for factor in self.factors if not _is_small(factor))]
 
     @cached_property
     def norms_per_param(self) -> list[Tensor]:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from persample.factors import Factor, concatenate
 from persample.numeric import restore
-from persample.trees import LEAVES, tree_map
+from persample.trees import leaf, tree_map
 
 
+@leaf
 @dataclass(frozen=True)
 class Summed:
     """A sum over samples; two of them add.
@@ -66,6 +67,7 @@ class Moments:
         return Moments(n, self.mean + delta * share, self.m2 + other.m2 + between, self.dtype)
 
 
+@leaf
 @dataclass(frozen=True)
 class Stacked:
     """Per-sample rows; two of them concatenate.
@@ -106,9 +108,6 @@ class Stacked:
             return restore(rows, self.dtype)
         straight = rows.dtype == self.dtype and self.fits(out)
         return restore(rows.materialize(out if straight else None), self.dtype)
-
-
-LEAVES |= {Summed, Stacked}
 
 
 @dataclass(frozen=True)

@@ -47,26 +47,25 @@ class _Modules:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        named: dict[str, nn.Module] = {}
+        self.parts: dict[str, nn.Module] = {}
         seen: set[nn.Module] = set()
         for place, module in enumerate(modules):
-            named.update(module.named_modules(seen, str(place)))
-        self._parts = list(named.values())
+            self.parts.update(module.named_modules(seen, str(place)))
         self.parameters: dict[str, nn.Parameter] = {}
         first_names: dict[int, str] = {}
         self.others: set[str] = set()  # what is held by other modules than linear layers, perhaps too
-        for prefix, part in named.items():
+        for prefix, part in self.parts.items():
             for name, param in part._parameters.items():
                 if param is None:
                     continue
                 if id(param) not in first_names:
                     first_names[id(param)] = f"{prefix}.{name}"
                     self.parameters[f"{prefix}.{name}"] = param
-                if not isinstance(part, nn.Linear):
+                if not isinstance(part, nn.Linear) or name not in {"weight", "bias"}:
                     self.others.add(first_names[id(param)])
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
         held_by: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (part._parameters, part._buffers) for part in self._parts
+            (part._parameters, part._buffers) for part in self.parts.values()
         ]
         self._slots = [
             (slots, name, first_names[id(held)])
@@ -89,7 +88,9 @@ class _Modules:
             tensors: what to swap in, by the parameter's first name.
         """
         before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (slots, dict(slots)) for part in self._parts for slots in (part._parameters, part._buffers, part.__dict__)
+            (slots, dict(slots))
+            for part in self.parts.values()
+            for slots in (part._parameters, part._buffers, part.__dict__)
         ]
         clones = {id(held): held.clone() for _, _, held in self._buffers}
         try:
@@ -102,7 +103,7 @@ class _Modules:
         finally:
             for slots, values in before:
                 _restore(slots, values)
-            for part in self._parts:
+            for part in self.parts.values():
                 if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
                     part._init_flat_weights()
 
@@ -130,6 +131,7 @@ class ParamTree:
         result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
         paths: one readable name per tensor.
         modules: the modules found in ``params``.
+        parts: these and all inside them, by their places in ``modules`` and their names, such as "0.encoder.1".
         call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
         in_layers: which of the tensors only ``nn.Linear`` modules hold.
     """
@@ -138,6 +140,7 @@ class ParamTree:
     result: trees.TreeSpec
     paths: tuple[str, ...]
     modules: tuple[nn.Module, ...]
+    parts: Mapping[str, nn.Module]
     call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
     in_layers: tuple[bool, ...]
 
@@ -159,7 +162,9 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
             return loss_fn(trees.unflatten(list(values), spec), *sample)
 
-        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), call_plain, (False,) * len(leaves))
+        return ParamTree(
+            tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain, (False,) * len(leaves)
+        )
 
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
@@ -185,7 +190,7 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
 
     paths = tuple(trees.paths(result, name))
     in_layers = tuple(isinstance(slot, str) and slot not in inside.others for slot in slots)
-    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), call, in_layers)
+    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call, in_layers)
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:

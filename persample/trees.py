@@ -8,17 +8,43 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
 
-tree_map = pytree.tree_map
 structure = pytree.tree_structure
 _KINDS = {dict, tuple, list}
-LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter}  # types that nobody makes containers of
+_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter}
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def leaf(kind: _Kind) -> _Kind:
+    """Say that nobody makes a container of a class: such leaves are known at a glance.
+
+    Args:
+        kind: the class.
+
+    Returns:
+        The class.
+    """
+    _LEAVES.add(kind)
+    return kind
+
+
+def is_flat(spec: TreeSpec) -> bool:
+    """Return whether a structure is one container, of leaves alone.
+
+    Args:
+        spec: the structure.
+
+    Examples:
+        >>> is_flat(structure((1, 2))), is_flat(structure((1, [2]))), is_flat(structure(1))
+        (True, False, False)
+    """
+    return spec.num_leaves == spec.num_nodes - 1
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
@@ -35,7 +61,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     kind: Any = type(tree)
     if kind in _KINDS and is_leaf is None:
         leaves, names = list(tree.values() if kind is dict else tree), tuple(tree) if kind is dict else len(tree)
-        if all(type(leaf) in LEAVES for leaf in leaves) and (kind is not dict or all(type(x) is str for x in tree)):
+        if all(type(leaf) in _LEAVES for leaf in leaves) and (kind is not dict or all(type(x) is str for x in tree)):
             return leaves, _structure_of(kind, names)
     return pytree.tree_flatten(tree, is_leaf)
 
@@ -56,9 +82,30 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
         >>> unflatten([3, 4], structure({"w": 1, "b": 2}))
         {'w': 3, 'b': 4}
     """
-    if spec.type in _KINDS and len(leaves) == spec.num_leaves == spec.num_nodes - 1:  # one container, of leaves alone
+    if spec.type in _KINDS and is_flat(spec) and len(leaves) == spec.num_leaves:
         return dict(zip(spec.context, leaves, strict=True)) if spec.type is dict else spec.type(leaves)
     return pytree.tree_unflatten(leaves, spec)
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to the leaves of a tree, and to those of others of the same structure.
+
+    Args:
+        fn: what to do with each leaf.
+        tree: any pytree.
+        *others: trees that go on below the leaves of this one, perhaps.
+
+    Returns:
+        The tree of the results.
+
+    Examples:
+        >>> tree_map(lambda x, y: x - y, {"a": 5, "b": [6]}, {"a": 2, "b": [1]})
+        {'a': 3, 'b': [5]}
+    """
+    if others:
+        return pytree.tree_map(fn, tree, *others)
+    leaves, spec = flatten(tree)
+    return unflatten(list(map(fn, leaves)), spec)
 
 
 def paths(tree: Any, root: str) -> list[str]:
@@ -147,8 +194,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         >>> map_tensors(lambda x: x.tolist(), {"x": torch.zeros(1), "name": "cart"})
         {'x': [0.0], 'name': 'cart'}
     """
-    leaves, spec = flatten(tree)
-    return unflatten([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    return tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def stop_gradient(tree: Any) -> Any:

@@ -127,6 +127,24 @@ def with_frozen():
     return model
 
 
+def with_frozen_weights():
+    model = mlp(3, 4, 4, 2)
+    model[0].weight.requires_grad_(requires_grad=False)
+    model[2].weight.requires_grad_(requires_grad=False)
+    return model
+
+
+class Scaled(nn.Linear):
+    """A layer with a scale of its own."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.linspace(1, 2, sizes[1]))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 TREE = {"a": {"w": draw(4, 3), "b": draw(4, seed=1)}, "w": draw(2, 4, seed=2)}
 TRANSITIONS = (draw(5, 3), draw(5, seed=1), draw(5, 3, seed=2))
 EPISODES = (
@@ -142,6 +160,9 @@ LAYERS = {
     "inplace-relu": (square, mlp(3, 4, 2, between=lambda: nn.ReLU(inplace=True)), (draw(5, 3),)),
     "gaussian": (gaussian_loss, Gaussian().double(), (draw(5, 3), draw(5, 2, seed=1))),
     "tied": (square, Tied().double(), (draw(5, 3),)),
+    "frozen-weights": (square, with_frozen_weights(), (draw(5, 3),)),
+    "frozen-weights-axes": (square, with_frozen_weights(), (draw(5, 4, 3),)),
+    "scaled": (square, nn.Sequential(Scaled(3, 4), nn.Tanh(), Scaled(4, 2)).double(), (draw(5, 3),)),
     "axes": (square, mlp(3, 4, 2), (draw(5, 2, 3, 3),)),
     "functional": (functional, TREE, (draw(5, 3),)),
     "frozen": (frozen, with_frozen(), (draw(5, 3),)),
@@ -187,6 +208,13 @@ def test_biases_that_only_layers_hold(monkeypatch, found, case):
     loss, params, batch = LAYERS[case]
     assert_trees_close(per_sample_grads(loss, params, batch, REDUCTIONS), expected(loss, params, batch), rtol=1e-9)
     assert [result is None for result in found] == [case == "tied"]  # whose bias is a factor, too
+
+
+def test_biases_of_layers_may_be_large(monkeypatch, found):
+    monkeypatch.setattr(direct, "_held", HELD)
+    model, x = mlp(3, 5000), draw(2, 3)
+    assert_trees_close(per_sample_grads(square, model, x, REDUCTIONS), expected(square, model, (x,)), rtol=1e-9)
+    assert None not in found
 
 
 def decayed_bias(model, x):

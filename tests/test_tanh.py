@@ -142,6 +142,19 @@ def test_losses_that_write_into_it(used):
     assert_trees_close(found, per_sample_grads(loss, w.double(), x.double(), engine="loop"), 1e-5)
 
 
+def test_what_only_stands_for_a_tensor_is_called_itself():
+    class Logged:
+        def __init__(self, value):
+            self.value = value
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return cls(func(*(x.value for x in args), **(kwargs or {})))
+
+    found = per_sample_grads(lambda w, x: torch.tanh(Logged(w * x)).value.sum(), torch.ones(3), torch.ones(2, 3))
+    torch.testing.assert_close(found, torch.full((2, 3), 1 - torch.tanh(torch.tensor(1.0)).item() ** 2))
+
+
 def test_what_it_returns_is_a_tensor_like_any_other(used):
     def loss(w, x):
         y = torch.tanh(w * x)

@@ -56,7 +56,7 @@ def sample_structure(
         dims: the batch axis of every leaf, or None.
         keep_batch_dim: the sample keeps an axis of 1.
     """
-    if type(batch) in {tuple, list} and structure.num_leaves == structure.num_nodes - 1:  # as a rule
+    if type(batch) in {tuple, list} and trees.is_flat(structure):  # as a rule
         return structure
     nodes, outer = trees.flatten(batch, is_leaf=_is_tensordict)
     if not any(map(_is_tensordict, nodes)):

@@ -24,8 +24,8 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
         ArgumentError: if a leaf is no floating tensor, none is there, or a module cannot be used sample by sample.
     """
     tree = take_apart(params, name)
-    for module in tree.modules:
-        _check_module(name, module, batch_statistics=batch_statistics)
+    for path, part in tree.parts.items():
+        _check_part(name, path.partition(".")[2], part, batch_statistics=batch_statistics)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
         if is_lazy(leaf):
             fix = "Run one forward pass first, so that lazy modules learn their shapes."
@@ -42,14 +42,15 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
     return tree
 
 
-def _check_module(argument: str, module: nn.Module, *, batch_statistics: bool) -> None:
-    for name, part in module.named_modules():
-        label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
-        updates = isinstance(part, _NormBase) and part.training and part.track_running_stats
-        if updates and not batch_statistics:
-            expected = "a module that does not update running statistics while it is differentiated"
-            received = f"{label} in train mode"
-            raise ArgumentError.about(argument, expected=expected, received=received, fix=STOP_STATISTICS)
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            fix = "Build it with sparse=False."
-            raise ArgumentError.about(argument, expected="dense gradients", received=f"{label}, sparse=True", fix=fix)
+def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: bool) -> None:
+    updates = isinstance(part, _NormBase) and part.training and part.track_running_stats and not batch_statistics
+    sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    if not updates and not sparse:
+        return
+    label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
+    if updates:
+        expected = "a module that does not update running statistics while it is differentiated"
+        received = f"{label} in train mode"
+        raise ArgumentError.about(argument, expected=expected, received=received, fix=STOP_STATISTICS)
+    fix = "Build it with sparse=False."
+    raise ArgumentError.about(argument, expected="dense gradients", received=f"{label}, sparse=True", fix=fix)

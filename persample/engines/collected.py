@@ -18,8 +18,8 @@ from persample.rewrites.functional import is_small
 class Collected:
     """Signals and inputs of linear layers, and the gradients that they make up.
 
-    Of a layer whose gradients are asked for written out they are so at once, while its signals are in the caches; and
-    these give their memory to those of the next layer.
+    What will be written out is so at once, while the signals are in the caches; and where there are several of them per
+    sample, their memory is free for those of the next layer.
 
     Args:
         params: the parameters.
@@ -29,7 +29,7 @@ class Collected:
 
     def __init__(self, params: Sequence[Tensor], size: int, uses: frozenset[str]) -> None:
         self._params, self._size, self._uses = params, size, uses
-        self._layers: Counter[int] = Counter()  # by the places of their matrices, as all that follows
+        self._layers: Counter[int | None] = Counter()  # by the places of their matrices, as all that follows
         self._products: dict[int, list[Factor]] = defaultdict(list)
         self._sums: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -47,15 +47,17 @@ class Collected:
         return functools.partial(self._take, use)
 
     def _take(self, use: Use, signals: Tensor, rows: Tensor) -> None:
-        product = self._product(use, signals, rows)
-        self._products[use.weight].append(suited(product, self._uses) if self._layers[use.weight] == 1 else product)
+        if use.weight is not None:
+            product = self._product(use.weight, signals, rows, of_vectors=use.of_vectors)
+            once = self._layers[use.weight] == 1
+            self._products[use.weight].append(suited(product, self._uses) if once else product)
         if use.bias is not None:
-            split = signals if len(signals) == self._size else signals.view(self._size, -1, signals.shape[1]).sum(1)
+            split = signals if signals.shape[0] == self._size else signals.view(self._size, -1, signals.shape[1]).sum(1)
             self._sums[use.bias].append(split)
 
     def __bool__(self) -> bool:
         """Return whether any layer handed anything over."""
-        return bool(self._products)
+        return bool(self._products or self._sums)
 
     def matrix(self, place: int) -> Factor:
         """Return the gradients of a matrix, which only linear layers use.
@@ -76,9 +78,9 @@ class Collected:
         parts = [*self._sums.get(place, ()), *([] if rest is None else [rest])]
         return Dense(functools.reduce(torch.add, parts)) if parts else self._zeros(place)
 
-    def _product(self, use: Use, signals: Tensor, rows: Tensor) -> Factor:
-        param = self._params[use.weight]
-        if use.of_vectors and 1 in param.shape and is_small(self._size, param):
+    def _product(self, place: int, signals: Tensor, rows: Tensor, *, of_vectors: bool) -> Factor:
+        param = self._params[place]
+        if of_vectors and 1 in param.shape and is_small(self._size, param):
             return Dense(signals.unsqueeze(2) * rows.unsqueeze(1))  # by a number: as the long way has it
         left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (signals, rows))
         return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)

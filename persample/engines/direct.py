@@ -1,8 +1,8 @@
 """Losses whose matrices are used by linear layers alone: one vmap, and one backward pass of plain autograd.
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Where all matrices are weights
-of ``F.linear``, one will do: the layers hand over their inputs and signals, which are the factors. That a matrix was
-used in any other way, too, shows in autograd itself: only then it has a gradient of its own.
+of ``F.linear``, one will do: the layers hand over their inputs and signals, which are the factors. That a matrix, or a
+bias that only layers hold, was used in any other way shows in autograd itself: only then it has a gradient of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from persample.samples import Samples
 from persample.trees import tree_map
 
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
-# Of parameters with so few numbers, other than matrices, every sample may be given its own.
+# Of other parameters with so few numbers every sample may be given its own.
 _SMALL = 2**12
 _refused: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # shapes of parameters, by the code of the loss
 
@@ -48,7 +48,7 @@ def suits(loss: SampleLoss, samples: Samples) -> bool:
     if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
-    sizes = [(x.ndim == 2 and held) or (x.ndim < 2 and x.numel() <= _SMALL) for x, held in _held(loss, samples)]
+    sizes = [held or (x.ndim < 2 and x.numel() <= _SMALL) for x, held in _held(loss, samples)]
     return alike and all(sizes) and any(x.ndim == 2 for x in samples.params)
 
 
@@ -108,9 +108,8 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
     others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
-    if not collected and all(x is None for x in others):
-        raise NotDirectError
-    if any(other is not None and not split for other, split in zip(others, own, strict=True)):
+    found = [split for split, other in zip(own, others, strict=True) if other is not None]
+    if not all(found) or not (found or collected):
         raise NotDirectError
     factors = tuple(
         collected.matrix(place) if x.ndim == 2 else collected.other(place, other)

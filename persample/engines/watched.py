@@ -15,7 +15,7 @@ from persample.rewrites.rows import is_batched, unwrapped
 
 
 class NotDirectError(Exception):
-    """A matrix is used by something else than a linear layer, or what torch.func refuses is to be refused."""
+    """A parameter of layers is used by something else, too, or what torch.func refuses is to be refused."""
 
 
 class Watching(rewritten):

@@ -65,7 +65,7 @@ class Dense:
 
     def __len__(self) -> int:
         """Return B."""
-        return len(self.values)
+        return self.values.shape[0]  # len of a tensor takes 2 µs
 
     def rows(self, index: slice) -> Dense:
         """Return the factor of some of the samples."""
@@ -135,4 +135,4 @@ class Dense:
     def _rows(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the gradients as the rows of one matrix, ``[B, P]``."""
         rows = self.values.to(dtype or numeric.accumulate_dtype(self.dtype))
-        return rows.reshape(len(rows), rows.shape[1:].numel())  # -1 is ambiguous where B = 0
+        return rows.reshape(rows.shape[0], rows.shape[1:].numel())  # -1 is ambiguous where B = 0

@@ -69,7 +69,7 @@ class Layout:
     def restore(self, blocks: Tensor) -> Tensor:
         """Return ``[n, *shape]`` from ``[n, G, o, i]``, a view where the strides allow it."""
         if self.order == tuple(range(len(self.order))):
-            return blocks.reshape(len(blocks), *self.shape)
+            return blocks.reshape(blocks.shape[0], *self.shape)
         split = blocks.reshape(len(blocks), *self.groups, *self.rows, *self.columns)
         return split.permute(0, *(axis + 1 for axis in self.order)).reshape(len(blocks), *self.shape)
 

@@ -62,7 +62,7 @@ class Outer:
 
     def __len__(self) -> int:
         """Return B."""
-        return len(self.left)
+        return self.left.shape[0]
 
     def rows(self, index: slice) -> Outer:
         """Return the factor of some of the samples."""

@@ -25,12 +25,12 @@ class Use(NamedTuple):
     """A linear layer's parameters.
 
     Args:
-        weight: the place of its matrix among all parameters.
+        weight: the place of its matrix among all parameters, or None: it is frozen.
         bias: that of its bias, or None.
         of_vectors: whether its input is one vector per sample.
     """
 
-    weight: int
+    weight: int | None
     bias: int | None
     of_vectors: bool
 
@@ -42,7 +42,7 @@ class Caught:
 
     Args:
         params: the parameters, plain tensors.
-        given: the same, as the loss is given them: all but matrices batched.
+        given: the same, as the loss is given them: some batched, each sample with its own.
         level: of the vmap.
         layer: called for every layer; returns what takes its signals and inputs, a row each, in the backward pass.
 
@@ -81,17 +81,20 @@ class Caught:
             As in torch.
         """
         place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
-        added = bias if bias_place is None else self._params[bias_place]
-        known = place is not None or (bias_place is None and not weight.requires_grad)
-        if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
+        # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
+        added = bias if bias is None or bias_place is None or not is_wrapped(bias) else self._params[bias_place]
+        frozen = place is None and (weight.requires_grad or added is not bias)
+        unknown = bias_place is None and bias is not None and bias.requires_grad
+        fits = not (frozen or unknown) and self._is_of_rows(input) and _fits(input, weight, added)
+        if not fits or is_autocast(input.device):
             return linear(input, weight, bias)
         rows, axis = get_unwrapped(input), maybe_get_bdim(input)
         rows = rows.movedim(axis, 0) if axis else rows
-        take = None if place is None else self._layer(Use(place, bias_place, input.ndim == 1))
+        take = None if place is bias_place is None else self._layer(Use(place, bias_place, input.ndim == 1))
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
             out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
-            out = out.view(*rows.shape[:-1], len(weight)) if rows.ndim > 2 else out
+            out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
         return _add_batch_dim(out, 0, self._level)
 
     def _is_of_rows(self, x: Tensor) -> bool:
@@ -102,7 +105,7 @@ class Caught:
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
     if weight.ndim != 2 or input.dtype != weight.dtype or not input.numel() or input.shape[-1:] != weight.shape[1:]:
         return False
-    if bias is not None and (bias.requires_grad or bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
         return False
     return not any(is_wrapped(x) for x in (weight, bias) if x is not None)
 

@@ -102,7 +102,7 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
 
 
 def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
-    if not tanh.suits(unwrapped(input)):
+    if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
         return function(input, **kwargs)
     with Faster():  # type: ignore[no-untyped-call]
         return function(input, **kwargs)
