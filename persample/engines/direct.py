@@ -20,6 +20,7 @@ from torch._functorch.vmap import vmap_increment_nesting
 
 from persample import faster
 from persample.engines.collected import Collected
+from persample.engines.fused import fused
 from persample.engines.watched import NotDirectError, Watching
 from persample.fallback import explained
 from persample.gradients import Gradients
@@ -102,7 +103,8 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
 
         params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
         collected = Collected(samples.params, samples.size, uses)
-        with Watching(Caught(samples.params, params, level, collected.layer), (*sample, *params)):
+        caught = Caught(samples.params, params, level, collected.layer)
+        with fused(loss.params.parts.values(), caught.then_tanh), Watching(caught, (*sample, *params)):
             value, (aux, has_aux) = loss(params, sample)
         losses = _remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied

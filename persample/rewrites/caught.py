@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C._functorch import (
     _add_batch_dim,
@@ -15,6 +16,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from persample import gemm
 from persample.numeric import is_autocast, is_wrapped
@@ -80,6 +82,25 @@ class Caught:
         Returns:
             As in torch.
         """
+        out = self._of_rows(_Linear, input, weight, bias)
+        return linear(input, weight, bias) if out is None else out
+
+    def then_tanh(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Compute tanh of a linear layer, called by no mode.
+
+        Args:
+            input: as in torch.
+            weight: as in torch.
+            bias: as in torch.
+
+        Returns:
+            As in torch.
+        """
+        with torch._C.DisableTorchFunction():  # modes need not see how
+            out = self._of_rows(_LinearTanh, input, weight, bias)
+        return torch.tanh(F.linear(input, weight, bias)) if out is None else out
+
+    def _of_rows(self, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
         place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
         # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
         added = bias if bias is None or bias_place is None or not is_wrapped(bias) else self._params[bias_place]
@@ -87,13 +108,13 @@ class Caught:
         unknown = bias_place is None and bias is not None and bias.requires_grad
         fits = not (frozen or unknown) and self._is_of_rows(input) and _fits(input, weight, added)
         if not fits or is_autocast(input.device):
-            return linear(input, weight, bias)
+            return None
         rows, axis = get_unwrapped(input), maybe_get_bdim(input)
         rows = rows.movedim(axis, 0) if axis else rows
         take = None if place is bias_place is None else self._layer(Use(place, bias_place, input.ndim == 1))
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
-            out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
+            out = function.apply(rows.flatten(0, -2), weight, added, take)
             out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
         return _add_batch_dim(out, 0, self._level)
 
@@ -110,6 +131,12 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: 
     return not any(is_wrapped(x) for x in (weight, bias) if x is not None)
 
 
+def _backward(ctx: Any, signals: Tensor, rows: Tensor, weight: Tensor) -> tuple[Tensor | None, None, None, None]:
+    if ctx.take is not None:
+        ctx.take(signals, rows.detach())
+    return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
+
+
 class _Linear(Function):
     """A linear layer that hands its inputs and signals over, and has no gradient of its weight and bias."""
 
@@ -123,7 +150,20 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, weight = ctx.saved_tensors
-        if ctx.take is not None:
-            ctx.take(signals, rows.detach())
-        return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
+        return _backward(ctx, signals, *ctx.saved_tensors)
+
+
+class _LinearTanh(_Linear):
+    """The same, and tanh of it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, take: Any) -> Tensor:
+        out = gemm.linear_tanh(rows, weight, bias)
+        ctx.save_for_backward(rows, weight, out)
+        ctx.take = take
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        rows, weight, out = ctx.saved_tensors
+        return _backward(ctx, torch.ops.aten.tanh_backward(grad, out), rows, weight)
