@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample import ClippedMean, Norm, Stack, gemm, onednn, per_sample_grads
@@ -149,6 +152,93 @@ def test_hooks_for_all_modules(pairs):
     assert not pairs
 
 
+class Tripled(TorchFunctionMode):
+    """What tanh gives, three times."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return 3 * out if func in {torch.tanh, torch.Tensor.tanh} else out
+
+
+def mode_inside(model, x):
+    with Tripled():
+        return square(model, x)
+
+
+def hook_inside(model, x):
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(out) if isinstance(module, nn.Tanh) else None
+    )
+    try:
+        return square(model, x) + sum(out.square().sum() for out in seen)
+    finally:
+        handle.remove()
+
+
+def copied(model, x):
+    other = copy.copy(model)
+    other._modules = dict(other._modules)
+    other[1] = nn.ReLU()
+    return (model(x) - other(x)).square().sum()
+
+
+@pytest.mark.parametrize("loss", [mode_inside, hook_inside, copied], ids=lambda f: f.__name__)
+def test_what_is_changed_inside_the_loss(loss):
+    agree(loss, mlp(), rows(6))
+
+
+PATCHES = {
+    "tanh": (nn.Tanh, "forward", lambda self, x: torch.sin(x)),
+    "linear": (nn.Linear, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias)),
+    "sequence": (nn.Sequential, "forward", lambda self, x: 2 * self[0](x)),
+    "call": (nn.Module, "__call__", lambda self, *args: 2 * self._call_impl(*args)),
+    "function": (torch, "tanh", lambda x, tanh=torch.tanh: 2 * tanh(x)),
+    "linear function": (nn.functional, "linear", lambda x, w, b=None, linear=nn.functional.linear: 2 * linear(x, w, b)),
+}
+
+
+@pytest.mark.parametrize("patched", PATCHES)
+def test_what_is_replaced(monkeypatch, pairs, patched):
+    monkeypatch.setattr(*PATCHES[patched])
+    agree(square, mlp(), rows(6))
+    assert not pairs
+
+
+def test_what_a_loss_keeps_is_as_good_as_plain():
+    kept, model, x = [], mlp(), rows(6)
+
+    def loss(model, x):
+        kept.append(copy.copy(model))
+        return square(model, x)
+
+    per_sample_grads(loss, model, x, Norm())
+    assert torch.equal(kept[0](x), model(x))
+    assert repr(kept[0]) == repr(model)
+
+
+def test_a_forward_that_the_loss_sets_stays():
+    model = mlp()
+
+    def loss(model, x):
+        model.forward = lambda x: 2 * nn.Sequential.forward(model, x)
+        return square(model, x)
+
+    agree(loss, model, rows(6))
+    assert "forward" in model.__dict__
+
+
+def test_a_call_inside_the_loss():
+    model = mlp()
+
+    frozen = copy.deepcopy(model).double()
+
+    def loss(model, x):
+        return square(model, x) * per_sample_grads(square, frozen, x[None].detach().double(), Norm()).sum().to(x)
+
+    agree(loss, model, rows(6))
+
+
 def one_by_one(model, x):
     return model[1](model[0](x)).sum() + model[0](x).square().sum()
 
@@ -177,8 +267,10 @@ def test_other_ways_to_call(loss):
 def test_modules_are_left_as_they_were():
     model = mlp()
     before = dict(model.__dict__)
+    kind = type(model)
     per_sample_grads(square, model, rows(6))
     assert model.__dict__ == before
+    assert type(model) is kind
     with pytest.raises(ZeroDivisionError):
         per_sample_grads(lambda model, x: model(x).sum() / 0 if model(x) is None else 1 / 0, model, rows(6))
     assert model.__dict__ == before

@@ -18,7 +18,6 @@ from torch._C._functorch import _add_batch_dim, _remove_batch_dim
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.vmap import vmap_increment_nesting
 
-from persample import faster
 from persample.engines.collected import Collected
 from persample.engines.fused import fused
 from persample.engines.watched import NotDirectError, Watching
@@ -69,7 +68,7 @@ def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradi
         The gradients; or None if the loss is another, or raises.
     """
     try:
-        with explained(), plain_autograd(), faster.expected(samples.params, samples.leaves):
+        with explained(), plain_autograd():
             return _gradients(loss, samples, uses)
     except Exception:  # noqa: BLE001 - whatever it is: torch.func takes more, and what it raises is explained
         return None
