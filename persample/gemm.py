@@ -38,7 +38,7 @@ def suits(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
         return False  # torch says what is wrong
     given = (left, right) if bias is None else (left, right, bias)
     plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in given)
-    return plain and onednn.is_ahead() and onednn.is_allowed()
+    return plain and onednn.computes()
 
 
 def sizes(x: Tensor) -> list[int]:
@@ -57,13 +57,17 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[m, n]``, its rows side by side in memory.
     """
-    linear = torch.ops.mkldnn._linear_pointwise.default
     # The first operand is read row by row, and copied if it does not lie so; the other may lie either way.
     copied = 0 if left.stride(1) == 1 else left.numel()
     turned = len(left) * right.shape[1] + (0 if right.stride(0) == 1 else right.numel())
     if bias is None and turned < copied:
-        return linear(right.T, _plain(left), None, "none", [], "").T.contiguous()
-    return linear(left, _plain(right.T), None if bias is None else bias.contiguous(), "none", [], "")
+        return _pointwise(right.T, left).T.contiguous()
+    return _pointwise(left, right.T, bias)
+
+
+def _pointwise(rows: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
+    bias = None if bias is None else bias.contiguous()
+    return torch.ops.mkldnn._linear_pointwise.default(rows, _plain(weight), bias, then, [], "")
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -129,10 +133,9 @@ def linear_tanh(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """
     numbers = rows.shape[0] * weight.shape[0]
     plain = rows.dtype == torch.float32 and rows.device.type == "cpu" and numbers >= _LEAST_TANH
-    if not plain or is_watched() or not (onednn.is_ahead() and onednn.is_allowed()):
+    if not plain or is_watched() or not onednn.computes():
         return torch.tanh(linear(rows, weight, bias))
-    bias = None if bias is None else bias.contiguous()
-    return torch.ops.mkldnn._linear_pointwise.default(rows, _plain(weight), bias, "tanh", [], "")
+    return _pointwise(rows, weight, bias, "tanh")
 
 
 def raw_mm(left: Tensor, right: Tensor) -> Tensor:

@@ -16,6 +16,11 @@ def is_ahead() -> bool:
     return bool(wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
 
 
+def computes() -> bool:
+    """Return whether what suits it is left to it."""
+    return is_ahead() and is_allowed()
+
+
 def is_allowed() -> bool:
     """Return whether the user lets it compute (``torch.backends.mkldnn.flags``)."""
     return torch._C._get_mkldnn_enabled()

@@ -21,7 +21,7 @@ def suits(x: Tensor) -> bool:
     """
     large = x.numel() >= _LEAST and x.dtype == torch.float32 and x.device.type == "cpu"
     plain = large and type(x) is Tensor and x.permute(_order(x)).is_contiguous()
-    return plain and onednn.is_ahead() and onednn.is_allowed()
+    return plain and onednn.computes()
 
 
 def _order(x: Tensor) -> list[int]:

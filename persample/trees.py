@@ -14,10 +14,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
-
 structure = pytree.tree_structure
 _KINDS = {dict, tuple, list}
 _LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter}
+_LEAF = structure(None)
 _Kind = TypeVar("_Kind", bound=type)
 
 
@@ -59,6 +59,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         [1, 2]
     """
     kind: Any = type(tree)
+    if kind in _LEAVES and is_leaf is None:
+        return [tree], _LEAF
     if kind in _KINDS and is_leaf is None:
         leaves, names = list(tree.values() if kind is dict else tree), tuple(tree) if kind is dict else len(tree)
         if all(type(leaf) in _LEAVES for leaf in leaves) and (kind is not dict or all(type(x) is str for x in tree)):
@@ -213,4 +215,4 @@ def stop_gradient(tree: Any) -> Any:
         >>> torch.autograd.grad(v * stop_gradient(v), v)
         (tensor(2.),)
     """
-    return tree.detach() if isinstance(tree, torch.Tensor) else map_tensors(torch.Tensor.detach, tree)
+    return map_tensors(torch.Tensor.detach, tree)

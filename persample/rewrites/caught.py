@@ -103,11 +103,10 @@ class Caught:
     def _of_rows(self, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
         place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
         # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
-        added = bias if bias is None or bias_place is None or not is_wrapped(bias) else self._params[bias_place]
-        frozen = place is None and (weight.requires_grad or added is not bias)
-        unknown = bias_place is None and bias is not None and bias.requires_grad
-        fits = not (frozen or unknown) and self._is_of_rows(input) and _fits(input, weight, added)
-        if not fits or is_autocast(input.device):
+        added = bias if bias_place is None or bias is None or not is_wrapped(bias) else self._params[bias_place]
+        known = place is not None or (not weight.requires_grad and added is bias)
+        known &= bias_place is not None or bias is None or not bias.requires_grad
+        if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
             return None
         rows, axis = get_unwrapped(input), maybe_get_bdim(input)
         rows = rows.movedim(axis, 0) if axis else rows
