@@ -123,7 +123,8 @@ def optimal_baseline(
     found = per_sample_grads(score_fn(log_prob_fn), params, batch, wanted, chunk_size=chunk_size, engine=engine)
     if not per_param:
         squared = found.square()
-        return torch.where(squared.sum() > 0, (squared * reward).sum() / squared.sum(), reward.mean())
+        b = reward.min() + (squared * above).sum() / squared.sum()
+        return torch.where(squared.sum() > 0, b, reward.mean())
 
     def ratio(plain: Tensor, weighted: Tensor) -> Tensor:
         known = (plain > 0) & (above.mean() > 0)
