@@ -61,7 +61,7 @@ class _Modules:
                 if id(param) not in first_names:
                     first_names[id(param)] = f"{prefix}.{name}"
                     self.parameters[f"{prefix}.{name}"] = param
-                if not isinstance(part, nn.Linear) or name not in {"weight", "bias"}:
+                if not isinstance(part, nn.Linear | nn.Embedding) or name not in {"weight", "bias"}:
                     self.others.add(first_names[id(param)])
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
         held_by: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -133,7 +133,7 @@ class ParamTree:
         modules: the modules found in ``params``.
         parts: these and all inside them, by their places in ``modules`` and their names, such as "0.encoder.1".
         call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
-        in_layers: which of the tensors only ``nn.Linear`` modules hold.
+        in_layers: which of the tensors only ``nn.Linear`` and ``nn.Embedding`` modules hold.
     """
 
     tensors: tuple[Any, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -429,13 +430,23 @@ class Embedded(nn.Module):
     [
         (mlp(3, 4, 2), True),
         ([mlp(3, 2), torch.zeros((), dtype=F64)], True),
-        ([mlp(3, 2), torch.zeros(2, 3, dtype=F64)], False),
+        ([mlp(3, 2), torch.zeros(2, 3, dtype=F64)], True),
         (dict(mlp(3, 2).named_parameters()), False),
-        (Loose().double(), False),
-        (Embedded().double(), False),
-        (nn.MultiheadAttention(3, 1).double(), False),
+        (Loose().double(), True),
+        (Embedded().double(), True),
+        (nn.MultiheadAttention(3, 1).double(), True),
+        (nn.Conv1d(3, 1, 1).double(), False),
     ],
-    ids=["layers", "and a number", "and a matrix", "no modules", "loose", "tied to a table", "attention"],
+    ids=[
+        "layers",
+        "and a number",
+        "and a matrix",
+        "no modules",
+        "loose",
+        "tied to a table",
+        "attention",
+        "convolution",
+    ],
 )
 def test_who_is_taken_for_layers(monkeypatch, found, params, short):
     monkeypatch.undo()
@@ -465,13 +476,12 @@ def test_chunks_take_the_short_way(found):
 @pytest.mark.parametrize(
     "params",
     [
-        {**W, "table": draw(2, 2, 2)},
         {**W, "long": draw(5000)},
         {**W, "narrow": torch.zeros(2)},
         {**W, "complex": torch.zeros(2, dtype=torch.complex128)},
         {"w": draw(3)},
     ],
-    ids=["3-D", "long", "two dtypes", "complex", "no matrix"],
+    ids=["long", "two dtypes", "complex", "no matrix"],
 )
 def test_parameters_that_are_not_looked_at(found, params):
     def loss(p, x):
@@ -682,3 +692,158 @@ def test_variance_of_one_layer():
     rows = oracle(square, model, (x,))
     truth = rows.tree([grad.var(0) for grad in rows.grads])
     assert_trees_close(per_sample_grads(square, model, x, Variance()), truth, rtol=1e-9)
+
+
+# Tables, and matrices that are added
+
+
+class Model(nn.Module):
+    """A small causal language model: a table that is the last layer, too, positions that are added, attention."""
+
+    def __init__(self, vocabulary=700, padding_idx=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocabulary, 4, padding_idx=padding_idx)
+        self.position = nn.Parameter(torch.randn(6, 4))
+        self.norm, self.qkv, self.out = nn.LayerNorm(4), nn.Linear(4, 12), nn.Linear(4, 4)
+        self.double()
+
+    def hidden(self, tokens):
+        x = self.embed(tokens) + self.position
+        q, k, v = (y.unflatten(-1, (2, 2)).transpose(-3, -2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(-3, -2).flatten(-2))
+
+    def forward(self, tokens):
+        return F.linear(self.hidden(tokens), self.embed.weight)
+
+
+class Numbered(nn.Module):
+    """Positions that are looked up in a table by what all samples share, and added by hand."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(9, 4, padding_idx=-9), nn.Embedding(6, 4)
+        self.shift, self.last = nn.Parameter(torch.randn(1, 6, 1, 4)), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, tokens):
+        x = self.words(tokens.int()) + self.places(torch.arange(6))
+        x = torch.add(x.unsqueeze(1), self.shift, alpha=2).squeeze(0)
+        x += self.words(tokens[0])
+        return self.last(torch.tanh(self.shift + x))
+
+
+def tokens(*shape, below=9):
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(0))
+
+
+def next_token(model, tokens):
+    return F.cross_entropy(model(tokens[:-1]), tokens[1:])
+
+
+def hidden(model, tokens):
+    return model.hidden(tokens).square().sum()
+
+
+TABLES = {
+    "tied": (next_token, Model(), (tokens(5, 7, below=700),)),
+    "tied, few classes": (next_token, Model(9), (tokens(5, 7),)),
+    "padding": (next_token, Model(9, padding_idx=2), (tokens(5, 7, below=4),)),
+    "one sample": (next_token, Model(), (tokens(1, 7, below=700),)),
+    "table alone": (hidden, Model(), (tokens(3, 6),)),
+    "numbered": (square, Numbered(), (tokens(5, 6),)),
+    "of scalars": (square, nn.Sequential(nn.Embedding(9, 3), nn.Tanh(), nn.Linear(3, 2)).double(), (tokens(8),)),
+    "of more axes": (square, nn.Sequential(nn.Embedding(9, 3), nn.Linear(3, 2)).double(), (tokens(4, 2, 3).mT,)),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2], ids=["whole", "chunks"])
+@pytest.mark.parametrize("case", TABLES)
+def test_losses_with_tables(monkeypatch, found, case, chunk_size):
+    monkeypatch.setattr(direct, "_held", HELD)
+    loss, params, batch = TABLES[case]
+    truth = expected(loss, params, batch)
+    for name, reduction in REDUCTIONS.items():
+        result = per_sample_grads(loss, params, batch, reduction, chunk_size=chunk_size)
+        assert_trees_close(result, truth[name], rtol=1e-9)
+    assert_trees_close(per_sample_grads(loss, params, batch, REDUCTIONS, chunk_size=chunk_size), truth, rtol=1e-9)
+    assert found
+    assert None not in found
+
+
+def test_gradients_of_tables_are_not_written_out(monkeypatch, found):
+    monkeypatch.setattr(direct, "_held", HELD)
+    model = nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(4, 2)).double()
+    factors = per_sample_grads(square, model, tokens(3, 5, below=50_000), Factored())
+    assert {name: type(x).__name__ for name, x in factors.items()} == {
+        "0.weight": "Embedding",
+        "1.weight": "Outer",
+        "1.bias": "Dense",
+    }
+    assert None not in found
+
+
+def decayed_table(model, tokens):
+    return hidden(model, tokens) + model.embed.weight.square().sum()
+
+
+def indexed_table(model, tokens):
+    return hidden(model, tokens) + model.embed.weight[tokens].exp().sum()
+
+
+def by_frequency(model, tokens):
+    x = F.embedding(tokens, model.embed.weight, scale_grad_by_freq=True)
+    return model.out(x + model.position).square().sum()
+
+
+def doubled_table(model, tokens):
+    return model.out(F.embedding(tokens, 2 * model.embed.weight)).square().sum()
+
+
+def multiplied_positions(model, tokens):
+    return model.out(model.position.T @ model.embed(tokens)).square().sum()
+
+
+def scaled_positions(model, tokens):
+    return model.out(model.embed(tokens) * model.position).square().sum()
+
+
+def curved(model, tokens):
+    x = model.embed(tokens)
+    (slope,) = torch.autograd.grad(model.out(torch.tanh(x)).sum(), x, create_graph=True)
+    return slope.square().sum() + hidden(model, tokens)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [decayed_table, indexed_table, by_frequency, doubled_table, multiplied_positions, scaled_positions, curved],
+    ids=lambda f: f.__name__,
+)
+def test_other_uses_of_tables_and_matrices(monkeypatch, found, loss):
+    monkeypatch.setattr(direct, "_held", HELD)
+    model, batch = Model(9), (tokens(5, 6),)
+    truth = expected(loss, model, batch)
+    for _ in range(2):
+        assert_trees_close(per_sample_grads(loss, model, *batch, REDUCTIONS), truth, rtol=1e-9)
+    assert found == [None]
+
+
+def test_rows_beyond_a_table(monkeypatch):
+    monkeypatch.setattr(direct, "_held", HELD)
+    with pytest.raises((IndexError, LossError), match="index out of range"):
+        per_sample_grads(hidden, Model(9), tokens(5, 6) + 4, Mean())
+
+
+def test_dropping_results_keeps_no_memory(monkeypatch):
+    """What saves its own results must not hold itself: the graph is freed with the last reference to it."""
+    monkeypatch.setattr(direct, "_held", HELD)
+    kept = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda *args: kept.append(log_softmax(*args)) or kept[-1])
+    loss, model, batch = TABLES["tied"]
+    per_sample_grads(loss, model, batch, Mean())
+    (log_p,) = map(weakref.ref, kept)
+    kept.clear()
+    assert log_p() is None

@@ -125,7 +125,11 @@ POLICY = {f"{name}.weight": "Outer" for name in [*POLICY, "action_net", "value_n
 CNN = {"features_extractor.cnn.2.weight": "Conv", "features_extractor.cnn.4.weight": "Conv"}
 CNN |= {"features_extractor.linear.0.weight": "Outer"}  # cnn.0 sees 64 patches of 128 numbers
 GPT2 |= {"transformer.wte.weight": "Embedding+Outer"}
-BERT |= {"bert.embeddings.word_embeddings.weight": "Embedding+Outer", "cls.predictions.transform.dense.weight": "Outer"}
+BERT |= {
+    "bert.embeddings.word_embeddings.weight": "Embedding+Outer",
+    "bert.embeddings.position_embeddings.weight": "Embedding",
+    "cls.predictions.transform.dense.weight": "Outer",
+}
 
 CASES = {
     "GPT-2": Case(language_loss, gpt2, SEQUENCES, GPT2, ROUNDED),

@@ -1,4 +1,4 @@
-"""The gradients of parameters, from what linear layers hand over in a backward pass."""
+"""The gradients of parameters, from what layers hand over in a backward pass."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from persample.factors import Dense, Factor, Outer, suited, total
+from persample.factors import Dense, Embedding, Factor, Outer, suited, total
 from persample.factors.layout import Layout
 from persample.rewrites.caught import Use
 from persample.rewrites.functional import is_small
 
 
 class Collected:
-    """Signals and inputs of linear layers, and the gradients that they make up.
+    """Signals and inputs of linear layers and embeddings, and the gradients that they make up.
 
     What will be written out is so at once, while the signals are in the caches; and where there are several of them per
     sample, their memory is free for those of the next layer.
@@ -46,11 +46,32 @@ class Collected:
         self._layers[use.weight] += 1
         return functools.partial(self._take, use)
 
+    def table(self, place: int, padding: int | None) -> Callable[[Tensor, Tensor], None]:
+        """Expect what lookups in a table hand over.
+
+        Args:
+            place: of the table among the parameters.
+            padding: the row that has no gradient, if one has none.
+
+        Returns:
+            What takes the signals (the gradients of the rows that were looked up) and the rows' indices.
+        """
+        self._layers[place] += 1
+        return functools.partial(self._take_rows, place, padding)
+
+    def _take_rows(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
+        shape = self._params[place].shape
+        if padding is not None:
+            signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)
+        signals = signals.reshape(self._size, -1, shape[1])
+        self._keep(place, Embedding(signals, index.reshape(self._size, -1).long(), tuple(shape)))
+
+    def _keep(self, place: int, factor: Factor) -> None:
+        self._products[place].append(suited(factor, self._uses) if self._layers[place] == 1 else factor)
+
     def _take(self, use: Use, signals: Tensor, rows: Tensor) -> None:
         if use.weight is not None:
-            product = self._product(use.weight, signals, rows, of_vectors=use.of_vectors)
-            once = self._layers[use.weight] == 1
-            self._products[use.weight].append(suited(product, self._uses) if once else product)
+            self._keep(use.weight, self._product(use.weight, signals, rows, of_vectors=use.of_vectors))
         if use.bias is not None:
             split = signals if signals.shape[0] == self._size else signals.view(self._size, -1, signals.shape[1]).sum(1)
             self._sums[use.bias].append(split)
@@ -60,7 +81,7 @@ class Collected:
         return bool(self._products or self._sums)
 
     def matrix(self, place: int) -> Factor:
-        """Return the gradients of a matrix, which only linear layers use.
+        """Return the gradients of a matrix, which only layers use.
 
         Args:
             place: of the matrix among the parameters.

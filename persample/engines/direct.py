@@ -48,8 +48,8 @@ def suits(loss: SampleLoss, samples: Samples) -> bool:
     if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
-    sizes = [held or (x.ndim < 2 and x.numel() <= _SMALL) for x, held in _held(loss, samples)]
-    return alike and all(sizes) and any(x.ndim == 2 for x in samples.params)
+    sizes = [held or x.ndim > 1 or x.numel() <= _SMALL for x, held in _held(loss, samples)]
+    return alike and all(sizes) and any(held and x.ndim == 2 for x, held in _held(loss, samples))
 
 
 def _held(loss: SampleLoss, samples: Samples) -> Iterable[tuple[Tensor, bool]]:
@@ -89,7 +89,7 @@ def _code(loss: SampleLoss) -> Any:
 
 def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradients:
     _prepare()
-    own = tuple(x.ndim != 2 and not held for x, held in _held(loss, samples))
+    own = tuple(not held for _, held in _held(loss, samples))
     leaves = tuple(
         (x.expand(samples.size, *x.shape) if split else x.detach()).requires_grad_()  # each sample's own, or one
         for x, split in zip(samples.params, own, strict=True)
@@ -101,9 +101,10 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
             return [_add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
 
         params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
+        repeated = [given for given, split in zip(params, own, strict=True) if split and given.ndim > 1]
         collected = Collected(samples.params, samples.size, uses)
-        caught = Caught(samples.params, params, level, collected.layer)
-        with fused(loss.params.parts.values(), caught.then_tanh), Watching(caught, (*sample, *params)):
+        caught = Caught(samples.params, params, level, samples.size, collected)
+        with fused(loss.params.parts.values(), caught.then_tanh), Watching(caught, (*sample, *params), repeated):
             value, (aux, has_aux) = loss(params, sample)
         losses = _remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
@@ -113,7 +114,7 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
     if not all(found) or not (found or collected):
         raise NotDirectError
     factors = tuple(
-        collected.matrix(place) if x.ndim == 2 else collected.other(place, other)
-        for place, (x, other) in enumerate(zip(samples.params, others, strict=True))
+        collected.other(place, other) if split or x.ndim != 2 else collected.matrix(place)
+        for place, (x, split, other) in enumerate(zip(samples.params, own, others, strict=True))
     )
     return Gradients(factors, loss.spec, losses.detach(), aux, has_aux, samples.weights)

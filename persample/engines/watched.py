@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from persample.output import memory
 from persample.rewrites import Caught, rewritten
-from persample.rewrites.named import asks, only_computes, written
+from persample.rewrites.named import adds, asks, only_computes, written
 from persample.rewrites.rows import is_batched, unwrapped
 
 
@@ -22,13 +22,15 @@ class Watching(rewritten):
     """Refuses what is not as it is between torch.func's two transforms: asking what has a gradient, and writing.
 
     Args:
-        caught: what stands for linear layers.
+        caught: what stands for layers.
         given: what the loss is called with.
+        repeated: matrices of which every sample was given its own; products with them would be slow.
     """
 
-    def __init__(self, caught: Caught, given: Sequence[Any]) -> None:
-        super().__init__({F.linear: caught})
+    def __init__(self, caught: Caught, given: Sequence[Any], repeated: Iterable[Tensor]) -> None:
+        super().__init__({F.linear: caught, F.embedding: caught.embedding})
         self._given = given
+        self._repeated = set(map(id, repeated))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or its replacement, if it may be called here.
@@ -46,6 +48,8 @@ class Watching(rewritten):
             NotDirectError: if it may not.
         """
         if (kwargs or not only_computes(func)) and not self._may_call(func, args, kwargs or {}):
+            raise NotDirectError
+        if self._repeated and not self._repeated.isdisjoint(map(id, args)) and not adds(func):
             raise NotDirectError
         return super().__torch_function__(func, types, args, kwargs)
 

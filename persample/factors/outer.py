@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +73,10 @@ class Outer:
         if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
             target = self.layout.blocks(out)
             if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
-                multiply: Any = torch.mul if self.steps == 1 else torch.matmul
-                multiply(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
+                if self.steps == 1:
+                    torch.mul(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
+                else:
+                    torch.matmul(left, numeric.laid_out(right), out=target)
                 return out
         if self.steps == 1:  # a broadcast multiply writes at the speed of memory, bmm at half of it
             # What is multiplied elementwise hands its order in memory on to the result.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample.numeric import full_precision, is_autocast
-from persample.rewrites.rows import differentiated_once, refuse_graph
+from persample.rewrites.levels import differentiated
+from persample.rewrites.rows import differentiated_once
 from persample.trees import map_tensors
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -54,7 +53,10 @@ def attention(  # noqa: PLR0917 - as torch's
     full = query.numel() > 0 and key.numel() > 0
     known = query.dtype == key.dtype == value.dtype != torch.float16
     if plain and alike and full and known and differentiated_once():
-        return _Fused.apply(query, key, value, is_causal, options.get("scale"))[0]
+        scale = options.get("scale")
+        attend = functools.partial(_attend, is_causal=is_causal, scale=scale)
+        gradients = functools.partial(_gradients, is_causal=is_causal, scale=scale)
+        return differentiated(attend, gradients, query, key, value)
     with sdpa_kernel(SDPBackend.MATH):  # composed of operations with a batching rule
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
@@ -86,58 +88,21 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x
 
 
-class _FrontAxes(Function):
-    """A function of tensors with any number of leading axes: for vmap, samples are one more of them."""
-
-    apply: Callable[..., tuple[Tensor, ...]]
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        def front(x: Any, dim: int | None) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-        out = cls.apply(*map(front, args, in_dims))
-        return out, (0,) * len(out)
-
-
-class _Fused(_FrontAxes):
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """The kernel: attention, and the logarithms of its normalizers."""
-
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        out, normalizers = _forward(*map(_as_images, (query, key, value)), 0.0, is_causal, scale=scale)
-        return out.reshape(*query.shape[:-1], value.shape[-1]), normalizers.reshape(query.shape[:-1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.is_causal, ctx.scale = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        refuse_graph()
-        return *_Gradients.apply(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+    out, normalizers = _forward(*map(_as_images, (query, key, value)), 0.0, is_causal, scale=scale)
+    return out.reshape(query.shape), normalizers.reshape(query.shape[:-1])
 
 
-class _Gradients(_FrontAxes):
-    """The kernel's own gradients, which are not differentiated again."""
-
-    @staticmethod
-    def forward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, normalizers, is_causal, scale = args
-        images = [_as_images(x) for x in (grad, *tensors)]
-        normalizers = normalizers.reshape(images[0].shape[:-1])
-        grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
-        return tuple(x.reshape(like.shape) for x, like in zip(grads, tensors, strict=False))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+def _gradients(grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+    """The kernel's own."""
+    *same, normalizers = tensors
+    images = [_as_images(x) for x in (grad, *same)]
+    normalizers = normalizers.reshape(images[0].shape[:-1])
+    grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
+    return tuple(x.reshape(like.shape) for x, like in zip(grads, same, strict=False))
 
 
 def _as_images(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Linear layers under vmap that are computed on the rows of all samples, and hand over their inputs and signals."""
+"""Layers under vmap that are computed on the rows of all samples, and hand over their inputs and signals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +37,18 @@ class Use(NamedTuple):
     of_vectors: bool
 
 
+class Taker(Protocol):
+    """What is told of layers, and returns what takes their signals and inputs, a row each, in the backward pass."""
+
+    def layer(self, use: Use) -> Callable[[Tensor, Tensor], object]:
+        """Expect those of a linear layer."""
+
+    def table(self, place: int, padding: int | None) -> Callable[[Tensor, Tensor], object]:
+        """Expect those of lookups in the table at a place among the parameters: inputs are rows, one of no gradient."""
+
+
 class Caught:
-    """Stands for ``F.linear`` under one vmap over plain autograd, and catches the uses of parameters.
+    """Stands for ``F.linear`` and ``F.embedding`` under one vmap over plain autograd, and catches uses of parameters.
 
     What it catches leaves no gradient at the parameters: only other uses do.
 
@@ -46,14 +56,16 @@ class Caught:
         params: the parameters, plain tensors.
         given: the same, as the loss is given them: some batched, each sample with its own.
         level: of the vmap.
-        layer: called for every layer; returns what takes its signals and inputs, a row each, in the backward pass.
+        size: B.
+        taker: told of every layer.
 
     Examples:
         >>> import torch
+        >>> from types import SimpleNamespace
         >>> from torch.func import vmap
         >>> w, x = torch.ones(1, 2, requires_grad=True), torch.tensor([[3.0, 4.0]])
         >>> def loss(x):
-        ...     return Caught([w], [w], 1, lambda use: print)(x, w)[0] ** 2
+        ...     return Caught([w], [w], 1, 1, SimpleNamespace(layer=lambda use: print))(x, w)[0] ** 2
         >>> torch.autograd.grad(vmap(loss)(x).sum(), w, allow_unused=True)
         tensor([[14.]]) tensor([[3., 4.]])
         (None,)
@@ -64,11 +76,12 @@ class Caught:
         params: Sequence[Tensor],
         given: Sequence[Tensor],
         level: int,
-        layer: Callable[[Use], Callable[[Tensor, Tensor], object]],
+        size: int,
+        taker: Taker,
     ) -> None:
-        self._level = level
+        self._level, self._size = level, size
         self._params = params
-        self._layer = layer
+        self._taker = taker
         self._places = {id(x): place for place, x in enumerate(given)}
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -100,6 +113,43 @@ class Caught:
             out = self._of_rows(_LinearTanh, input, weight, bias)
         return torch.tanh(F.linear(input, weight, bias)) if out is None else out
 
+    def embedding(  # noqa: PLR0917 - as torch's
+        self,
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        """Look rows up in a table.
+
+        Args:
+            input: as in torch.
+            weight: as in torch.
+            padding_idx: as in torch.
+            max_norm: as in torch.
+            norm_type: as in torch.
+            scale_grad_by_freq: as in torch.
+            sparse: as in torch.
+
+        Returns:
+            As in torch.
+        """
+        place = self._places.get(id(weight))
+        plain = max_norm is None and not scale_grad_by_freq and not sparse and weight.ndim == 2
+        padded = padding_idx is None or -len(weight) <= padding_idx < len(weight)
+        own = not is_wrapped(weight) and (self._is_of_rows(input) or not is_wrapped(input)) and input.numel() > 0
+        if place is None or not (plain and padded and own):
+            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        index, axis = (get_unwrapped(input), maybe_get_bdim(input)) if is_wrapped(input) else (input, None)
+        index = index.expand(self._size, *index.shape) if axis is None else index.movedim(axis, 0)
+        take = self._taker.table(place, None if padding_idx is None else padding_idx % len(weight))
+        with temporarily_clear_interpreter_stack():
+            out = _Lookup.apply(weight, index, take)
+        return _add_batch_dim(out, 0, self._level)
+
     def _of_rows(self, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
         place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
         # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
@@ -110,7 +160,7 @@ class Caught:
             return None
         rows, axis = get_unwrapped(input), maybe_get_bdim(input)
         rows = rows.movedim(axis, 0) if axis else rows
-        take = None if place is bias_place is None else self._layer(Use(place, bias_place, input.ndim == 1))
+        take = None if place is bias_place is None else self._taker.layer(Use(place, bias_place, input.ndim == 1))
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
             out = function.apply(rows.flatten(0, -2), weight, added, take)
@@ -150,6 +200,23 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
         return _backward(ctx, signals, *ctx.saved_tensors)
+
+
+class _Lookup(Function):
+    """Rows of a table, whose signals are handed over."""
+
+    apply: Callable[..., Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, take: Any) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.take = take
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, signals: Tensor) -> tuple[None, None, None]:
+        ctx.take(signals, *ctx.saved_tensors)
+        return None, None, None
 
 
 class _LinearTanh(_Linear):

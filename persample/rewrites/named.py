@@ -32,6 +32,20 @@ def only_computes(func: Any) -> bool:
 
 
 @functools.cache
+def adds(func: Any) -> bool:
+    """Return whether a function adds two tensors.
+
+    Args:
+        func: a function of torch, as modes see it.
+
+    Examples:
+        >>> adds(Tensor.add), adds(Tensor.__radd__), adds(Tensor.matmul)
+        (True, True, False)
+    """
+    return _name(func) in {"add", "__add__", "__radd__"}
+
+
+@functools.cache
 def asks(func: Any) -> bool:
     """Return whether a function tells how a tensor is differentiated, or puts a hook there.
 
