@@ -53,7 +53,9 @@ class _Modules:
             self.parts.update(module.named_modules(seen, str(place)))
         self.parameters: dict[str, nn.Parameter] = {}
         first_names: dict[int, str] = {}
-        self.others: set[str] = set()  # what is held by other modules than linear layers, perhaps too
+        # What is held by other modules than linear layers and tables, perhaps too; and by such of torch's.
+        self.others: set[str] = set()
+        self.torchs: set[str] = set()
         for prefix, part in self.parts.items():
             for name, param in part._parameters.items():
                 if param is None:
@@ -63,6 +65,8 @@ class _Modules:
                     self.parameters[f"{prefix}.{name}"] = param
                 if not isinstance(part, nn.Linear | nn.Embedding) or name not in {"weight", "bias"}:
                     self.others.add(first_names[id(param)])
+                    if type(part).__module__.startswith("torch."):
+                        self.torchs.add(first_names[id(param)])
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
         held_by: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (part._parameters, part._buffers) for part in self.parts.values()
@@ -134,6 +138,7 @@ class ParamTree:
         parts: these and all inside them, by their places in ``modules`` and their names, such as "0.encoder.1".
         call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
         in_layers: which of the tensors only ``nn.Linear`` and ``nn.Embedding`` modules hold.
+        by_hand: which of them no other module of torch holds.
     """
 
     tensors: tuple[Any, ...]
@@ -143,6 +148,7 @@ class ParamTree:
     parts: Mapping[str, nn.Module]
     call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
     in_layers: tuple[bool, ...]
+    by_hand: tuple[bool, ...]
 
 
 def take_apart(params: Any, name: str = "params") -> ParamTree:
@@ -162,9 +168,8 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
             return loss_fn(trees.unflatten(list(values), spec), *sample)
 
-        return ParamTree(
-            tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain, (False,) * len(leaves)
-        )
+        no = (False,) * len(leaves)
+        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain, no, no)
 
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
@@ -189,8 +194,10 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
             return loss_fn(args, *sample)
 
     paths = tuple(trees.paths(result, name))
-    in_layers = tuple(isinstance(slot, str) and slot not in inside.others for slot in slots)
-    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call, in_layers)
+    in_layers, by_hand = (
+        tuple(isinstance(slot, str) and slot not in held for slot in slots) for held in (inside.others, inside.torchs)
+    )
+    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call, in_layers, by_hand)
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:

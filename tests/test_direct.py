@@ -430,12 +430,12 @@ class Embedded(nn.Module):
     [
         (mlp(3, 4, 2), True),
         ([mlp(3, 2), torch.zeros((), dtype=F64)], True),
-        ([mlp(3, 2), torch.zeros(2, 3, dtype=F64)], True),
+        ([mlp(3, 2), torch.zeros(2, 3, dtype=F64)], False),
         (dict(mlp(3, 2).named_parameters()), False),
         (Loose().double(), True),
         (Embedded().double(), True),
-        (nn.MultiheadAttention(3, 1).double(), True),
-        (nn.Conv1d(3, 1, 1).double(), False),
+        (nn.MultiheadAttention(3, 1).double(), False),
+        (nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 1, 1)).double(), False),
     ],
     ids=[
         "layers",
@@ -476,12 +476,13 @@ def test_chunks_take_the_short_way(found):
 @pytest.mark.parametrize(
     "params",
     [
+        {**W, "table": draw(2, 2, 2)},
         {**W, "long": draw(5000)},
         {**W, "narrow": torch.zeros(2)},
         {**W, "complex": torch.zeros(2, dtype=torch.complex128)},
         {"w": draw(3)},
     ],
-    ids=["long", "two dtypes", "complex", "no matrix"],
+    ids=["3-D", "long", "two dtypes", "complex", "no matrix"],
 )
 def test_parameters_that_are_not_looked_at(found, params):
     def loss(p, x):

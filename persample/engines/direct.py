@@ -1,8 +1,9 @@
-"""Losses whose matrices are used by linear layers alone: one vmap, and one backward pass of plain autograd.
+"""Losses whose matrices are used by layers alone: one vmap, and one backward pass of plain autograd.
 
-``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Where all matrices are weights
-of ``F.linear``, one will do: the layers hand over their inputs and signals, which are the factors. That a matrix, or a
-bias that only layers hold, was used in any other way shows in autograd itself: only then it has a gradient of its own.
+``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Where matrices are weights of
+``F.linear`` and ``F.embedding``, one will do: the layers hand over their inputs and signals, which are the factors. That
+a matrix, or a bias that only layers hold, was used in any other way shows in autograd itself: only then it has a
+gradient of its own. Of what else there is every sample has its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _refused: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # shapes of pa
 
 
 def suits(loss: SampleLoss, samples: Samples) -> bool:
-    """Return whether a loss may be one of linear layers: modules hold all matrices, and there is little beside them.
+    """Return whether a loss may be one of layers: modules hold all matrices, and there is little beside them.
 
     Args:
         loss: the loss of one sample.
@@ -48,8 +49,11 @@ def suits(loss: SampleLoss, samples: Samples) -> bool:
     if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
-    sizes = [held or x.ndim > 1 or x.numel() <= _SMALL for x, held in _held(loss, samples)]
-    return alike and all(sizes) and any(held and x.ndim == 2 for x, held in _held(loss, samples))
+    known = [
+        held or (by_hand if x.ndim > 1 else x.numel() <= _SMALL)
+        for (x, held), by_hand in zip(_held(loss, samples), loss.params.by_hand, strict=True)
+    ]
+    return alike and all(known) and any(held and x.ndim == 2 for x, held in _held(loss, samples))
 
 
 def _held(loss: SampleLoss, samples: Samples) -> Iterable[tuple[Tensor, bool]]:
