@@ -1,8 +1,8 @@
 """Losses whose matrices are used by layers alone: one vmap, and one backward pass of plain autograd.
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Where matrices are weights of
-``F.linear`` and ``F.embedding``, one will do: the layers hand over their inputs and signals, which are the factors. That
-a matrix, or a bias that only layers hold, was used in any other way shows in autograd itself: only then it has a
+``F.linear`` and ``F.embedding``, one will do: the layers hand over their inputs and signals, which are the factors.
+That a matrix, or a bias that only layers hold, was used in any other way shows in autograd itself: only then it has a
 gradient of its own. Of what else there is every sample has its own.
 """
 
@@ -61,7 +61,7 @@ def _held(loss: SampleLoss, samples: Samples) -> Iterable[tuple[Tensor, bool]]:
 
 
 def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradients | None:
-    """Compute the gradients of all samples at once, if the loss is one of linear layers.
+    """Compute the gradients of all samples at once, if the loss is one of layers.
 
     Args:
         loss: the loss of one sample.
@@ -79,7 +79,7 @@ def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradi
 
 
 def refuse(loss: SampleLoss) -> None:
-    """Remember that a loss is none of linear layers.
+    """Remember that a loss is none of layers alone.
 
     Args:
         loss: the loss.

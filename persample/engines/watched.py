@@ -1,4 +1,4 @@
-"""What a loss of linear layers must not do, seen function by function."""
+"""What a loss of layers must not do, seen function by function."""
 
 from __future__ import annotations
 
