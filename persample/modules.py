@@ -53,7 +53,7 @@ class _Modules:
             self.parts.update(module.named_modules(seen, str(place)))
         self.parameters: dict[str, nn.Parameter] = {}
         first_names: dict[int, str] = {}
-        # What is held by other modules than linear layers and tables, perhaps too; and by such of torch's.
+        # What other modules than linear layers and tables hold, perhaps too; and what such of torch's do.
         self.others: set[str] = set()
         self.torchs: set[str] = set()
         for prefix, part in self.parts.items():

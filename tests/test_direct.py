@@ -748,12 +748,19 @@ def hidden(model, tokens):
     return model.hidden(tokens).square().sum()
 
 
+def first_steps(model, tokens):
+    x = model.embed(tokens[: len(model.position) - 2])
+    x += model.position[: x.shape[0]]
+    return model.out(model.position[-1] + x).square().sum()
+
+
 TABLES = {
     "tied": (next_token, Model(), (tokens(5, 7, below=700),)),
     "tied, few classes": (next_token, Model(9), (tokens(5, 7),)),
     "padding": (next_token, Model(9, padding_idx=2), (tokens(5, 7, below=4),)),
     "one sample": (next_token, Model(), (tokens(1, 7, below=700),)),
     "table alone": (hidden, Model(), (tokens(3, 6),)),
+    "parts": (first_steps, Model(), (tokens(3, 6),)),
     "numbered": (square, Numbered(), (tokens(5, 6),)),
     "of scalars": (square, nn.Sequential(nn.Embedding(9, 3), nn.Tanh(), nn.Linear(3, 2)).double(), (tokens(8),)),
     "of more axes": (square, nn.Sequential(nn.Embedding(9, 3), nn.Linear(3, 2)).double(), (tokens(4, 2, 3).mT,)),
@@ -811,6 +818,26 @@ def scaled_positions(model, tokens):
     return model.out(model.embed(tokens) * model.position).square().sum()
 
 
+def summed_matrices(model, tokens):
+    return model.out(model.embed(tokens)).square().sum() + (model.position + torch.ones(6, 4, dtype=F64)).sin().sum()
+
+
+def by_keyword(model, tokens):
+    return torch.matmul(model.embed(tokens).T, other=model.position).square().sum()
+
+
+def in_a_list(model, tokens):
+    return torch.einsum("ti,tj->ij", [model.embed(tokens), model.position]).square().sum()
+
+
+def multiplied_part(model, tokens):
+    return model.out(model.position[:4].T @ model.embed(tokens)[:4]).square().sum()
+
+
+def sum_of_parameters(model, tokens):
+    return model.out(model.embed(tokens)).square().sum() + (model.position + model.norm.bias).sin().sum()
+
+
 def curved(model, tokens):
     x = model.embed(tokens)
     (slope,) = torch.autograd.grad(model.out(torch.tanh(x)).sum(), x, create_graph=True)
@@ -819,7 +846,20 @@ def curved(model, tokens):
 
 @pytest.mark.parametrize(
     "loss",
-    [decayed_table, indexed_table, by_frequency, doubled_table, multiplied_positions, scaled_positions, curved],
+    [
+        decayed_table,
+        indexed_table,
+        by_frequency,
+        doubled_table,
+        multiplied_positions,
+        scaled_positions,
+        summed_matrices,
+        by_keyword,
+        in_a_list,
+        multiplied_part,
+        sum_of_parameters,
+        curved,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_other_uses_of_tables_and_matrices(monkeypatch, found, loss):

@@ -141,6 +141,13 @@ def test_equal_kinds_are_merged():
     assert isinstance(total([Dense(draw(B, 6, 4)), table()]), Dense)
 
 
+def test_tables_are_written_into_memory_of_any_order():
+    factor = table()
+    out = torch.ones(4, B, 6, dtype=torch.float64).permute(1, 2, 0)
+    torch.testing.assert_close(factor.materialize(out), factor.materialize(), rtol=0, atol=0)
+    torch.testing.assert_close(out, factor.materialize(), rtol=0, atol=0)
+
+
 def test_unlike_chunks_are_written_out():
     one, two = product((6, 1), (1, 4), 2), table()
     joined = concatenate([one, two])

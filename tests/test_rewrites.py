@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
+from persample import per_sample_grads
 from persample.rewrites import attention, classification, rewritten
 from persample.rewrites.rows import differentiated_once
 
@@ -327,6 +328,32 @@ def test_attention_to_keys_that_all_samples_share():
         return F.scaled_dot_product_attention(q, gain * keys, keys)
 
     check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, 5, 3),))
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, 2)], ids=str)
+@pytest.mark.parametrize("inner", [False, True], ids=["", "inner-vmap"])
+def test_operands_that_only_an_outer_vmap_batches(axes, inner):
+    x, keys, target = (
+        torch.randn(6, 3, 5, 4, dtype=torch.float64),
+        torch.randn(6, 2, 5, 4, dtype=torch.float64),
+        torch.arange(6),
+    )
+
+    def attended(w, x, keys):
+        y = (x @ w).unsqueeze(0)
+        return F.scaled_dot_product_attention(y, keys.unsqueeze(0), keys.unsqueeze(0)).square().sum()
+
+    def grads(x, keys, target, options):
+        def loss(w, x):
+            each = vmap(lambda k: attended(w, x, k))(keys).sum() if inner else attended(w, x, keys[0])
+            return each + F.cross_entropy((x @ w).flatten().repeat(250), target)
+
+        return per_sample_grads(loss, torch.eye(4, dtype=torch.float64), x, **options)
+
+    moved = x.movedim(0, axes[0]), keys.movedim(0, axes[1])
+    result = vmap(lambda *args: grads(*args, {}), in_dims=(*axes, 0))(*moved, target)
+    truth = [grads(*row, {"engine": "loop"}) for row in zip(x, keys, target, strict=True)]
+    torch.testing.assert_close(result, torch.stack(truth), rtol=1e-9, atol=1e-12)
 
 
 def test_attention_to_fewer_keys_than_values_is_refused():

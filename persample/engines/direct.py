@@ -9,6 +9,7 @@ gradient of its own. Of what else there is every sample has its own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +32,7 @@ from persample.samples import Samples
 from persample.trees import tree_map
 
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
-# Of other parameters with so few numbers every sample may be given its own.
+# Of other vectors with so few numbers every sample may be given its own.
 _SMALL = 2**12
 _refused: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # shapes of parameters, by the code of the loss
 
@@ -105,7 +106,7 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
             return [_add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
 
         params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
-        repeated = [given for given, split in zip(params, own, strict=True) if split and given.ndim > 1]
+        repeated = itertools.compress(params, own)
         collected = Collected(samples.params, samples.size, uses)
         caught = Caught(samples.params, params, level, samples.size, collected)
         with fused(loss.params.parts.values(), caught.then_tanh), Watching(caught, (*sample, *params), repeated):

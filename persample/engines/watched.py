@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +24,15 @@ class Watching(rewritten):
     Args:
         caught: what stands for layers.
         given: what the loss is called with.
-        repeated: matrices of which every sample was given its own; products with them would be slow.
+        repeated: parameters of which every sample was given its own. Matrices among them, and parts of these, may only
+            be added to what differs anyway: all that is made of them is there for every sample.
     """
 
     def __init__(self, caught: Caught, given: Sequence[Any], repeated: Iterable[Tensor]) -> None:
         super().__init__({F.linear: caught, F.embedding: caught.embedding})
         self._given = given
-        self._repeated = set(map(id, repeated))
+        self._repeated = {id(x): x for x in repeated}
+        self._matrices = {key: x for key, x in self._repeated.items() if x.ndim > 1}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or its replacement, if it may be called here.
@@ -49,13 +51,35 @@ class Watching(rewritten):
         """
         if (kwargs or not only_computes(func)) and not self._may_call(func, args, kwargs or {}):
             raise NotDirectError
-        if self._repeated and not self._repeated.isdisjoint(map(id, args)) and not adds(func):
+        if not self._matrices or self._matrices.keys().isdisjoint(map(id, _flat(args, kwargs or {}))):
+            return super().__torch_function__(func, types, args, kwargs)
+        part = func is Tensor.__getitem__ and isinstance(args[1], _PLACES)
+        if not (part or func in _READING or (adds(func) and any(map(self._differs, args)))):
             raise NotDirectError
-        return super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
+        if part:
+            self._matrices[id(out)] = out
+        return out
 
     def _may_call(self, func: Any, args: Any, kwargs: Any) -> bool:
         return not asks(func) and all(map(self._is_own, written(func, args, kwargs)))
 
+    def _differs(self, x: Any) -> bool:
+        given = id(x) in self._repeated or id(x) in self._matrices
+        return isinstance(x, Tensor) and not given and is_batched(x)
+
     def _is_own(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, all samples of it."""
         return is_batched(x) and memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in self._given}
+
+
+_PLACES = (int, slice, type(None), type(Ellipsis))
+_READING = {Tensor.size, Tensor.dim, Tensor.__len__, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim"))}
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, list | tuple):
+            yield from x
+        else:
+            yield x

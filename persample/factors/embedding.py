@@ -75,8 +75,10 @@ class Embedding:
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to ``out [B, *shape]``."""
         offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
-        rows = out.view(len(self) * self.shape[0], self.signals.shape[2])
+        rows = out.reshape(len(self) * self.shape[0], self.signals.shape[2])
         rows.index_add_(0, (self.index + offset).flatten(), self.signals.flatten(0, 1).to(out.dtype))
+        if not torch._C._is_alias_of(rows, out):  # type: ignore[attr-defined]
+            out.copy_(rows.view(out.shape))
 
     def zero_rows(self, rows: Tensor) -> Embedding:
         """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""

@@ -138,10 +138,10 @@ class Caught:
             As in torch.
         """
         place = self._places.get(id(weight))
-        plain = max_norm is None and not scale_grad_by_freq and not sparse and weight.ndim == 2
-        padded = padding_idx is None or -len(weight) <= padding_idx < len(weight)
-        own = not is_wrapped(weight) and (self._is_of_rows(input) or not is_wrapped(input)) and input.numel() > 0
-        if place is None or not (plain and padded and own):
+        options = max_norm is not None or scale_grad_by_freq or sparse
+        fits = weight.ndim == 2 and (padding_idx is None or -len(weight) <= padding_idx < len(weight))
+        plain = not is_wrapped(weight) and (self._is_of_rows(input) or not is_wrapped(input))
+        if place is None or options or not fits or not plain or not input.numel():
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         index, axis = (get_unwrapped(input), maybe_get_bdim(input)) if is_wrapped(input) else (input, None)
         index = index.expand(self._size, *index.shape) if axis is None else index.movedim(axis, 0)

@@ -20,10 +20,10 @@ from torch.autograd.function import _SingleLevelFunction
 from persample.rewrites.rows import SecondDerivativeError, refuse_graph
 
 # Of plain tensors with any number of axes in front, the same for all, which what it returns has, too.
-Function = Callable[..., tuple[Tensor | None, ...]]
+Kernel = Callable[..., tuple[Tensor | None, ...]]
 
 
-def differentiated(function: Function, gradients: Function, *tensors: Tensor, unneeded: int = 0) -> Any:
+def differentiated(function: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: int = 0) -> Any:
     """Call a function whose gradients are written out, where ``differentiated_once`` holds.
 
     Args:
@@ -31,7 +31,7 @@ def differentiated(function: Function, gradients: Function, *tensors: Tensor, un
         gradients: from the gradient of the first result, the tensors and all results to the gradients of the tensors.
             It is called once and may write into further results.
         *tensors: what it is called with.
-        unneeded: how many of the first tensors the gradients are not given.
+        unneeded: how many of the first tensors the gradients are not given, so that they need not be kept.
 
     Returns:
         Its first result.
@@ -47,8 +47,8 @@ def differentiated(function: Function, gradients: Function, *tensors: Tensor, un
 
 
 class _Recipe(NamedTuple):
-    function: Function
-    gradients: Function
+    function: Kernel
+    gradients: Kernel
     unneeded: int
     level: int
 
@@ -80,7 +80,7 @@ class _Node(_SingleLevelFunction):
         return None, *_below(gradients, (grad, *ctx.saved_tensors))
 
 
-def _below(function: Function, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _below(function: Kernel, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Call a function below all levels, which therefore do not differentiate it."""
     with torch._C._DisableFuncTorch():
         plain, levels = _in_front(tensors, 0)
@@ -90,24 +90,32 @@ def _below(function: Function, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
 
 def _in_front(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
     """Take tensors out of the levels above one: what vmap batches them along comes first, the outermost before all."""
-    levels: list[int] = []
-    tensors = unwrap_dead_wrappers(tensors)  # saved by a derivative that has ended
-    while (top := max(map(maybe_get_level, tensors))) > above:
-        own = [maybe_get_level(x) == top for x in tensors]
-        dims = [maybe_get_bdim(x) if wrapped else -1 for x, wrapped in zip(tensors, own, strict=True)]
-        tensors = tuple(get_unwrapped(x) if wrapped else x for x, wrapped in zip(tensors, own, strict=True))
-        size = next((x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim >= 0), None)
-        if size is not None:  # a level of vmap
-            tensors = tuple(_first(x, dim, size) for x, dim in zip(tensors, dims, strict=True))
-            levels.append(top)
-    return tensors, levels
+    taken = [_taken_out(x, above) for x in unwrap_dead_wrappers(tensors)]  # saved by a derivative that has ended
+    sizes = {level: size for _, axes in taken for level, (_, size) in axes.items()}
+    levels = sorted(sizes)
+    # Not before all are out of all levels: an operation on a tensor that is in one would need that level.
+    for done, level in enumerate(levels):
+        taken = [(_moved(x, axes.get(level), done, sizes[level]), axes) for x, axes in taken]
+    return tuple(x for x, _ in taken), levels
 
 
-def _first(x: Tensor, dim: int, size: int) -> Tensor:
-    return x.expand(size, *x.shape) if dim < 0 else x.movedim(dim, 0) if dim else x
+def _taken_out(x: Tensor, above: int) -> tuple[Tensor, dict[int, tuple[int, int]]]:
+    """Return what is in a tensor, and by the levels of vmap that it was taken out of: axis (of the rest) and size."""
+    axes = {}
+    while (level := maybe_get_level(x)) > above:
+        axis, x = maybe_get_bdim(x), get_unwrapped(x)
+        if axis >= 0:
+            axes[level] = axis, x.shape[axis]
+    return x, axes
+
+
+def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Tensor:
+    if axis is None:
+        return x.unsqueeze(done).expand(*x.shape[:done], size, *x.shape[done:])
+    return x.movedim(axis[0] + done, done) if axis[0] else x
 
 
 def _batched(tensors: tuple[Tensor | None, ...], levels: list[int]) -> tuple[Any, ...]:
-    for level in reversed(levels):
+    for level in levels:
         tensors = tuple(None if x is None else _add_batch_dim(x, 0, level) for x in tensors)
     return tensors

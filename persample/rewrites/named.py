@@ -33,7 +33,7 @@ def only_computes(func: Any) -> bool:
 
 @functools.cache
 def adds(func: Any) -> bool:
-    """Return whether a function adds two tensors.
+    """Return whether a function adds two tensors, perhaps in place.
 
     Args:
         func: a function of torch, as modes see it.
@@ -42,7 +42,7 @@ def adds(func: Any) -> bool:
         >>> adds(Tensor.add), adds(Tensor.__radd__), adds(Tensor.matmul)
         (True, True, False)
     """
-    return _name(func) in {"add", "__add__", "__radd__"}
+    return _name(func) in {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
 
 @functools.cache
