@@ -53,7 +53,7 @@ class Watching(rewritten):
             raise NotDirectError
         if not self._matrices or self._matrices.keys().isdisjoint(map(id, _flat(args, kwargs or {}))):
             return super().__torch_function__(func, types, args, kwargs)
-        part = func is Tensor.__getitem__ and isinstance(args[1], _PLACES)
+        part = func is Tensor.__getitem__ and all(isinstance(x, _PLACES) for x in _flat(args[1:], {}))
         if not (part or func in _READING or (adds(func) and any(map(self._differs, args)))):
             raise NotDirectError
         out = super().__torch_function__(func, types, args, kwargs)
