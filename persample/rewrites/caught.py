@@ -143,8 +143,7 @@ class Caught:
         plain = not is_wrapped(weight) and (self._is_of_rows(input) or not is_wrapped(input))
         if place is None or options or not fits or not plain or not input.numel():
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        index, axis = (get_unwrapped(input), maybe_get_bdim(input)) if is_wrapped(input) else (input, None)
-        index = index.expand(self._size, *index.shape) if axis is None else index.movedim(axis, 0)
+        index = _in_front(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
         take = self._taker.table(place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
             out = _Lookup.apply(weight, index, take)
@@ -158,8 +157,7 @@ class Caught:
         known &= bias_place is not None or bias is None or not bias.requires_grad
         if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
             return None
-        rows, axis = get_unwrapped(input), maybe_get_bdim(input)
-        rows = rows.movedim(axis, 0) if axis else rows
+        rows = _in_front(input)
         take = None if place is bias_place is None else self._taker.layer(Use(place, bias_place, input.ndim == 1))
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
@@ -170,6 +168,11 @@ class Caught:
     def _is_of_rows(self, x: Tensor) -> bool:
         own = is_batchedtensor(x) and maybe_get_level(x) == self._level
         return own and not is_wrapped(get_unwrapped(x))
+
+
+def _in_front(x: Tensor) -> Tensor:
+    plain, axis = get_unwrapped(x), maybe_get_bdim(x)
+    return plain.movedim(axis, 0) if axis else plain
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
