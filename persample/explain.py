@@ -16,7 +16,7 @@ from persample.errors import ArgumentError
 from persample.factors import Deferral, Dense, Factor, Total, factor_of
 from persample.factors.defer.placeholder import Placeholder, memory
 from persample.lift import Lift
-from persample.modules import locked
+from persample.modules import isolated
 from persample.reductions import Reduce
 
 _ELEMENTWISE = "elementwise, or a sum"  # of no product of signals and inputs
@@ -118,10 +118,12 @@ def explain(
         params['w']  [64, 32]  Outer   1  contract     3.0 KiB  64.0 KiB
         params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB      elementwise, or a sum
     """
+    check.check_derivatives("explain")
     check.check_options(engine="eager", randomness=randomness, chunk_size=None)
     wanted, _ = check.reductions(reduce)
     uses = Lift(wanted).uses
-    with torch.inference_mode(False), torch.no_grad(), locked(params):
+
+    def compute() -> Explanation:
         loss, samples = check.check_call(
             loss_fn, params, batch, wanted, weights=None, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
@@ -136,6 +138,8 @@ def explain(
         grads, *_ = batched_gradients(loss, samples, randomness, mode)
         pairs = zip(loss.spec.paths, could, grads, strict=True)
         return Explanation(tuple(_storage(path, factor_of(x, ()), grad, mode, uses) for path, x, grad in pairs))
+
+    return isolated(params, compute)
 
 
 class _Explaining(Deferral):

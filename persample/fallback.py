@@ -22,13 +22,21 @@ def _explain(text: str) -> str:
     )
 
 
-class _Explained:
+class Explained:
     """Shows warnings as before, torch.func's in other words."""
 
     def __init__(self, show: Any) -> None:
         self.show = show
 
     def __call__(self, message: Any, category: Any, *where: Any, **options: Any) -> None:
+        """Show a warning.
+
+        Args:
+            message: as in ``warnings.showwarning``.
+            category: as in ``warnings.showwarning``.
+            *where: as in ``warnings.showwarning``.
+            **options: as in ``warnings.showwarning``.
+        """
         text = _explain(str(message))
         self.show(message if text == str(message) else category(text), category, *where, **options)
 
@@ -44,8 +52,8 @@ def explained() -> Iterator[None]:
         UserWarning: where the caller made warnings errors.
     """
     before = warnings.showwarning
-    if not isinstance(before, _Explained):
-        warnings.showwarning = _Explained(before)
+    if not isinstance(before, Explained):
+        warnings.showwarning = Explained(before)
     try:
         yield
     except UserWarning as error:

@@ -15,8 +15,6 @@ from persample.numeric import is_watched, is_wrapped
 # registers (measured, torch 2.13, 2 cores of an AMD EPYC with AVX-512).
 _LEAST_WORK = 2**22
 _LEAST_SIZE = 16
-# Numbers from which on tanh is computed with the product (without copies, that pays earlier than by itself).
-_LEAST_TANH = 2**14
 # Columns for which MKL takes up to 5 times as long as for as many rows (measured there too, in both precisions).
 _NARROW = 8
 
@@ -65,9 +63,9 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return _pointwise(left, right.T, bias)
 
 
-def _pointwise(rows: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
+def _pointwise(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
-    return torch.ops.mkldnn._linear_pointwise.default(rows, _plain(weight), bias, then, [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(rows, _plain(weight), bias, "none", [], "")
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -118,24 +116,6 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if suits(rows, weight.T, bias) and not is_watched():
         return product(rows, weight.T, bias)
     return F.linear(rows, weight, bias)
-
-
-def linear_tanh(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return tanh of ``linear``, not differentiated.
-
-    Args:
-        rows: ``[n, i]``.
-        weight: ``[o, i]``.
-        bias: ``[o]``, or none.
-
-    Returns:
-        ``[n, o]``.
-    """
-    numbers = rows.shape[0] * weight.shape[0]
-    plain = rows.dtype == torch.float32 and rows.device.type == "cpu" and numbers >= _LEAST_TANH
-    if not plain or is_watched() or not onednn.computes():
-        return torch.tanh(linear(rows, weight, bias))
-    return _pointwise(rows, weight, bias, "tanh")
 
 
 def raw_mm(left: Tensor, right: Tensor) -> Tensor:

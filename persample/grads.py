@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from persample import check, engines, rng, trees
@@ -15,7 +14,7 @@ from persample.diagnose import unwritten
 from persample.lift import Lift
 from persample.loss import NotConnectedError
 from persample.merge import merge
-from persample.modules import locked
+from persample.modules import isolated
 from persample.output import is_apart, owned, write_into
 from persample.reductions import Reduce
 
@@ -43,7 +42,8 @@ def per_sample_grads(
 ) -> Any:
     """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, reduced as asked.
 
-    Row i belongs to sample i's own loss ℓᵢ and is never divided by B. Results never require grad.
+    Row i belongs to sample i's own loss ℓᵢ and is never divided by B. Results never require grad: plain autograd takes
+    them for constants. ``torch.func.vmap`` may stand around a call, derivatives of ``torch.func`` may not.
 
     Args:
         loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss, or
@@ -79,12 +79,14 @@ def per_sample_grads(
         the container of their results. Gradients have the dtype of their parameter.
 
     Raises:
-        ArgumentError: if an argument is of the wrong form; it names the argument and the fix.
+        ArgumentError: if an argument is of the wrong form; it names the argument and the fix. Also if the call stands
+            inside of a derivative, or of a loss that is differentiated, where its results would be constants.
         LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
 
     Examples:
         The semi-gradient of TD(0), one row per transition:
 
+        >>> import torch
         >>> from persample import per_sample_grads, stop_gradient
         >>> def td_loss(theta, s_tm1, r_t, s_t):
         ...     target = r_t + stop_gradient(s_t @ theta)
@@ -116,6 +118,7 @@ def per_sample_grads(
         >>> per_sample_grads(loss, torch.zeros(2), (torch.tensor(2.0), torch.eye(2)), Mean(), **options)
         tensor([0.5000, 1.5000])
     """
+    check.check_derivatives("per_sample_grads")
     call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
     if engine == "compiled" and weights is None:
         recalled = engines.recall(*call)
@@ -123,12 +126,11 @@ def per_sample_grads(
             return recalled
     check.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
     wanted, container = check.reductions(reduce)
-    # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
-    with torch.inference_mode(False), torch.no_grad(), locked(params):
+
+    def compute() -> Any:
         loss, samples = check.check_call(
             loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
-
         inputs = [*samples.params, *samples.leaves]
         into = out if out is not None and is_apart(out, inputs) else None
         lift = Lift(wanted, products=into is not None)
@@ -137,9 +139,9 @@ def per_sample_grads(
                 task = engines.Task(lift, loss, samples, randomness, finishes=True, container=container, out=into)
                 finished = engines.finished(task, call)
             else:
-                compute = _ENGINES[engine if samples.size else "empty"]
+                of_chunk = _ENGINES[engine if samples.size else "empty"]
                 chunks = rng.replayed(samples.chunks(chunk_size), randomness)
-                partials = (compute(lift, loss, chunk, randomness) for chunk in chunks)
+                partials = (of_chunk(lift, loss, chunk, randomness) for chunk in chunks)
                 lifted, connected = functools.reduce(merge, partials)
                 if not connected.value:
                     raise NotConnectedError
@@ -148,3 +150,5 @@ def per_sample_grads(
             return out
         result = owned(trees.unflatten(finished, container), inputs)
         return result if out is None else write_into(out, result)
+
+    return isolated(params, compute)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample import trees
 from persample.errors import LossError
+from persample.flags import inside
 from persample.gradients import ParamSpec
 from persample.modules import ParamTree
 
@@ -49,7 +50,8 @@ class SampleLoss:
 
     def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """Return what the user's function returns for one sample."""
-        return self.params.call(params, self.fn, self.arguments(leaves))
+        with inside(self.called):
+            return self.params.call(params, self.fn, self.arguments(leaves))
 
     def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
         """Return the loss of one sample, and beside it (aux, whether the loss returned any)."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from persample import trees
 from persample.errors import ArgumentError
@@ -33,7 +33,7 @@ def value_and_grad(
         (tensor(36.), (), (tensor(36.),))
     """
     with torch.enable_grad():
-        leaves = [param.detach().requires_grad_() for param in params]
+        leaves = [nn.Parameter(param.detach()) for param in params]  # so that modules copied by the loss are ordinary
         loss, aux = loss_fn(leaves, *sample)
     grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if loss.requires_grad:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,10 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from persample.flags import flags
+
 # Long enough to be as fast as one flat norm, short enough that float32 loses nothing inside a block: over 30 million
 # elements a flat float32 norm errs by 14 000 eps, blocks of this length by less than 0.2 (measured, torch 2.13, CPU).
 _BLOCK = 1024
-_local = threading.local()
 
 
 @functools.cache
@@ -95,26 +95,26 @@ def exceptions_noted() -> Iterator[list[Tensor]]:
         0-d bool tensors: where one of them holds, the program's results do not count.
     """
     noted: list[Tensor] = []
-    before, _local.noted = getattr(_local, "noted", None), noted
+    before, flags.noted = getattr(flags, "noted", None), noted
     try:
         yield noted
     finally:
-        _local.noted = before
+        flags.noted = before
 
 
 @contextmanager
 def known_indices() -> Iterator[None]:
     """Say that indices used meanwhile are made of such as the loss used: if those are in range, so are these."""
-    before, _local.known = has_known_indices(), True
+    before, flags.known = has_known_indices(), True
     try:
         yield
     finally:
-        _local.known = before
+        flags.known = before
 
 
 def has_known_indices() -> bool:
     """Return whether indices are made of others that were looked at already."""
-    return getattr(_local, "known", False)
+    return getattr(flags, "known", False)
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def _holds(exceptional: Tensor) -> bool:
     """Return whether an exceptional case is there; a program that is traced assumes that it is not."""
     if not is_traced(exceptional):
         return bool(exceptional)
-    if getattr(_local, "noted", None) is not None:
-        _local.noted.append(exceptional)
+    if getattr(flags, "noted", None) is not None:
+        flags.noted.append(exceptional)
     return False
 
 
@@ -175,7 +175,7 @@ def squared_norms(x: Tensor) -> Tensor:
         return rows.double().square().sum(1)
     if len(rows) > 1 and rows.stride(0) == 0:  # one row for all samples
         return squared_norms(rows[:1]).expand(len(rows))
-    pool: _Pool | None = getattr(_local, "pool", None)
+    pool: _Pool | None = getattr(flags, "pool", None)
     if pool is not None and not is_traced(rows) and rows.untyped_storage().data_ptr() in pool.memory:
         return pool.squared(rows)
     squared = _blockwise(rows)
@@ -214,12 +214,12 @@ def together(lasting: Iterable[Tensor], compute: Callable[[], list[Tensor]]) -> 
     Returns:
         What it returns.
     """
-    _local.pool = pool = _Pool(lasting)
+    flags.pool = pool = _Pool(lasting)
     try:
         result = compute()
         return compute() if _mend(list(pool.norms.values())) else result
     finally:
-        _local.pool = None
+        flags.pool = None
 
 
 def _mend(norms: list[tuple[Tensor, Tensor]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from persample._torch import transforms
 from persample.errors import ArgumentError
 
 Engine: TypeAlias = Literal["eager", "compiled", "loop"]
@@ -23,8 +24,24 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
         ArgumentError: if one is not of the values it can take.
     """
     check_choice("engine", engine, get_args(Engine))
+    check_loop(engine)
     check_choice("randomness", randomness, get_args(Randomness))
     check_chunk_size(chunk_size)
+
+
+def check_loop(engine: str) -> None:
+    """Refuse the loop engine under transforms of the caller's, which plain autograd does not see through.
+
+    Args:
+        engine: name of an engine.
+
+    Raises:
+        ArgumentError: if the call stands inside of a transform and the engine is the loop.
+    """
+    around = transforms() if engine == "loop" else []
+    if around:
+        expected = f"an engine that works under torch.func.{around[0]}"
+        raise ArgumentError.about("engine", expected=expected, received="'loop'", fix="Pass engine='eager'.")
 
 
 def check_chunk_size(chunk_size: Any) -> None:

@@ -32,6 +32,7 @@ def check_options(
         ArgumentError: if one is not of the values it can take.
     """
     check.check_choice("engine", engine, ("eager", "loop"))
+    check.check_loop(engine)
     check.check_choice("batch_norm", batch_norm, RULES)
     check.check_chunk_size(chunk_size)
     check_group(group)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from persample import trees
+from persample.check import check_derivatives
 from persample.composite.buffers import Watch
 from persample.composite.door import check_options, check_parameters, check_reductions
 from persample.composite.head import Head, build_head
@@ -18,7 +18,7 @@ from persample.composite.processes import Processes
 from persample.composite.steps import two_passes
 from persample.composite.towers import Tower, build_towers
 from persample.lift import Lift
-from persample.modules import add_grads, locked
+from persample.modules import add_grads, isolated
 from persample.output import owned
 from persample.reductions import Reduce, Sum
 
@@ -89,6 +89,7 @@ def composite_grads(
     Examples:
         A contrastive loss with a temperature of its own, every sample beside all others:
 
+        >>> import torch
         >>> from persample import composite_grads
         >>> def encode(weight, x):
         ...     return torch.tanh(weight @ x)
@@ -101,6 +102,7 @@ def composite_grads(
         >>> grads.shape, loss_grads.shape
         (torch.Size([2, 2]), torch.Size([]))
     """
+    check_derivatives("composite_grads")
     check_options(
         engine=engine,
         chunk_size=chunk_size,
@@ -124,8 +126,7 @@ def composite_grads(
         check_parameters(towers[0].encoder, head.params, wanted, accumulate=accumulate)
         return towers, head
 
-    # Both states are left as they are outside; inference mode would forbid differentiating what it creates.
-    with torch.inference_mode(False), torch.no_grad(), locked((params, loss_params)):
+    def compute() -> tuple[Tensor, Any]:
         here = Processes(group)
         towers, head = here.together(door)
         tree, own = towers[0].encoder.params, towers[0].samples.params
@@ -142,4 +143,6 @@ def composite_grads(
             add_grads(tree, grads)
             if head.params is not None:
                 add_grads(head.params, loss_grads)
-    return loss, grads if head.params is None else (grads, loss_grads)
+        return loss, grads if head.params is None else (grads, loss_grads)
+
+    return isolated((params, loss_params), compute)

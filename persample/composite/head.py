@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample import check, naive, trees
 from persample.errors import ArgumentError, LossError
+from persample.flags import inside
 from persample.modules import ParamTree
 
 
@@ -62,7 +63,8 @@ class Head:
         return loss, tree, [by_place.get(i) for i in range(len(leaves))]
 
     def _call(self, own: Sequence[Tensor], z: Any) -> Any:
-        return self.loss_fn(z) if self.params is None else self.params.call(own, self.loss_fn, (z,))
+        with inside("loss_fn"):
+            return self.loss_fn(z) if self.params is None else self.params.call(own, self.loss_fn, (z,))
 
 
 def build_head(loss_fn: Any, loss_params: Any, towers: trees.TreeSpec) -> Head:

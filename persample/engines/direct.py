@@ -21,10 +21,10 @@ from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.vmap import vmap_increment_nesting
 
 from persample.engines.collected import Collected
-from persample.engines.fused import fused
 from persample.engines.watched import NotDirectError, Watching
 from persample.fallback import explained
 from persample.gradients import Gradients
+from persample.interrupts import interrupts_first
 from persample.loss import SampleLoss
 from persample.numeric import is_autocast, is_traced
 from persample.rewrites import Caught, plain_autograd
@@ -73,7 +73,7 @@ def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradi
         The gradients; or None if the loss is another, or raises.
     """
     try:
-        with explained(), plain_autograd():
+        with interrupts_first(), explained(), plain_autograd():
             return _gradients(loss, samples, uses)
     except Exception:  # noqa: BLE001 - whatever it is: torch.func takes more, and what it raises is explained
         return None
@@ -109,8 +109,10 @@ def _gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Grad
         repeated = itertools.compress(params, own)
         collected = Collected(samples.params, samples.size, uses)
         caught = Caught(samples.params, params, level, samples.size, collected)
-        with fused(loss.params.parts.values(), caught.then_tanh), Watching(caught, (*sample, *params), repeated):
+        with Watching(caught, (*sample, *params), repeated) as watching:
             value, (aux, has_aux) = loss(params, sample)
+        if watching.has_refused:
+            raise NotDirectError
         losses = _remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,6 +30,7 @@ class Watching(rewritten):
 
     def __init__(self, caught: Caught, given: Sequence[Any], repeated: Iterable[Tensor]) -> None:
         super().__init__({F.linear: caught, F.embedding: caught.embedding})
+        self.has_refused = False
         self._given = given
         self._repeated = {id(x): x for x in repeated}
         self._matrices = {key: x for key, x in self._repeated.items() if x.ndim > 1}
@@ -50,16 +51,20 @@ class Watching(rewritten):
             NotDirectError: if it may not.
         """
         if (kwargs or not only_computes(func)) and not self._may_call(func, args, kwargs or {}):
-            raise NotDirectError
+            self._refuse()
         if not self._matrices or self._matrices.keys().isdisjoint(map(id, _flat(args, kwargs or {}))):
             return super().__torch_function__(func, types, args, kwargs)
         part = func is Tensor.__getitem__ and all(isinstance(x, _PLACES) for x in _flat(args[1:], {}))
         if not (part or func in _READING or (adds(func) and any(map(self._differs, args)))):
-            raise NotDirectError
+            self._refuse()
         out = super().__torch_function__(func, types, args, kwargs)
         if part:
             self._matrices[id(out)] = out
         return out
+
+    def _refuse(self) -> NoReturn:
+        self.has_refused = True  # a loss may catch the error
+        raise NotDirectError
 
     def _may_call(self, func: Any, args: Any, kwargs: Any) -> bool:
         return not asks(func) and all(map(self._is_own, written(func, args, kwargs)))

@@ -103,7 +103,7 @@ class Dense:
         deviations = self.values.to(dtype, copy=True)  # the one temporary of this size
         if center is not None:
             deviations.sub_(center)
-        return Dense(deviations.square_()).weighted_sum(weights, dtype)
+        return Dense(deviations.mul_(deviations)).weighted_sum(weights, dtype)
 
     def gram(self, other: Factor | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from persample.flags import flags
 
 # A gradient larger than this is not written out for all samples only to be a little smaller than its factors.
 _LARGE = 2**24
 # Blocks of this many numbers stay in cache, and are large enough for matrix products at full speed.
 BLOCK = 2**20
 _SMALL = 2 * BLOCK
-_local = threading.local()
 
 
 def keeps_product(uses: Iterable[str], steps: int, written: int, stored: int, *, by_gram: bool = True) -> bool:
@@ -60,7 +60,7 @@ def rows_at_a_time(count: int, each: int, share: int = 1) -> int:
         each: numbers in one row.
         share: how many blocks' worth may be written.
     """
-    totals = getattr(_local, "totals", None)
+    totals = getattr(flags, "totals", None)
     if totals is not None:
         totals.append(count * each)
         return max(1, count)
@@ -75,16 +75,16 @@ def unbroken() -> Iterator[list[int]]:
         How many numbers were written each time: see ``is_small``.
     """
     totals: list[int] = []
-    _local.totals = totals
+    flags.totals = totals
     try:
         yield totals
     finally:
-        _local.totals = None
+        flags.totals = None
 
 
 def is_unbroken() -> bool:
     """Return whether a program for any number of samples is being made."""
-    return getattr(_local, "totals", None) is not None
+    return getattr(flags, "totals", None) is not None
 
 
 def is_small(numbers: float) -> bool:

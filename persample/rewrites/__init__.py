@@ -8,13 +8,14 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from persample.rewrites.caught import Caught
+from persample.rewrites.copies import COPIES
 from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
 from persample.rewrites.packing import PACKING
 from persample.rewrites.recurrent import RECURRENT
 from persample.rewrites.rows import SecondDerivativeError, composed, plain_autograd
 
-_REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
+_REWRITES = {**COPIES, **FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
 
 
 class rewritten(TorchFunctionMode):  # noqa: N801

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from torch._C._functorch import (
     _add_batch_dim,
@@ -95,23 +94,8 @@ class Caught:
         Returns:
             As in torch.
         """
-        out = self._of_rows(_Linear, input, weight, bias)
+        out = self._of_rows(input, weight, bias)
         return linear(input, weight, bias) if out is None else out
-
-    def then_tanh(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        """Compute tanh of a linear layer, called by no mode.
-
-        Args:
-            input: as in torch.
-            weight: as in torch.
-            bias: as in torch.
-
-        Returns:
-            As in torch.
-        """
-        with torch._C.DisableTorchFunction():  # modes need not see how
-            out = self._of_rows(_LinearTanh, input, weight, bias)
-        return torch.tanh(F.linear(input, weight, bias)) if out is None else out
 
     def embedding(  # noqa: PLR0917 - as torch's
         self,
@@ -149,7 +133,7 @@ class Caught:
             out = _Lookup.apply(weight, index, take)
         return _add_batch_dim(out, 0, self._level)
 
-    def _of_rows(self, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
+    def _of_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
         place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
         # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
         added = bias if bias_place is None or bias is None or not is_wrapped(bias) else self._params[bias_place]
@@ -161,7 +145,7 @@ class Caught:
         take = None if place is bias_place is None else self._taker.layer(Use(place, bias_place, input.ndim == 1))
         with temporarily_clear_interpreter_stack():
             # The shape is made outside of the function: what it returned as a view could not be written in place.
-            out = function.apply(rows.flatten(0, -2), weight, added, take)
+            out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
             out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
         return _add_batch_dim(out, 0, self._level)
 
@@ -183,12 +167,6 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: 
     return not any(is_wrapped(x) for x in (weight, bias) if x is not None)
 
 
-def _backward(ctx: Any, signals: Tensor, rows: Tensor, weight: Tensor) -> tuple[Tensor | None, None, None, None]:
-    if ctx.take is not None:
-        ctx.take(signals, rows.detach())
-    return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
-
-
 class _Linear(Function):
     """A linear layer that hands its inputs and signals over, and has no gradient of its weight and bias."""
 
@@ -202,7 +180,10 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return _backward(ctx, signals, *ctx.saved_tensors)
+        rows, weight = ctx.saved_tensors
+        if ctx.take is not None:
+            ctx.take(signals, rows.detach())
+        return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Lookup(Function):
@@ -220,19 +201,3 @@ class _Lookup(Function):
     def backward(ctx: Any, signals: Tensor) -> tuple[None, None, None]:
         ctx.take(signals, *ctx.saved_tensors)
         return None, None, None
-
-
-class _LinearTanh(_Linear):
-    """The same, and tanh of it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, take: Any) -> Tensor:
-        out = gemm.linear_tanh(rows, weight, bias)
-        ctx.save_for_backward(rows, weight, out)
-        ctx.take = take
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, weight, out = ctx.saved_tensors
-        return _backward(ctx, torch.ops.aten.tanh_backward(grad, out), rows, weight)

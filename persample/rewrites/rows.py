@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, 
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch.autograd import Function
 
-_local = threading.local()
+from persample.flags import flags
 
 
 class SecondDerivativeError(RuntimeError):
@@ -23,21 +22,21 @@ class SecondDerivativeError(RuntimeError):
 @contextmanager
 def plain_autograd() -> Iterator[None]:
     """Say that plain autograd differentiates what is computed, below all levels, and once."""
-    _local.plain = True
+    flags.plain = True
     try:
         yield
     finally:
-        _local.plain = False
+        flags.plain = False
 
 
 @contextmanager
 def composed() -> Iterator[None]:
     """Replace operations by compositions only, which can be differentiated any number of times."""
-    _local.composed = True
+    flags.composed = True
     try:
         yield
     finally:
-        _local.composed = False
+        flags.composed = False
 
 
 def refuse_graph() -> None:
@@ -56,12 +55,12 @@ def differentiated_once() -> bool:
     Returns:
         Whether second derivatives, and derivatives in forward mode, are out of the question.
     """
-    if getattr(_local, "composed", False):
+    if getattr(flags, "composed", False):
         return False
     levels = retrieve_all_functorch_interpreters()
     grads = [level for level in levels if isinstance(level, GradInterpreter)]
     known = all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels)
-    if getattr(_local, "plain", False):
+    if getattr(flags, "plain", False):
         return known and not grads
     return known and len(grads) == 1 and not grads[0].prev_grad_mode()
 

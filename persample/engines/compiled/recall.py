@@ -114,8 +114,8 @@ class Recalled:
         if tensors is None or not self.reads.places.hold() or not self.program.holds(self.reads):
             return None
         recording = torch.is_grad_enabled()
-        _set_grad_enabled(False)  # as no_grad does, without a context
-        try:
+        try:  # no signal comes between a statement of ``try`` or ``finally`` and one call of C that it starts with
+            _set_grad_enabled(False)  # as no_grad does, without a context
             results = self.program.outputs(tensors)
             return self.result(results) if call[-1] is None else call[-1]
         except DoubtfulError:

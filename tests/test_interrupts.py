@@ -1,0 +1,224 @@
+"""Signals at random moments, as Ctrl-C in a notebook: modules, torch's state and later results are as they were."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import grad
+from torch.nn import functional as F
+from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
+
+from persample import ClippedMean, Norm, Stack, composite_grads, interrupts, per_sample_grads
+
+# A signal that comes while torch collects a generator or calls back from C is printed, not raised.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class Interrupted(BaseException):
+    """Raised by the signal, as KeyboardInterrupt is by Ctrl-C."""
+
+
+def interrupt(*_):
+    raise Interrupted
+
+
+@pytest.fixture(autouse=True)
+def alarm():
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+class Layers(nn.Module):
+    """Layers alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.body(x).sum()
+
+
+class Everything(Layers):
+    """Buffers, recurrent layers, attention, and derivatives inside of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).eval()
+        self.rnn = nn.GRU(8, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        self.hidden = self.norm(self.body(x)[None])
+        h = self.rnn(self.hidden)[0]
+        return F.scaled_dot_product_attention(h[None], h[None], h[None]).sum() + grad(torch.sum)(h).sum()
+
+
+def state():
+    functorch, cuda = torch._C._functorch, torch.backends.cuda
+    return {
+        "transforms": functorch.get_dynamic_layer_stack_depth(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch flags": (
+            _python_dispatch._is_in_torch_dispatch_mode,
+            _python_dispatch._is_in_non_infra_torch_dispatch_mode,
+            _python_dispatch._is_in_any_mode_without_ignore_compile_internals,
+        ),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "forward mode": (torch._C._is_fwd_grad_enabled(), forward_ad._current_level),
+        "functions of one level": functorch.get_single_level_autograd_function_allowed(),
+        "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        "attention": (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
+    }
+
+
+def slots(module):
+    """Everything that the parts of a module hold, but for the list of weights that recurrent layers make anew."""
+    return [
+        (
+            type(part),
+            {**part._parameters},
+            {**part._buffers},
+            {k: v for k, v in vars(part).items() if k != "_flat_weights"},
+        )
+        for part in module.modules()
+    ]
+
+
+def is_same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    return a is b or a == b
+
+
+@contextmanager
+def interrupted_within(seconds):
+    """Deliver one signal after a while; one that comes too late is forgotten."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def cases(programs=None):
+    """Name, module and call; of the compiled ones the first few, which take seconds each."""
+    torch.manual_seed(0)
+    xs = torch.randn(6, 5)
+    for model in (Layers(), Everything()):
+        for engine in ("eager", "loop", "compiled"):
+            for reduce in (Stack(), Norm(), ClippedMean(1.0)):
+
+                def call(model=model, engine=engine, reduce=reduce):
+                    return per_sample_grads(lambda model, x: model(x), model, xs, reduce, engine=engine)
+
+                name = f"{type(model).__name__} {engine} {type(reduce).__name__}"
+                if engine != "compiled" or programs is None or name in programs:
+                    yield name, model, call
+        yield (
+            f"{type(model).__name__} composite",
+            model,
+            lambda model=model: composite_grads(lambda model, x: model(x), torch.sum, model, xs)[1],
+        )
+
+
+def run(count, seed, programs=None):
+    """Interrupt calls at random moments; return how many were, by case."""
+    chosen, hits, ready = random.Random(seed), Counter(), []
+    for name, model, call in cases(programs):
+        expected = call()
+        start = time.perf_counter()
+        call()
+        ready.append((name, model, call, expected, time.perf_counter() - start))
+    whole = state()
+    while hits.total() < count:
+        name, model, call, expected, seconds = chosen.choice(ready)
+        before = slots(model)
+        try:
+            with interrupted_within(chosen.uniform(1e-6, seconds)):
+                call()
+        except Interrupted:
+            hits[name] += 1
+        assert state() == whole, name
+        assert is_same(before, slots(model)), name
+        found, wanted = pytree.tree_leaves(call()), pytree.tree_leaves(expected)
+        assert all(map(torch.equal, found, wanted)), name
+    waiting = threading.Thread(target=lambda: [call() for _, _, call in cases(programs)], daemon=True)
+    waiting.start()
+    waiting.join(120)
+    assert not waiting.is_alive()  # no lock is held
+    return hits
+
+
+def test_interrupts_leave_everything_whole():
+    assert len(run(150, seed=0, programs={"Layers compiled ClippedMean"})) > 10
+
+
+@pytest.mark.slow
+def test_2000_interrupts_leave_everything_whole():
+    hits = run(2000, seed=1)
+    print(f"{hits.total()} interrupts: {dict(sorted(hits.items()))}")  # noqa: T201 - the count is the point
+    assert len(hits) == 20
+
+
+def test_an_interrupt_of_an_undoing_leaves_it_to_the_next():
+    calls = []
+
+    def undo():
+        calls.append("undo")
+        if len(calls) == 1:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        interrupts.undone(lambda: None, undo)
+    assert calls == ["undo", "undo"]
+
+
+def test_an_error_that_torch_raises_in_the_wake_of_an_interrupt_gives_way_to_it():
+    def broken_off():
+        try:
+            interrupt()
+        finally:
+            raise RuntimeError("internal assert")
+
+    with pytest.raises(Interrupted), interrupts.interrupts_first():
+        broken_off()
+
+
+def test_errors_of_calls_made_while_an_interrupt_is_handled_are_their_own():
+    def wrong(w, x):
+        raise RuntimeError("mine")
+
+    try:
+        interrupt()
+    except Interrupted:
+        with pytest.raises(RuntimeError, match="mine"):
+            per_sample_grads(wrong, torch.ones(2), torch.ones(3, 2))
+
+
+def test_modes_of_the_caller_are_there_again_where_torch_took_them_off():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode() as mode:
+        interrupts.in_same_state(torch.overrides._pop_mode)
+        assert torch.overrides._get_current_function_mode_stack() == [mode]
