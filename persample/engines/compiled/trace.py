@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,7 +148,8 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             device = exceptions[0].device  # an index may lie elsewhere than its table
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
+    with FakeTensorMode(allow_non_fake_inputs=True), _force_original_view_tracking(True):
         graph = make_fx(flat)(*inputs())
     captured = _lifted(graph)
     return Traced(graph, captured, values.read, outline, noted)
