@@ -47,7 +47,7 @@ _VMAP_CAUSES = [
     ),
     (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
-        "uses checkpointing or a custom autograd.Function that torch.func does not know how to batch",
+        "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch",
         f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
     (
