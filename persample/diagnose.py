@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from persample import trees
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.loss import SampleLoss
+from persample.origin import OURS, is_users
 from persample.samples import Samples
 
-_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # What torch's message looks like, what happened, what to do. The first that matches counts.
 _VMAP_CAUSES = [
@@ -50,7 +47,7 @@ _VMAP_CAUSES = [
     ),
     (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
-        "uses checkpointing or a custom autograd.Function that torch.func does not know how to batch",
+        "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch",
         f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
     (
@@ -95,7 +92,7 @@ def diagnosed(samples: Samples, loss: SampleLoss, *, batched: bool) -> Iterator[
     except LossError:
         raise
     except RuntimeError as error:
-        if _raised_by_user(error.__traceback__):
+        if is_users(error):
             raise
         text = str(error)
         module = _norm_module(error.__traceback__)
@@ -145,15 +142,9 @@ def _named(samples: Samples, loss: SampleLoss) -> list[tuple[str, Tensor]]:
     return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
 
 
-def _raised_by_user(tb: TracebackType | None) -> bool:
-    """Return whether the error comes from a raise statement outside of torch: the user's own words."""
-    last = traceback.extract_tb(tb)[-1]
-    return not last.filename.startswith(_OURS) and (last.line or "").startswith("raise")
-
-
 def _user_line(tb: TracebackType | None) -> str:
     """Return the innermost line that belongs neither to torch nor to this library."""
-    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(_OURS)]
+    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(OURS)]
     if not frames:
         return ""
     frame = frames[-1]

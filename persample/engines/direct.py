@@ -27,6 +27,7 @@ from persample.gradients import Gradients
 from persample.interrupts import interrupts_first
 from persample.loss import SampleLoss
 from persample.numeric import is_autocast, is_traced
+from persample.origin import is_users
 from persample.rewrites import Caught, plain_autograd
 from persample.samples import Samples
 from persample.trees import tree_map
@@ -70,12 +71,17 @@ def gradients(loss: SampleLoss, samples: Samples, uses: frozenset[str]) -> Gradi
         uses: the operations of ``Factor`` that the reductions call.
 
     Returns:
-        The gradients; or None if the loss is another, or raises.
+        The gradients; or None if the loss is another, or if torch refuses what it does.
+
+    Raises:
+        Exception: what the loss itself raises.
     """
     try:
         with interrupts_first(), explained(), plain_autograd():
             return _gradients(loss, samples, uses)
-    except Exception:  # noqa: BLE001 - whatever it is: torch.func takes more, and what it raises is explained
+    except Exception as error:
+        if is_users(error):
+            raise
         return None
 
 

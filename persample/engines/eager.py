@@ -25,7 +25,7 @@ from persample.samples import Samples
 from persample.trees import tree_map
 
 
-def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:
+def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str, *, shortly: bool = True) -> Any:
     """Compute the gradients of all samples at once and lift them.
 
     Args:
@@ -33,6 +33,7 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
         loss: the loss of one sample.
         samples: the chunk, not empty.
         randomness: as in ``torch.func.vmap``.
+        shortly: try the short way first, where the loss may be one for it.
 
     Returns:
         What ``lift`` returns.
@@ -42,7 +43,7 @@ def eager(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     """
     transformed = peek_interpreter_stack() is not None  # by the caller
     uses = lift.uses - {"materialize"} if lift.products else lift.uses
-    short = randomness == "error" and not transformed and direct.suits(loss, samples)
+    short = shortly and randomness == "error" and not transformed and direct.suits(loss, samples)
     if short and (found := direct.gradients(loss, samples, uses)) is not None:
         return lift(found)
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.

@@ -14,7 +14,8 @@ from persample.engines.compiled.reads import Facts, Reads, reads
 from persample.engines.compiled.sizes import Varying
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, full_size
-from persample.engines.compiled.trace import Format
+from persample.engines.compiled.trace import Format, TraceError, said
+from persample.origin import is_users
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -22,8 +23,30 @@ _OFTEN = 8
 _lock = threading.RLock()
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no program.
+
+    Args:
+        reason: what was said.
+        by_loss: whether the loss, or how its gradients are lifted, cannot be traced; or else something of torch or ours
+            failed, or the last step of a reduction.
+    """
+
+    reason: str
+    by_loss: bool
+
+
 class UntraceableError(Exception):
-    """Raised for what cannot be traced, the first time and every time after."""
+    """Raised for what cannot be compiled, the first time and every time after.
+
+    Args:
+        failure: why.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 @dataclass
@@ -39,7 +62,7 @@ class Family:
 
     programs: list[Program] = field(default_factory=list)
     seen: list[list[Format]] = field(default_factory=list)
-    failure: str = ""
+    failure: Failure | None = None
     is_frozen: bool = False
 
 
@@ -79,6 +102,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
 
     Raises:
         UntraceableError: if there can be no program.
+        Exception: what the loss itself raises.
     """
     with _lock:
         now = reads(task.constants)
@@ -110,7 +134,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
         varying = None  # no program for many sizes takes 0 or 1, which torch treats apart
     by_batch = varying is not None and varying.is_batch_only(task)
     try:
-        program = None if varying is None or (family.is_frozen and by_batch) else dynamic(task, now, varying)
+        program = None if varying is None or (family.is_frozen and by_batch) else _dynamic(task, now, varying)
         if program is None and by_batch:
             family.is_frozen = True
             if full_size(task.samples.size) > task.samples.size:
@@ -119,12 +143,24 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
     except Warning:  # which somebody made an error
         raise
     except Exception as error:
-        # As text: its traceback would keep the batch alive.
-        family.failure = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        if is_users(error):
+            raise
+        by_loss = isinstance(error, TraceError)
+        family.failure = Failure(str(error) if by_loss else said(error), by_loss)
         raise UntraceableError(family.failure) from error
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]
     return program
+
+
+def _dynamic(task: Task, now: Reads, varying: Varying) -> Program | None:
+    """Return a program for many sizes, or None where there is none: the loss may refuse sizes that were made up."""
+    try:
+        return dynamic(task, now, varying)
+    except Exception:
+        if varying.is_batch_only(task):  # of which the loss sees nothing
+            raise
+        return None
 
 
 def _notice(task: Task, now: Reads) -> None:

@@ -38,6 +38,7 @@ def compiled(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) ->
 
     Raises:
         LossError: if the loss is one that the eager engine refuses, or that cannot be traced.
+        RuntimeError: if something of torch's or ours failed.
     """
     return _computed(Task(lift, loss, samples, randomness, finishes=False))[0]
 
@@ -91,8 +92,8 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
             return _eagerly(task), None, None
 
 
-def _eagerly(task: Task) -> Any:
-    return _finish(task, *eager(task.lift, task.loss, task.samples, task.randomness))
+def _eagerly(task: Task, *, shortly: bool = True) -> Any:
+    return _finish(task, *eager(task.lift, task.loss, task.samples, task.randomness, shortly=shortly))
 
 
 def _finish(task: Task, lifted: Any, connected: Any) -> Any:
@@ -103,9 +104,15 @@ def _finish(task: Task, lifted: Any, connected: Any) -> Any:
 
 def _without(task: Task, error: UntraceableError) -> Any:
     """Return the result if only the last step, which is done by itself then, cannot be traced; else refuse."""
-    if task.finishes:
+    failure = error.failure
+    if task.finishes and not failure.by_loss:
         return _finish(task, *compiled(task.lift, task.loss, task.samples, task.randomness))
-    _eagerly(task)  # what is wrong with the loss itself is said here
+    _eagerly(task, shortly=False)  # what is wrong with the loss itself is said here
+    if not failure.by_loss:
+        raise RuntimeError(
+            f"engine='compiled' failed inside of torch or persample ({failure.reason}). loss_fn is not to blame: pass "
+            "engine='eager', which computes the same, and report this, please."
+        ) from error
     raise LossError(
         f"loss_fn cannot be compiled ({error}). A program must not depend on values of params or batch, or on "
         "any computed from what it closed over (.item(), .unique(), a bool mask as an index), nor change these. Use "

@@ -61,6 +61,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         mode: the mode of the inputs.
         inputs: fake tensors like those it will be called with.
     """
+    import torch._inductor.lowering  # which decompositions of pooling take to be imported by others
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -23,6 +23,7 @@ from persample.engines.compiled.reads import Held, Reads
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, as_input
 from persample.engines.compiled.trace import Format
+from persample.hooks import is_hooked
 from persample.output import is_apart
 from persample.reductions import Reduction
 
@@ -72,7 +73,9 @@ class Match:
         """
         tensors, numbers = [*self.fixed], list[Any]()
         take_params, take_batch, take_reduce, take_out = self.takes
-        if options != self.options or not take_params(params, tensors) or not take_batch(batch, tensors):
+        if options != self.options or not take_params(params, tensors) or any(map(is_hooked, tensors)):
+            return None
+        if not take_batch(batch, tensors):
             return None
         if not take_reduce(reduce, numbers):
             return None

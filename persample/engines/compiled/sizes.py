@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from persample import trees
 from persample.engines.compiled.task import Task
-from persample.engines.compiled.trace import Format, Traced, trace
+from persample.engines.compiled.trace import Format, Traced, TraceError, trace
 from persample.engines.compiled.unify import unified
 from persample.factors import plan
 
@@ -176,8 +176,11 @@ class Sizes:
             return False
         if self.varying.is_batch_only(task) or sizes in self.checked:
             return True
-        with plan.unbroken():
-            again = trace(task, lambda: self.inputs(sizes))
+        try:
+            with plan.unbroken():
+                again = trace(task, lambda: self.inputs(sizes))
+        except TraceError:
+            return False
         graphs = [traced.graph for traced in [*self.traces, again]]
         if not _is_alike(again, self.traced) or unified(graphs, [*points, sizes], self.varying.places) is None:
             return False

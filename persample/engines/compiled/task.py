@@ -22,6 +22,10 @@ from persample.samples import Samples
 _ONE = trees.structure(None)
 
 
+class UnfinishedError(Exception):
+    """The last step of a reduction, which can be done by itself, failed."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One chunk of one call.
@@ -115,12 +119,19 @@ class Task:
         lifted, connected = eager(lift, self.loss, samples, self.randomness)
         if not self.finishes:
             return lifted, connected
-        results = lift.finish(lifted, params[0].device)
+        results = _finished(lift, lifted, params[0].device)
         if self.out is None:
             return results
         out = trees.unflatten([next(given) for _ in self._written], trees.structure(self.out))
         write_into(out, trees.unflatten(results, self.container))
         return None
+
+
+def _finished(lift: Lift, lifted: Any, device: torch.device) -> list[Any]:
+    try:
+        return lift.finish(lifted, device)
+    except Exception as error:
+        raise UnfinishedError(str(error)) from error
 
 
 def full_size(size: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import pack
 from persample.numeric import exceptions_noted, is_folded, untraced
+from persample.origin import is_users
+
+
+class TraceError(Exception):
+    """What a loss does cannot be traced: it depends on values, or torch has no rule for it."""
 
 
 class Format(NamedTuple):
@@ -131,6 +137,9 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
 
     Returns:
         Its graph.
+
+    Raises:
+        TraceError: if torch refuses to trace what it does.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # it takes half a second to import
 
@@ -147,10 +156,25 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             device = exceptions[0].device  # an index may lie elsewhere than its table
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        graph = make_fx(flat)(*inputs())
+    # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
+    with FakeTensorMode(allow_non_fake_inputs=True), _force_original_view_tracking(True):
+        try:
+            graph = make_fx(flat)(*inputs())
+        except RuntimeError as error:
+            if is_users(error):
+                raise
+            raise TraceError(said(error)) from error
     captured = _lifted(graph)
     return Traced(graph, captured, values.read, outline, noted)
+
+
+def said(error: Exception) -> str:
+    """Return the first line of what an error says, as text: its traceback would keep the batch alive.
+
+    Args:
+        error: the error.
+    """
+    return f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
 
 
 def _lifted(graph: GraphModule) -> list[Tensor]:

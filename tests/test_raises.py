@@ -1,0 +1,163 @@
+"""Losses that raise: how often they are called, and whose error appears."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch import nn
+
+import persample as ps
+from persample import clear_cache, per_sample_grads
+
+F64 = torch.float64
+ENGINES = ("eager", "compiled", "loop")
+MODELS = {
+    "linear layers": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),  # the short way
+    "matrices": lambda: {"w": torch.ones(2, 3, dtype=F64)},
+}
+
+
+class OwnError(RuntimeError):
+    """An error of the user's."""
+
+
+def value_error():
+    raise ValueError("mine")
+
+
+def runtime_error():
+    if True:
+        raise RuntimeError("mine: same dtype, in-place operation")
+
+
+def own_error():
+    raise OwnError("mine")
+
+
+def missing_key():
+    return {}["mine"]
+
+
+def failed_assertion():
+    assert ENGINES == (), "mine"
+
+
+def error_of_an_error():
+    try:
+        missing_key()
+    except KeyError as error:
+        raise ValueError("mine") from error
+
+
+RAISES = {
+    value_error: ValueError,
+    runtime_error: RuntimeError,
+    own_error: OwnError,
+    missing_key: KeyError,
+    failed_assertion: AssertionError,
+    error_of_an_error: ValueError,
+}
+
+
+def calls_until(error, model, act, engine, reduce=None, x=None):
+    """Return how often a loss that fails was called, and the error."""
+    count = 0
+
+    def loss(params, x):
+        nonlocal count
+        count += 1
+        value = params(x).sum() if isinstance(params, nn.Module) else (params["w"] @ x).sum()
+        act()
+        return value
+
+    clear_cache()
+    x = torch.randn(5, 3, dtype=F64) if x is None else x
+    with pytest.raises(error) as raised:
+        per_sample_grads(loss, model, x, reduce, engine=engine)
+    return count, raised.value
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("act", RAISES, ids=lambda act: act.__name__)
+def test_a_loss_that_raises_is_called_once(act, model, engine):
+    for reduce in (ps.Norm(), None):
+        count, error = calls_until(RAISES[act], MODELS[model](), act, engine, reduce)
+        assert type(error) is RAISES[act]
+        assert "mine" in str(error)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        assert (last.filename, last.name) == (__file__, act.__name__)
+        assert count == 1
+
+
+def two_shapes():
+    return torch.ones(2) @ torch.ones(3)
+
+
+@pytest.mark.parametrize(("engine", "most"), [("eager", 2), ("compiled", 2), ("loop", 1)])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_error_of_torchs_takes_two_calls_at_most(model, engine, most):
+    count, error = calls_until(RuntimeError, MODELS[model](), two_shapes, engine, ps.Norm())
+    assert "size" in str(error)
+    assert count <= most
+
+
+def test_what_wraps_a_refusal_of_the_short_way_is_no_error():
+    def loss(model, x):
+        try:
+            assert model[0].weight.requires_grad in {True, False}  # which the short way refuses to tell
+        except Exception as error:
+            raise ValueError("mine") from error
+        return model(x).sum()
+
+    model, x = MODELS["linear layers"](), torch.randn(5, 3, dtype=F64)
+    norms = [per_sample_grads(loss, model, x, ps.Norm(), engine=engine) for engine in ENGINES]
+    assert_trees_close(norms[:2], [norms[2]] * 2, 1e-9)
+
+
+def test_lengths_that_were_made_up_may_be_refused():
+    """A second length has a program for all of them tried, at lengths of ours."""
+
+    def loss(w, x):
+        return {3: 1.0, 6: 2.0}[len(x)] * (w * x).sum().sin()
+
+    w = torch.tensor(0.7, dtype=F64)
+    for length in (3, 6):
+        x = torch.randn(4, length, dtype=F64)
+        expected, actual = (per_sample_grads(loss, w, x, ps.Norm(), engine=engine) for engine in ("loop", "compiled"))
+        assert_trees_close(actual, expected, 1e-9)
+    with pytest.raises(KeyError, match="4"):
+        per_sample_grads(loss, w, torch.randn(4, 4, dtype=F64), ps.Norm(), engine="compiled")
+
+
+@pytest.mark.parametrize(
+    ("error", "blamed"), [(AttributeError, False), (ImportError, False), (AssertionError, False), (RuntimeError, True)]
+)
+def test_the_loss_is_not_blamed_for_errors_of_torchs(monkeypatch, error, blamed):
+    """An internal error, here in a function of torch that fails while it is traced, says that it is one."""
+    clear_cache()
+    namespace = {"error": error, "FakeTensor": torch._subclasses.FakeTensor}
+    code = "def broken(x):\n    if isinstance(x, FakeTensor): raise error('no attribute')\n    return x"
+    exec(compile(code, torch.__file__.replace("__init__", "broken"), "exec"), namespace)
+
+    monkeypatch.setattr(torch, "broken_for_a_test", namespace["broken"], raising=False)
+
+    def loss(w, x):
+        plain = x
+        while torch._C._functorch.is_functorch_wrapped_tensor(plain):
+            plain = torch._C._functorch.get_unwrapped(plain)
+        torch.broken_for_a_test(plain)
+        return (w * x).sum()
+
+    w, x = torch.randn(3, dtype=F64), torch.randn(4, 3, dtype=F64)
+    for _ in range(2):  # the second time it is remembered
+        with pytest.raises(RuntimeError) as raised:
+            per_sample_grads(loss, w, x, ps.Norm(), engine="compiled")
+        assert (type(raised.value) is ps.LossError) is blamed
+        expected = r"loss_fn cannot be compiled" if blamed else r"failed inside of torch.*not to blame.*engine='eager'"
+        assert re.search(expected, str(raised.value))
+        assert error.__name__ in str(raised.value)
