@@ -8,13 +8,17 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from persample.rewrites.caught import Caught
+from persample.rewrites.distances import DISTANCES
+from persample.rewrites.filling import FILLING
 from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
+from persample.rewrites.nested import NESTED
 from persample.rewrites.packing import PACKING
 from persample.rewrites.recurrent import RECURRENT
 from persample.rewrites.rows import SecondDerivativeError, composed, plain_autograd
+from persample.rewrites.strides import STRIDES, any_format
 
-_REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
+_REWRITES = {**DISTANCES, **FILLING, **FUNCTIONAL, **LOOKUPS, **NESTED, **PACKING, **RECURRENT, **STRIDES}
 
 
 class rewritten(TorchFunctionMode):  # noqa: N801
@@ -53,6 +57,8 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         Returns:
             What the function returns.
         """
+        if kwargs and "memory_format" in kwargs and args:
+            kwargs = any_format(args[0], kwargs)
         return self._rewrites.get(func, func)(*args, **(kwargs or {}))
 
 

@@ -71,9 +71,10 @@ def _convolution(
     # As if with T = 1: one too small to be kept is put off too, for ``Conv`` writes it out with one copy less.
     if list(wanted) != [False, True, False] or not mode.keeps(1, kernel.numel(), grad, images):
         return None
-    geometry = tuple(stride), tuple(padding), tuple(dilation)
+    axes = kernel.ndim - 2  # a list of one number, of padding="valid" say, speaks of all of them
+    stride, padding, dilation = (tuple(x) * axes if len(x) == 1 else tuple(x) for x in (stride, padding, dilation))
     signals, inputs = (images, grad) if transposed else (grad, images)
-    term = Correlations(signals, inputs, tuple(kernel.shape), geometry, groups, tuple(kernel.shape))
+    term = Correlations(signals, inputs, tuple(kernel.shape), (stride, padding, dilation), groups, tuple(kernel.shape))
     if not term.is_regular:
         return None
     return None, _made(mode, term, grad), None
