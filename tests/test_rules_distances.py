@@ -53,6 +53,19 @@ def test_distances_in_a_loss_that_differentiates_twice_or_maps(p):
     assert_mapped_is_looped(lambda w, y, x: torch.cdist(w * x[0], y * w[:1], p).sum() + w.sum(), draw(5, 3), (x,))
 
 
+def test_distances_of_a_function_that_torch_calls_back():
+    def distances(a, b):
+        return torch.cdist(a, b, 1.0)[0]
+
+    def loss(w, x):
+        triplets = F.triplet_margin_with_distance_loss(
+            w, w + 1, w * 0.5, distance_function=distances, margin=9.0, reduction="none"
+        )
+        return triplets @ x
+
+    assert_eager_is_loop(loss, draw(5, 3), draw(4, 5), WANTED)
+
+
 def test_all_of_several_largest_differences_have_the_gradient():
     w = torch.tensor([[1.0, 1.0, 0.5], [3.0, -1.0, 0.0]], dtype=torch.float64)
     for again in (0, 1):  # by the kernel, and by its composition

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +60,13 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         """
         if kwargs and "memory_format" in kwargs and args:
             kwargs = any_format(args[0], kwargs)
+        if kwargs and kwargs.get("distance_function") is not None:  # the loss's own, called where no mode is at work
+            kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         return self._rewrites.get(func, func)(*args, **(kwargs or {}))
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self:
+            return function(*args)
 
 
 __all__ = ["Caught", "SecondDerivativeError", "composed", "plain_autograd", "rewritten"]
