@@ -60,6 +60,11 @@ _VMAP_CAUSES = [
         f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
     ),
     (
+        r"view size is not compatible",
+        "views in another shape what does not lie in one piece, perhaps because the samples lie in between",
+        f"Use .reshape() instead of .view(), {_LOOP}.",
+    ),
+    (
         r"Sparse CS[RC]|'Sparse\w*' backend",
         "uses a sparse tensor, which vmap cannot batch",
         f"Use a dense one, {_LOOP}.",

@@ -127,7 +127,8 @@ class Case:
         both = [(x, 1.03 * x) for x in given]
         if self.looped:  # without the vmap whose rules are in question
             return sum(itertools.starmap(inner, zip(*both, strict=True)))
-        return vmap(inner)(*map(torch.stack, both)).sum()
+        axis = -1 if self.seed % 3 else 0
+        return vmap(inner, in_dims=axis)(*(torch.stack(pair, axis) for pair in both)).sum()
 
     def total(self, values):
         input, args, kwargs = pytree.tree_unflatten(values, self.structure)  # noqa: A001

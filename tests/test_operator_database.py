@@ -77,7 +77,7 @@ def test_some_operations(form):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", FORMS)
 def test_all_operations(form):
-    compare(operations(), form, 10)
+    compare(operations(), form, 10 if form == "function" else 5)
 
 
 def test_a_wrong_result_is_found():

@@ -92,6 +92,7 @@ BAD = {
     "fill beyond": (lambda w: w.index_fill(0, torch.tensor([7]), w[0, 0]), "out of bounds"),
     "fill axis": (lambda w: w.index_fill(2, ROWS, w[0, 0]), "out of range"),
     "scattered": (lambda w: torch.select_scatter(w, w, 0, 1), "size"),
+    "rolled": (lambda w: w[0, 0].roll(1, 0), "no dimensions"),
     "slopes": (lambda w: F.prelu(w, w[0, :2]), "Mismatch of parameter numbers"),
 }
 

@@ -106,11 +106,12 @@ def test_gradients_that_torch_keeps_as_zeros_without_memory(reduce):
     assert_eager_is_loop(loss, {"w": draw(4, 3), "scale": draw(())}, draw(5), reduce)
 
 
-@pytest.mark.parametrize("case", ["sparse", "selected", "drawn"])
+@pytest.mark.parametrize("case", ["sparse", "selected", "drawn", "viewed"])
 def test_what_cannot_be_batched_is_named(case):
     loss, match, options = {
         "sparse": (lambda w, x: (w * x).to_sparse().to_dense().sum(), "uses a sparse tensor", {}),
         "selected": (lambda w, x: (w * x).masked_select(x > 0).sum(), "reads values of a sample", {}),
+        "viewed": (lambda w, x: (w * x).expand(2, 3).mT.view(6).sum(), "views in another shape", {}),
         "drawn": (lambda w, x: (w * torch.normal(x)).sum(), "that vmap cannot batch", {"randomness": "same"}),
     }[case]
     with pytest.raises(LossError, match=match):

@@ -69,6 +69,10 @@ def test_undoing_a_pooling_of_channels_that_come_last():
     assert_eager_is_loop(lambda w, x: (F.max_unpool2d(w, places, 2) * x).sum(), pooled, x, WANTED)
 
 
+def test_scalars_are_not_rolled_from_sample_to_sample():
+    assert_eager_is_loop(lambda w, x: (w * x).roll(1) + torch.roll(x, 2) * w, draw(()), draw(4), WANTED)
+
+
 NESTED = {
     "mse": lambda w, y, x: F.mse_loss(w * 1.5, y),
     "mse of one": lambda w, y, x: F.mse_loss(w[:1] * x[0, :1], y[:1], reduction="sum"),

@@ -1,4 +1,4 @@
-"""Operations that torch.func batches well once, but not where one vmap is inside of another."""
+"""Operations that torch.func batches well but for scalars, or but for one vmap inside of another."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
     return torch.where(input > 0, input, weight.reshape(shape) * input)
 
 
+def _roll(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    if input.ndim:
+        return torch.roll(input, *args, **kwargs)
+    torch.roll(torch.zeros(()), *args, **kwargs)  # may raise
+    return input.clone()  # of scalars torch.func rolls the samples
+
+
 def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002
     if not isinstance(index, int) or src.shape != input.select(dim, index).shape:
         return torch.select_scatter(input, src, dim, index)  # raises
@@ -66,6 +73,8 @@ NESTED: dict[Any, Callable[..., Any]] = {
     F.smooth_l1_loss: functools.partial(_reduced, F.smooth_l1_loss, _smooth_l1),
     torch.prelu: _prelu,
     Tensor.prelu: _prelu,
+    torch.roll: _roll,
+    Tensor.roll: _roll,
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
 }
