@@ -24,13 +24,13 @@ def deviation(actual, expected):
     """The largest difference beside what is expected; NaN agrees with NaN."""
     pairs = list(zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True))
     assert all(a.shape == e.shape for a, e in pairs)
-    finite = [e.nan_to_num(0, 0, 0).abs().max().item() if e.numel() else 0.0 for _, e in pairs]
-    least = 1e-3 * max(finite)  # what cancels to nothing has no accuracy of its own
+    # Beside the largest number of all: what cancels to nothing has no accuracy of its own.
+    size = max([e.nan_to_num(0, 0, 0).abs().max().item() for _, e in pairs if e.numel()] + [1e-3])
     worst = 0.0
-    for (a, e), size in zip(pairs, finite, strict=True):
+    for a, e in pairs:
         differs = ~((a == e) | (a.isnan() & e.isnan()))
         if differs.any():
-            worst = max(worst, ((a - e)[differs].abs() / max(size, least, 1e-12)).nan_to_num(torch.inf).max().item())
+            worst = max(worst, ((a - e)[differs].abs() / size).nan_to_num(torch.inf).max().item())
     return worst
 
 
@@ -70,7 +70,7 @@ def compare(ops, form, most):
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its samples
 @pytest.mark.parametrize("form", FORMS)
 def test_some_operations(form):
-    compare(random.Random(form).sample(operations(), 30), form, 2)
+    compare(random.Random(form).sample(operations(), 10), form, 2)
 
 
 @pytest.mark.slow
