@@ -31,7 +31,8 @@ _VMAP_CAUSES = [
         STOP_STATISTICS,
     ),
     (
-        r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy",
+        r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy"
+        r"|differently shaped",
         "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
         f"Use torch.where or a mask instead, {_LOOP}.",
     ),
@@ -56,7 +57,18 @@ _VMAP_CAUSES = [
         f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
     ),
     (
-        r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support",
+        r"view size is not compatible",
+        "views in another shape what does not lie in one piece, perhaps because the samples lie in between",
+        f"Use .reshape() instead of .view(), {_LOOP}.",
+    ),
+    (
+        r"Sparse CS[RC]|'Sparse\w*' backend",
+        "uses a sparse tensor, which vmap cannot batch",
+        f"Use a dense one, {_LOOP}.",
+    ),
+    (
+        r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support"
+        r"|same randomness with a batched",
         "uses an operation that vmap cannot batch",
         f"Replace the operation, {_LOOP}.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,13 +10,27 @@ from torch.overrides import TorchFunctionMode
 
 from persample.rewrites.caught import Caught
 from persample.rewrites.copies import COPIES
+from persample.rewrites.distances import DISTANCES
+from persample.rewrites.filling import FILLING
 from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
+from persample.rewrites.nested import NESTED
 from persample.rewrites.packing import PACKING
 from persample.rewrites.recurrent import RECURRENT
 from persample.rewrites.rows import SecondDerivativeError, composed, plain_autograd
+from persample.rewrites.strides import STRIDES, any_format
 
-_REWRITES = {**COPIES, **FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
+_REWRITES = {
+    **COPIES,
+    **DISTANCES,
+    **FILLING,
+    **FUNCTIONAL,
+    **LOOKUPS,
+    **NESTED,
+    **PACKING,
+    **RECURRENT,
+    **STRIDES,
+}
 
 
 class rewritten(TorchFunctionMode):  # noqa: N801
@@ -54,7 +69,15 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         Returns:
             What the function returns.
         """
+        if kwargs and "memory_format" in kwargs and args:
+            kwargs = any_format(args[0], kwargs)
+        if kwargs and kwargs.get("distance_function") is not None:  # the loss's own, called where no mode is at work
+            kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         return self._rewrites.get(func, func)(*args, **(kwargs or {}))
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self:
+            return function(*args)
 
 
 __all__ = ["Caught", "SecondDerivativeError", "composed", "plain_autograd", "rewritten"]

@@ -71,18 +71,14 @@ def _convolution(
     # As if with T = 1: one too small to be kept is put off too, for ``Conv`` writes it out with one copy less.
     if list(wanted) != [False, True, False] or not mode.keeps(1, kernel.numel(), grad, images):
         return None
-    axes = kernel.ndim - 2
-    geometry = _of_axes(stride, axes), _of_axes(padding, axes), _of_axes(dilation, axes)
+    axes = kernel.ndim - 2  # a list of one number, of padding="valid" say, speaks of all of them
+    stride, padding, dilation = (tuple(x) * axes if len(x) == 1 else tuple(x) for x in (stride, padding, dilation))
     signals, inputs = (images, grad) if transposed else (grad, images)
-    term = Correlations(signals, inputs, tuple(kernel.shape), geometry, groups, tuple(kernel.shape))
+    term = Correlations(signals, inputs, tuple(kernel.shape), (stride, padding, dilation), groups, tuple(kernel.shape))
     if not term.is_regular:
         return None
     return None, _made(mode, term, grad), None
 
-
-def _of_axes(numbers: Sequence[int], axes: int) -> tuple[int, ...]:
-    """Return one number per axis: where padding is "valid" or a tuple of length 1, one stands for all."""
-    return tuple(numbers) if len(numbers) == axes else tuple(numbers) * axes
 
 
 def _embedding(  # noqa: PLR0917 (as torch's)

@@ -1,0 +1,170 @@
+"""Losses made of torch's operator database: one operation, its tensors parameters, samples or constants."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.func import grad, vmap
+from torch.utils import _pytree as pytree
+
+from persample import Loss, Norm, Stack, Sum, per_sample_grads
+
+B, F64 = 3, torch.float64
+# Of a tensor of floats: a parameter; a parameter times what is each sample's own; each sample's own; the same for all.
+FLOATS, OTHERS = ("parameter", "activation", "sample", "constant"), ("sample", "constant")
+# How the operation is called, and the loss computed: "mapped" by a vmap inside of the loss.
+FORMS = ("function", "deferred", "derivative", "mapped", "last axis", "method", "in place")
+UNSET = "what it returns is not set to anything"
+EXCLUDED = {
+    "empty_like": UNSET,
+    "new_empty": UNSET,
+    "new_empty_strided": UNSET,
+    "empty": UNSET,
+    "empty_strided": UNSET,
+    "empty_permuted": UNSET,
+    "native_group_norm": "its kernel takes weights for contiguous; torch.group_norm sees to it",
+    "linalg.pinv": "of a matrix without elements, and tolerances per sample, the leading axes are lost",
+}
+KEPT = {"linalg.pinv"}  # but for samples without elements
+
+
+def name_of(op):
+    return f"{op.name} {op.variant_test_name}".strip()
+
+
+def call_of(op, form):
+    if form == "in place":
+        return op.inplace_variant and (lambda x, *args, **kwargs: op.inplace_variant(x.clone(), *args, **kwargs))
+    return op.method_variant if form == "method" else op.op
+
+
+def is_operand(x):
+    kinds = (F64, torch.bool, torch.int32, torch.int64)
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.dtype in kinds
+
+
+def tensors(sample):
+    return [x for x in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
+
+
+def samples_of(op, rng, most):
+    """Some of an operation's small samples."""
+    every = list(op.sample_inputs("cpu", F64, requires_grad=op.supports_autograd))
+    small = [s for s in every if sum(x.numel() for x in tensors(s)) <= 2000 and any(map(is_operand, tensors(s)))]
+    if op.name in KEPT:
+        small = [s for s in small if s.input.numel()]
+    return rng.sample(small, most) if len(small) > most else small
+
+
+def mixtures(sample, rng, most):
+    """Roles of the sample's operands: all, or some."""
+    roles = [FLOATS if x.dtype == F64 else OTHERS for x in tensors(sample) if is_operand(x)]
+    grid = list(itertools.product(*roles)) if len(roles) <= 5 else [tuple(map(rng.choice, roles)) for _ in range(most)]
+    return rng.sample(grid, most) if len(grid) > most else grid
+
+
+def vary(x, i, generator):
+    """One sample's own: numbers near those given, of the same signs, or the given integers in another order."""
+    if x.dtype == F64:
+        return x * (0.9 + 0.2 * torch.rand(x.shape, dtype=F64, generator=generator))
+    return x.flatten().roll(i).view(x.shape) if x.numel() else x.clone()
+
+
+@dataclass
+class Case:
+    """The loss of one sample: what an operation returns, each number of it times its own coefficient."""
+
+    call: object
+    sample: object
+    roles: tuple
+    form: str
+    seed: int
+    params: dict = field(default_factory=dict)
+    batch: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        self.params["scale"] = torch.tensor(0.7, dtype=F64)
+        self.batch["factor"] = 1 + torch.rand(B, dtype=F64, generator=generator)
+        leaves, self.structure = pytree.tree_flatten((self.sample.input, self.sample.args, self.sample.kwargs))
+        self.leaves = [x.detach().clone() if is_operand(x) else x for x in leaves]
+        self.places = [k for k, x in enumerate(self.leaves) if is_operand(x)]
+        for place, role in zip(self.places, self.roles, strict=True):
+            x = self.leaves[place]
+            if role in {"activation", "sample"}:
+                self.batch[str(place)] = torch.stack([vary(x, i, generator) for i in range(B)])
+            if role in {"activation", "parameter"}:
+                self.params[str(place)] = x if role == "parameter" else torch.ones((), dtype=F64)
+        self.coefficients, self.looped = [], True
+
+    def __call__(self, params, batch):
+        values = list(self.leaves)
+        for key in {*params, *batch} - {"scale", "factor"}:
+            factors = [given[key] for given in (params, batch) if key in given]
+            values[int(key)] = factors[0] * factors[1] if len(factors) > 1 else factors[0]
+        total = self.nested(values)
+        # Half of the operations receive the same gradient for all samples: other rules are at work then.
+        return params["scale"] * batch["factor"] * total if self.seed % 2 else total + params["scale"] * batch["factor"]
+
+    def nested(self, values):
+        floats = [k for k in self.places if self.leaves[k].dtype == F64]
+        if self.form not in {"derivative", "mapped"} or not floats:
+            return self.total(values)
+        places = sorted({floats[self.seed % len(floats)], floats[self.seed // 7 % len(floats)]})
+        given = [values[k] for k in places]
+
+        def inner(*own):
+            return self.total([dict(zip(places, own, strict=True)).get(k, x) for k, x in enumerate(values)])
+
+        if self.form == "derivative":
+            return grad(inner)(*given).sin().sum()
+        both = [(x, 1.03 * x) for x in given]
+        if self.looped:  # without the vmap whose rules are in question
+            return sum(itertools.starmap(inner, zip(*both, strict=True)))
+        axis = -1 if self.seed % 3 else 0
+        return vmap(inner, in_dims=axis)(*(torch.stack(pair, axis) for pair in both)).sum()
+
+    def total(self, values):
+        input, args, kwargs = pytree.tree_unflatten(values, self.structure)  # noqa: A001
+        out = self.sample.output_process_fn_grad(self.call(input, *args, **kwargs))
+        numbers = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in pytree.tree_leaves(out)]
+        if not self.coefficients:
+            self.coefficients = [0.5 + torch.arange(x.numel()).mul(0.618).frac().to(F64).view(x.shape) for x in numbers]
+        pairs = zip(self.coefficients, numbers, strict=True)
+        return sum(((c.reshape(x.shape) * x.to(F64)).sum() for c, x in pairs), torch.zeros((), dtype=F64))
+
+
+def measure(case, engine):
+    """Losses, gradients and norms of a case."""
+    case.looped = engine == "loop"
+    wanted = {"loss": Loss(), "grads": Stack(), "norm": Norm()}
+    batch, options = case.batch, {}
+    if case.form == "deferred":  # whole gradients are not put off
+        wanted = {"loss": Loss(), "sum": Sum(), "norm": Norm(per_param=True)}
+    if case.form == "last axis":
+        batch = {key: x.movedim(0, -1).contiguous() for key, x in batch.items()}
+        options["in_dims"] = (None, ({key: x.ndim - 1 for key, x in batch.items()},))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return per_sample_grads(case, case.params, (batch,), wanted, engine=engine, randomness="same", **options)
+
+
+def cases(op, form, most):
+    """Some cases of one operation."""
+    rng = random.Random(zlib.crc32(f"{name_of(op)} {form}".encode()))
+    call = call_of(op, form)
+    for sample in samples_of(op, rng, most) if call else ():
+        if form in {"method", "in place"} and not isinstance(sample.input, torch.Tensor):
+            continue
+        yield from map(partial(_case, call, sample, form, rng), mixtures(sample, rng, most))
+
+
+def _case(call, sample, form, rng, roles):
+    return Case(call, sample, roles, form, rng.randrange(10**6))

@@ -1,0 +1,87 @@
+"""torch's operator database under the eager engine: whatever torch.func has wrong is replaced, or refused by name."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from operator_cases import EXCLUDED, F64, FORMS, KEPT, cases, measure, name_of
+from torch.utils import _pytree as pytree
+
+from persample.errors import LossError
+
+pytest.importorskip("expecttest")  # which torch's own tests are written with
+
+
+def operations():
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    excluded = EXCLUDED.keys() - KEPT
+    return [op for op in op_db if F64 in op.dtypes and op.name not in excluded]
+
+
+def deviation(actual, expected):
+    """The largest difference beside what is expected; NaN agrees with NaN."""
+    pairs = list(zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True))
+    assert all(a.shape == e.shape for a, e in pairs)
+    # Beside the largest number of all: what cancels to nothing has no accuracy of its own.
+    size = max([e.nan_to_num(0, 0, 0).abs().max().item() for _, e in pairs if e.numel()] + [1e-3])
+    worst = 0.0
+    for a, e in pairs:
+        differs = ~((a == e) | (a.isnan() & e.isnan()))
+        if differs.any():
+            worst = max(worst, ((a - e)[differs].abs() / size).nan_to_num(torch.inf).max().item())
+    return worst
+
+
+def outcome(case):
+    """What came of a case: agreed, refused, not differentiable (by torch), or what is wrong."""
+    try:
+        expected = measure(case, "loop")
+    except Exception:  # noqa: BLE001 - not a loss: torch does not differentiate this, or these roles make no sense
+        return "no loss"
+    try:
+        actual = measure(case, "eager")
+    except LossError:
+        return "refused"
+    except Exception as error:  # noqa: BLE001 - a crash, which is a finding
+        return f"{type(error).__name__}: {error}"
+    off = deviation(actual, expected)
+    return "agreed" if off <= 1e-9 else f"off by {off:g}"
+
+
+def compare(ops, form, most):
+    """Compare the engines for some cases of each operation; print how many agreed."""
+    counts, refused, wrong, known = Counter(), set(), [], {"agreed", "refused", "no loss"}
+    for op in ops:
+        for case in cases(op, form, most):
+            found = outcome(case)
+            counts[found if found in known else "wrong"] += 1
+            if found == "refused":
+                refused.add(name_of(op))
+            elif found not in known:
+                shapes = [tuple(case.leaves[k].shape) for k in case.places]
+                wrong.append(f"{name_of(op)} {case.roles} {shapes} {case.sample.kwargs}: {found}")
+    print(f"{form}: {len(ops)} operations, {dict(counts)}, refused: {', '.join(sorted(refused))}")  # noqa: T201
+    assert not wrong, "\n".join(wrong)
+    assert counts["agreed"] > counts["refused"]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its samples
+@pytest.mark.parametrize("form", FORMS)
+def test_some_operations(form):
+    compare(random.Random(form).sample(operations(), 10), form, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS)
+def test_all_operations(form):
+    compare(operations(), form, 10 if form == "function" else 5)
+
+
+def test_a_wrong_result_is_found():
+    right = {"a": torch.ones(2, dtype=F64), "b": torch.tensor([1.0, torch.nan], dtype=F64)}
+    assert deviation(right, right) == 0
+    assert deviation({**right, "b": torch.tensor([1.0, 2.0], dtype=F64)}, right) == torch.inf
+    assert deviation({**right, "a": torch.tensor([1.0, 1 + 1e-7], dtype=F64)}, right) > 1e-9
