@@ -118,7 +118,7 @@ def _gradients(grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | N
 
 
 def _irregular(query: Tensor, key: Tensor) -> Tensor:
-    """Return which heads ``[N, H]`` have a NaN or an infinity where the kernel may take it for a mask."""
+    """Return which heads ``[N, H]`` have NaN where the kernel may take it for a mask (pytorch/pytorch#141128)."""
     return ~(query.sum((-2, -1)) + key.sum((-2, -1))).isfinite()
 
 

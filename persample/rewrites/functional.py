@@ -109,7 +109,7 @@ def _smooth_l1_loss(  # noqa: PLR0917 - as torch's
     reduction: str = "mean",
     beta: float = 1.0,
 ) -> Tensor:
-    # torch.func's own gradient of it takes NaN for 0, unlike torch's, and unlike that of this one.
+    # torch.func's gradient of it (pytorch/pytorch#99429) takes NaN for 0, unlike torch's, and unlike that of this one.
     if not beta > 0 or size_average is not None or reduce is not None:
         return F.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
     return F.huber_loss(input, target, reduction, beta) / beta
