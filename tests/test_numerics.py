@@ -176,6 +176,7 @@ TRANSFORMS = {
 
 
 @forward_mode
+@pytest.mark.filterwarnings("ignore:engine='compiled' compiles the same loss_fn")
 @pytest.mark.parametrize("engine", ["eager", compiled])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", FUNCTIONS)
