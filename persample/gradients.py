@@ -134,21 +134,29 @@ class Gradients:
         Returns:
             One sum per parameter, ``[*shape]``, real.
         """
-        distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype]] = {}  # as a rule one
+        distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype, Any]] = {}  # as a rule one
         sums = []
         for factor, scale, dtype in zip(self.weighted_factors, scales, dtypes, strict=True):
             key = id(scale), dtype
             if key not in distinct:
                 distinct[key] = self._coefficients(scale, dtype)
-            sums.append(factor.weighted_sum(*distinct[key]).to(dtype))
+            coefficients, wide, rest = distinct[key]
+            total = factor.weighted_sum(coefficients, wide)
+            sums.append((total if rest is None else total + rest).to(dtype))
         return sums
 
-    def _coefficients(self, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, torch.dtype]:
-        """Return wᵢ sᵢ, and the dtype to add up in: float32 may be too narrow for scales of huge or tiny gradients."""
+    def _coefficients(
+        self, scale: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor | None, torch.dtype, Tensor | None]:
+        """Return wᵢ sᵢ, the dtype to add up in, and what is added to every element of the sum.
+
+        float32 may be too narrow for scales of huge or tiny gradients; and NaN among the scales is in all of the sum,
+        also where factors leave zeros out.
+        """
         if scale is None:
-            return self.weights, dtype
+            return self.weights, dtype, None
         scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
-        return (scale, torch.float64) if exceeds(scale) else (scale.to(dtype), dtype)
+        return (scale, torch.float64, 0 * scale.sum()) if exceeds(scale) else (scale.to(dtype), dtype, None)
 
 
 def _is_small(factor: Factor) -> bool:

@@ -31,7 +31,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of reals (one more axis of size 2), any other as it is."""
+    """Return a complex tensor as pairs of reals (one more axis of size 2), any other as it is; zeros with memory."""
+    x = x.clone() if x._is_zerotensor() else x  # torch's gradient of sgn, say, which nobody could read or write
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -124,8 +125,12 @@ def untraced() -> Iterator[None]:
         yield
 
 
-def _holds(exceptional: Tensor) -> bool:
-    """Return whether an exceptional case is there; a program that is traced assumes that it is not."""
+def holds(exceptional: Tensor) -> bool:
+    """Return whether an exceptional case is there; a program that is traced assumes that it is not, and notes it.
+
+    Args:
+        exceptional: a 0-d bool tensor.
+    """
     if not is_traced(exceptional):
         return bool(exceptional)
     if getattr(flags, "noted", None) is not None:
@@ -152,7 +157,7 @@ def exceeds(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether some entry of ``x [B]``, other than 0, is larger than a bound or smaller than its inverse."""
     if not x.numel() or is_wrapped(x) or (not is_traced(x) and _within(x, 1 / bound, bound)):  # as a rule all positive
         return False
-    return _holds(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
+    return holds(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
 
 
 def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

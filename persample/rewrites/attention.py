@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from persample.numeric import full_precision, is_autocast
+from persample.numeric import full_precision, holds, is_autocast
 from persample.rewrites.levels import differentiated
 from persample.rewrites.rows import differentiated_once
 from persample.trees import map_tensors
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_math = torch.ops.aten._scaled_dot_product_attention_math  # composed of operations
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -90,19 +93,43 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """The kernel: attention, and the logarithms of its normalizers."""
-    out, normalizers = _forward(*map(_as_images, (query, key, value)), 0.0, is_causal, scale=scale)
-    return out.reshape(query.shape), normalizers.reshape(query.shape[:-1])
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel: attention, the logarithms of its normalizers, and which heads were computed without it."""
+    images = [_as_images(x) for x in (query, key, value)]
+    out, normalizers = _forward(*images, 0.0, is_causal, scale=scale)
+    composed = _irregular(*images[:2])
+    if holds(composed.any()):
+        out[composed] = _composed(*(x[composed] for x in images), is_causal=is_causal, scale=scale)
+    heads = query.shape[:-2]
+    return out.reshape(query.shape), normalizers.reshape(query.shape[:-1]), composed.reshape(heads)
 
 
 def _gradients(grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, ...]:
-    """The kernel's own."""
-    *same, normalizers = tensors
+    """The kernel's own, but for the heads that were computed without it."""
+    *same, normalizers, composed = tensors
     images = [_as_images(x) for x in (grad, *same)]
-    normalizers = normalizers.reshape(images[0].shape[:-1])
+    normalizers, composed = normalizers.reshape(images[0].shape[:-1]), composed.reshape(images[0].shape[:-2])
     grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
+    if holds(composed.any()):
+        attend = functools.partial(_composed, is_causal=is_causal, scale=scale)
+        found = _differentiated(attend, *(x[composed] for x in images[:4]))
+        grads = [x.index_put((composed,), y) for x, y in zip(grads, found, strict=False)]
     return tuple(x.reshape(like.shape) for x, like in zip(grads, same, strict=False))
+
+
+def _irregular(query: Tensor, key: Tensor) -> Tensor:
+    """Return which heads ``[N, H]`` have NaN where the kernel may take it for a mask (pytorch/pytorch#141128)."""
+    return ~(query.sum((-2, -1)) + key.sum((-2, -1))).isfinite()
+
+
+def _composed(*tensors: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    return _math(*tensors, None, 0.0, is_causal, scale=scale)[0]
+
+
+def _differentiated(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    with temporarily_clear_interpreter_stack(), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(function(*leaves), leaves, grad)
 
 
 def _as_images(x: Tensor) -> Tensor:

@@ -101,6 +101,20 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
+def _smooth_l1_loss(  # noqa: PLR0917 - as torch's
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    beta: float = 1.0,
+) -> Tensor:
+    # torch.func's gradient of it (pytorch/pytorch#99429) takes NaN for 0, unlike torch's, and unlike that of this one.
+    if not beta > 0 or size_average is not None or reduce is not None:
+        return F.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
+    return F.huber_loss(input, target, reduction, beta) / beta
+
+
 def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
     if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
         return function(input, **kwargs)
@@ -126,6 +140,7 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     _nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
     torch.bilinear: _bilinear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.smooth_l1_loss: _smooth_l1_loss,
     **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},
     **{
         function: functools.partial(_normalized, function)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from persample.engines.compiled.kernels import kept
 from persample.engines.compiled.products import choose
 from persample.engines.compiled.streaming import stream
 from persample.engines.compiled.tanh import tanh
@@ -65,7 +66,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = {**select_decomp_table(), _aten.tanh.default: tanh}
+    table = kept({**select_decomp_table(), _aten.tanh.default: tanh})
     if mode.shape_env is not None:  # those of products treat very small ones apart, and so split the sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:

@@ -70,10 +70,15 @@ class Traced:
 
 
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (so it is called)
+_ZEROS = torch.ops.aten._efficientzerotensor.default  # noqa: SLF001
 
 
 class _Values(TorchDispatchMode):
-    """Lets values of tensors be read that are not traced: those that the loss closed over."""
+    """Lets values of tensors be read that are not traced: those that the loss closed over.
+
+    And gives zeros memory, which torch's tangents and gradients do without: operations on such end in fake tensors that
+    are none, or in the process.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,6 +96,8 @@ class _Values(TorchDispatchMode):
         Returns:
             What the operation returns.
         """
+        if func is _ZEROS:
+            return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
         if func is not _READ or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with untraced():

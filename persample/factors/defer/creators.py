@@ -154,7 +154,7 @@ CREATORS: dict[Any, Callable[..., Any]] = {
     aten.embedding_dense_backward.default: _embedding,
     aten.new_zeros.default: _zeros_like,
     aten.zeros_like.default: _zeros_like,
-    aten.zeros.default: _zeros,
+    **dict.fromkeys([aten.zeros.default, aten._efficientzerotensor.default], _zeros),
     **dict.fromkeys([aten.arange.default, aten.arange.start, aten.arange.start_step], _arange),
     **{
         func: functools.partial(_follow, func)

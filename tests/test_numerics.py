@@ -1,0 +1,195 @@
+"""NaN in one sample, small gradients of saturated units, and zeros without memory: all engines against the loop."""
+
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
+
+from persample import Aux, ClippedMean, ClippedSum, Gram, Loss, Mean, Norm, Stack, Sum, per_sample_grads
+
+F64 = torch.float64
+WANTED = {"loss": Loss(), "norm": Norm(), "stack": Stack()}
+NAN = [float("nan"), float("inf")]
+forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, when first used
+compiled = pytest.param("compiled", marks=pytest.mark.slow)
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def both(loss, params, batch, wanted, engine="eager", **options):
+    got, loop = (per_sample_grads(loss, params, batch, wanted, engine=e, **options) for e in (engine, "loop"))
+    return tree_flatten(got)[0], tree_flatten(loop)[0]
+
+
+def assert_is_loop(*args, **options):
+    for got, loop in zip(*both(*args, **options), strict=True):
+        torch.testing.assert_close(got, loop, rtol=1e-9, atol=1e-13, equal_nan=True)
+
+
+def attending(role, causal):
+    def loss(w, x):
+        given = dict.fromkeys("qkv", w[None]) | {role: x[None]}
+        out = F.scaled_dot_product_attention(*given.values(), is_causal=causal)
+        return (out[0] * torch.arange(1, 13, dtype=F64).view(3, 4)).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("value", NAN)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+def test_nan_stays_in_its_sample_and_is_not_lost_in_attention(role, causal, value):
+    x = draw(3, 3, 4)
+    x[1, 0, 2] = value
+    assert_is_loop(attending(role, causal), draw(3, 4), x, WANTED)
+
+
+def test_nan_of_first_position_under_causal_attention_leaves_what_does_not_see_it():
+    x = draw(2, 3, 4)
+    x[1, 2] = torch.nan  # position 0 attends to itself alone
+    loss = lambda w, x: F.scaled_dot_product_attention(w[None], w[None], x[None], is_causal=True)[0, 0].sum()
+    assert_is_loop(loss, draw(3, 4), x, WANTED)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_nan_query_is_nan_on_every_engine(engine):
+    x = draw(2, 3, 4)
+    x[1] = torch.nan
+    assert_is_loop(attending("q", False), draw(3, 4), x, WANTED, engine=engine)
+
+
+def test_nan_query_of_weight_zero_is_gone():
+    x, weights = draw(3, 3, 4), torch.tensor([1.0, 0, 1])
+    x[1] = torch.nan
+    loss, w = attending("q", True), draw(3, 4)
+    got = per_sample_grads(loss, w, x, {"sum": Sum(), "clipped": ClippedMean(0.1)}, weights=weights)
+    assert_trees_close(
+        got, per_sample_grads(loss, w, x[[0, 2]], {"sum": Sum(), "clipped": ClippedMean(0.1)}, engine="loop"), 1e-9
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.3}, {"reduction": "sum"}, {"beta": 0.0}], ids=str)
+def test_nan_target_of_smooth_l1_loss_is_nan_in_the_gradient(options):
+    target = draw(3, 5)
+    target[1, 2] = torch.nan
+    assert_is_loop(
+        lambda w, x, t: F.smooth_l1_loss(3 * w * x, t, **options), draw(5), (draw(3, 5).cos(), target), WANTED
+    )
+
+
+def test_nan_scale_of_a_clipped_sample_is_in_all_of_the_sum():
+    x = draw(3, 2, 4)
+    x[1] = torch.nan
+    params = {"table": draw(6, 4), "other": draw(5)}
+    loss = lambda p, x: (F.embedding(torch.tensor([0, 2]), p["table"]) * x).sum() + 0 * p["other"].sum()
+    assert_is_loop(loss, params, x, ClippedSum(1.0))
+
+
+SATURATED = {
+    "tanh": torch.tanh,
+    "tanh of tanh": lambda z: torch.tanh(torch.tanh(z)),
+    "soft margin": lambda z: F.soft_margin_loss(z, torch.ones_like(z)),
+    "hard sigmoid": F.hardsigmoid,
+    "cross entropy": lambda z: F.binary_cross_entropy(z.sigmoid(), torch.full_like(z, 0.3)),
+    "softplus": F.softplus,
+    "log sigmoid": F.logsigmoid,
+    "gelu": lambda z: F.gelu(z, approximate="tanh"),
+    "log softmax": lambda z: F.log_softmax(z, 0)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*soft_margin_loss")
+def test_small_gradients_of_saturated_units_are_those_of_the_loop_in_compiled_code():
+    def loss(params, x):
+        return sum(f(params[name] * x).sum() for name, f in SATURATED.items())
+
+    params = {name: 1 + draw(4) / 20 for name in SATURATED}
+    x = torch.tensor([-36.0, -20, -17, -15, -9, -2, 2, 9, 15, 17, 18, 20], dtype=F64)
+    wanted = {"norm": Norm(per_param=True), "stack": Stack()}
+    got, loop = (per_sample_grads(loss, params, x, wanted, engine=e) for e in ("compiled", "loop"))
+    for name in SATURATED:
+        norms = loop["norm"][name]
+        torch.testing.assert_close(got["norm"][name], norms, rtol=1e-9, atol=0, msg=name)
+        apart = (got["stack"][name] - loop["stack"][name]).norm(dim=1)
+        assert (apart <= 1e-9 * norms).all(), name
+
+
+ZEROS = {
+    "sgn": torch.sgn,
+    "sign": torch.sign,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+}
+REDUCTIONS = {"norm": Norm(), "stack": Stack(), "mean": Mean(), "gram": Gram(), "clipped": ClippedMean(1.0)}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_without_memory_are_gradients_like_others(name, size):
+    params = {"w": draw(4), "u": draw(4)}
+    x = draw(size, 4)
+    losses = [
+        lambda p, x: (ZEROS[name](p["w"]) * x).sum(),
+        lambda p, x: (ZEROS[name](p["w"]) * x + p["u"] * x).sum(),
+        lambda p, x: (ZEROS[name](p["w"]) * p["u"] + torch.cat([p["u"][:2], ZEROS[name](p["w"])[2:]]) * x).sum(),
+    ]
+    for loss in losses:
+        for reduction in REDUCTIONS.values():
+            assert_is_loop(loss, params, x, reduction)
+            for leaf in tree_flatten(per_sample_grads(loss, params, x, reduction))[0]:
+                leaf.add_(1)  # has memory of its own
+    for reduction in REDUCTIONS.values():
+        assert_is_loop(lambda w, x: (ZEROS[name](w) * x).sum(), draw(4), x, reduction)
+
+
+@forward_mode
+def test_zeros_without_memory_as_aux():
+    def loss(w, x):
+        return (w * x).sum(), torch.func.jvp(torch.sgn, (x,), (x,))[1]
+
+    for engine in ("eager", "loop"):
+        per_sample_grads(loss, draw(4), draw(1, 4), Aux(), engine=engine).add_(1)
+
+
+def cat(w, z):
+    return torch.cat([z, w]).tanh()
+
+
+def attention(w, z):
+    return F.scaled_dot_product_attention(z[None], w[None], w[None])[0]
+
+
+def causal(w, z):
+    return F.scaled_dot_product_attention((z @ w)[None], z[None], w[None], is_causal=True)[0]
+
+
+FUNCTIONS = {"cat": cat, "stack": lambda w, z: torch.stack([z, w]).sin(), "attention": attention, "causal": causal}
+TRANSFORMS = {
+    "jvp": lambda f, z: torch.func.jvp(f, (z,), (z.cos(),))[1].square().sum(),
+    "hessian": lambda f, z: torch.func.hessian(lambda y: f(y).sin().sum())(z).square().sum(),
+}
+
+
+@forward_mode
+@pytest.mark.filterwarnings("ignore:engine='compiled' compiles the same loss_fn")
+@pytest.mark.parametrize("engine", ["eager", compiled])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode_inside_a_loss(name, transform, engine):
+    loss = lambda w, x: TRANSFORMS[transform](lambda z: FUNCTIONS[name](w, z), x)
+    wanted = {"norm": Norm(), "clipped": ClippedMean(0.5), "stack": Stack()}
+    for reduction in (wanted, Norm()):
+        assert_is_loop(loss, draw(4, 4), draw(2, 4, 4), reduction, engine=engine)
+
+
+@forward_mode
+def test_zero_tangents_in_compiled_code():  # they ended the process
+    def loss(w, x, t):
+        return torch.func.jvp(lambda z: torch.cat([z, w]).tanh() * torch.cat([w, z]), (x,), (t,))[1].sum()
+
+    assert_is_loop(loss, draw(3), (draw(5, 3), draw(5, 3) + 1), {"norm": Norm(), "stack": Stack()}, engine="compiled")
