@@ -11,10 +11,11 @@ from persample.rewrites.caught import Caught
 from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
 from persample.rewrites.packing import PACKING
+from persample.rewrites.reads import READS
 from persample.rewrites.recurrent import RECURRENT
 from persample.rewrites.rows import SecondDerivativeError, composed, plain_autograd
 
-_REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **RECURRENT}
+_REWRITES = {**FUNCTIONAL, **LOOKUPS, **PACKING, **READS, **RECURRENT}
 
 
 class rewritten(TorchFunctionMode):  # noqa: N801
