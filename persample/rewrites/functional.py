@@ -30,7 +30,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         As in torch.
     """
-    if weight.ndim != 2 or not _fits(bias, weight):
+    fits = bias is None or bias.shape == weight.shape[:1] if input.ndim == 1 else _fits(bias, weight)  # of vectors, any dtype
+    if weight.ndim != 2 or not fits:
         return F.linear(input, weight, bias)
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
     out = torch.mv(weight, input) if _is_small_vector(input, weight) else F.linear(input, weight)
@@ -116,6 +117,26 @@ def _normalized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kw
     return function(input, *args, **kwargs)
 
 
+def _group_norm(
+    input: Tensor,  # noqa: A002
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    # torch's kernels refuse strided tensors, or read beyond them, and vmap hands them such (torch's pull request
+    # 186414); those of layer norm, here over the channels of one group, take any.
+    channels = input.shape[1:2]
+    fits = input.ndim > 1 and channels[0] % num_groups == 0 and all(x is None or x.shape == channels for x in (weight, bias))
+    if not fits or input.numel() <= num_groups:
+        return F.group_norm(input, num_groups, weight, bias, eps)  # raises, or has nothing to normalize
+    groups = input.reshape(input.shape[0], num_groups, -1)
+    out = F.layer_norm(groups, groups.shape[2:], eps=eps).reshape(input.shape)
+    per_channel = (-1, *(1,) * (input.ndim - 2))
+    out = out if weight is None else out * weight.reshape(per_channel)
+    return (out if bias is None else out + bias.reshape(per_channel)).to(input.dtype)
+
+
 _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
 FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
@@ -129,6 +150,7 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},
     **{
         function: functools.partial(_normalized, function)
-        for function in (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm)
+        for function in (F.layer_norm, F.batch_norm, F.instance_norm)
     },
+    F.group_norm: functools.partial(_normalized, _group_norm),
 }

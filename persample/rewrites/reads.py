@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_batchedtensor, peek_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from persample.errors import LossError
 
+_data = Tensor.data.__get__  # type: ignore[attr-defined]
 _make_dual = torch._VF._make_dual  # type: ignore[attr-defined]
 
 
@@ -28,5 +29,5 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
 
 READS: dict[Any, Callable[..., Any]] = {
     _make_dual: _dual,
-    Tensor.data.__get__: lambda x, *_: x.detach(),  # type: ignore[attr-defined] # refused of samples, which vmap alone wraps
+    _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),  # refused of what vmap alone wraps
 }
