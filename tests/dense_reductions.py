@@ -39,7 +39,9 @@ class Dense:
 
     def total(self, scales):
         size = self.top * float(self.w.abs().sum()) if len(self.w) else 0.0
-        return [(torch.tensordot((self.w * s).to(g.dtype), g, dims=1), size) for g, s in zip(self.kept, scales, strict=True)]
+        return [
+            (torch.tensordot((self.w * s).to(g.dtype), g, dims=1), size) for g, s in zip(self.kept, scales, strict=True)
+        ]
 
     def mean(self, totals):
         n = self.w.sum()
@@ -64,56 +66,59 @@ class Dense:
 
     def answer(self, reduction):
         """The numbers a reduction returns, flat, each with its size."""
-        name = type(reduction).__name__
+        name = type(reduction).__name__.lower()
         return getattr(self, f"of_{name}")(reduction)
 
-    def of_Stack(self, _):
+    def of_stack(self, _):
         return [(g, self.row_sizes().reshape(-1, *[1] * (g.ndim - 1))) for g in self.grads]
 
     def row_sizes(self):
         return self.flat.abs().amax(1) if self.flat.numel() else torch.zeros(self.size, dtype=torch.float64)
 
-    def of_Sum(self, _):
+    def of_sum(self, _):
         return self.total(self.ones())
 
-    def of_Mean(self, _):
+    def of_mean(self, _):
         return self.mean(self.total(self.ones()))
 
-    def of_ClippedSum(self, r):
+    def of_clippedsum(self, r):
         return self.total(self.clips(r.max_norm, r.per_param))
 
-    def of_ClippedMean(self, r):
+    def of_clippedmean(self, r):
         return self.mean(self.total(self.clips(r.max_norm, r.per_param)))
 
-    def of_WeightedSum(self, r):
+    def of_weightedsum(self, r):
         return self.total([r.weight_fn(self.norms(self.kept))] * len(self.kept))
 
-    def of_Norm(self, r):
+    def of_norm(self, r):
         sizes = self.row_sizes()
         return [(self.norms([g]), sizes) for g in self.grads] if r.per_param else [(self.norms(self.grads), sizes)]
 
-    def of_Gram(self, _):
+    def of_gram(self, _):
         sizes = self.norms(self.grads)
         return [(self.flat @ self.flat.T, sizes[:, None] * sizes)]
 
-    def of_CosineSimilarity(self, _):
+    def of_cosinesimilarity(self, _):
         n = self.norms(self.grads)
         unit = torch.where(n[:, None] == 0, 0, self.flat / n[:, None])
         tiny = n < 1e-9 * max(self.top, 1e-300)  # where rounding decides whether a gradient is zero
         size = torch.where(tiny[:, None] | tiny, torch.inf, 1.0)
         return [(unit @ unit.T, size)]
 
-    def of_Dot(self, r):
+    def of_dot(self, r):
         ways = torch.cat([reals(wide(d)[None]) for d in pytree.tree_leaves(r.direction)], 1)[0]
         return [(self.flat @ ways, self.norms(self.grads) * ways.norm())]
 
-    def of_SecondMoment(self, _):
+    def of_secondmoment(self, _):
         return [(x / self.w.sum(), self.top**2) for x in self.moment(center=False)]
 
-    def of_Variance(self, r):
-        return [(x / (self.w.sum() - r.correction), self.top**2 * float(self.w.sum() / (self.w.sum() - r.correction))) for x in self.moment(center=True)]
+    def of_variance(self, r):
+        return [
+            (x / (self.w.sum() - r.correction), self.top**2 * float(self.w.sum() / (self.w.sum() - r.correction)))
+            for x in self.moment(center=True)
+        ]
 
-    def of_NoiseScale(self, _):
+    def of_noisescale(self, _):
         n = self.w.sum()
         both = [x.real + x.imag if x.is_complex() else x for x in self.moment(center=True)]
         trace = sum(x.sum() for x in both) / (n - 1)
@@ -121,12 +126,16 @@ class Dense:
         squared = sum(x.abs().square().sum() for x in means) - trace / n
         size = self.top**2 * max(self.flat.shape[1], 1) * float(n / (n - 1))
         ratio = abs(float(trace / squared)) * size / max(abs(float(squared)), 1e-300) if squared else torch.inf
-        return [(trace, size), (squared, size), (trace / squared, ratio + (size / abs(float(squared)) if squared else 0))]
+        return [
+            (trace, size),
+            (squared, size),
+            (trace / squared, ratio + (size / abs(float(squared)) if squared else 0)),
+        ]
 
-    def of_Loss(self, _):
+    def of_loss(self, _):
         return [(self.losses, self.losses.abs() + 1)]
 
-    def of_Aux(self, _):
+    def of_aux(self, _):
         return [(wide(x), float(x.abs().max()) + 1 if x.numel() else 1.0) for x in pytree.tree_leaves(self.aux)]
 
 
@@ -140,9 +149,14 @@ def draw_reductions(rng, generator, params, *, has_aux):
         return 1 / (1 + norm)
 
     makers = [
-        ps.Stack, ps.Stack, ps.Sum, ps.Mean, ps.Norm, lambda: ps.Norm(per_param=True), lambda: ps.ClippedSum(rng.choice([0.0, 0.5, 2.0, float("inf")])),
-        lambda: ps.ClippedSum(0.7, per_param=True), lambda: ps.ClippedMean(1.0), lambda: ps.WeightedSum(squash), ps.Gram, ps.CosineSimilarity,
-        lambda: ps.Dot(direction()), ps.SecondMoment, lambda: ps.Variance(0), ps.Variance, ps.NoiseScale, ps.Loss,
-    ]  # fmt: skip
+        *(ps.Stack, ps.Stack, ps.Sum, ps.Mean, ps.Norm, ps.Gram, ps.CosineSimilarity),
+        *(ps.SecondMoment, ps.Variance, ps.NoiseScale, ps.Loss, lambda: ps.Variance(0)),
+        lambda: ps.Norm(per_param=True),
+        lambda: ps.ClippedSum(rng.choice([0.0, 0.5, 2.0, float("inf")])),
+        lambda: ps.ClippedSum(0.7, per_param=True),
+        lambda: ps.ClippedMean(1.0),
+        lambda: ps.WeightedSum(squash),
+        lambda: ps.Dot(direction()),
+    ]
     makers += [ps.Aux] * has_aux
     return [make() for make in rng.sample(makers, rng.choice([1, 1, 2, 3, 4]))]

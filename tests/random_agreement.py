@@ -1,4 +1,4 @@
-"""Random programs on an engine, beside plain autograd and formulas written out: agree, thrown away, refused, or a finding."""
+"""Random programs on an engine, beside plain autograd and formulas written out: do they agree?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,7 +74,11 @@ def oracle(program: Program, change: Callable[[Any], Any] = lambda x: x) -> tupl
         likes = pytree.tree_leaves(result_tree(leaf_map(lambda leaf: leaf.row(0), program.params)))
         return [x.detach().new_zeros(0, *x.shape) for x in likes], torch.zeros(0, dtype=torch.float64), ()
     grads, losses, aux = zip(*rows, strict=True)
-    return [torch.stack(column) for column in zip(*grads, strict=True)], torch.stack(losses), pytree.tree_map(lambda *x: torch.stack(x), *aux)
+    return (
+        [torch.stack(column) for column in zip(*grads, strict=True)],
+        torch.stack(losses),
+        pytree.tree_map(lambda *x: torch.stack(x), *aux),
+    )
 
 
 def row_sizes(grads):
@@ -138,16 +142,25 @@ def arguments(program: Program, places: Any = None) -> dict[str, Any]:
 
 def disagreement(result: Any, wanted: Any, dense: Dense, rtol: float) -> str:
     """What is wrong with a result, or nothing."""
-    reductions = [wanted] if isinstance(wanted, ps.reductions.Reduction) else list(wanted.values() if isinstance(wanted, dict) else wanted)
-    results = [result] if isinstance(wanted, ps.reductions.Reduction) else list(result.values() if isinstance(result, dict) else result)
+    reductions = (
+        [wanted]
+        if isinstance(wanted, ps.reductions.Reduction)
+        else list(wanted.values() if isinstance(wanted, dict) else wanted)
+    )
+    results = (
+        [result]
+        if isinstance(wanted, ps.reductions.Reduction)
+        else list(result.values() if isinstance(result, dict) else result)
+    )
     for reduction, found in zip(reductions, results, strict=True):
         for place, (a, (e, size)) in enumerate(zip(pytree.tree_leaves(found), dense.answer(reduction), strict=True)):
             if a.shape != e.shape:
                 return f"{reduction}[{place}]: shape {list(a.shape)}, not {list(e.shape)}"
             off = (a.to(e.dtype) - e).abs()
             bound = rtol * torch.as_tensor(size, dtype=torch.float64) + rtol * 1e-6
-            if not bool(((off <= bound) | e.isnan()).all()):
-                return f"{reduction}[{place}]: off by {float(off.max()):.3g} beside {float(e.abs().max()):.3g}: {a.tolist()} not {e.tolist()}"[:600]
+            if not bool(((off <= bound) | ~e.abs().isfinite()).all()):
+                apart = f"off by {float(off.max()):.3g} beside {float(e.abs().max()):.3g}"
+                return f"{reduction}[{place}]: {apart}: {a.tolist()} not {e.tolist()}"[:600]
     return ""
 
 
@@ -242,12 +255,16 @@ def runs(program: Program, call: Call, engine: str, loss: Any, dense: Any, expec
     rng = random.Random(program.seed + 2)
     weights = call.options.get("weights")
     for count in (program.size, program.size + 2):
-        places = rng.sample(range(program.size), program.size) + [rng.randrange(program.size) for _ in range(count - program.size)]
+        places = rng.sample(range(program.size), program.size) + [
+            rng.randrange(program.size) for _ in range(count - program.size)
+        ]
         options = dict(call.options)
         if weights is not None:
             options["weights"] = weights[places]
         out = result if count == program.size and rng.random() < 0.5 else None
-        again = ps.per_sample_grads(loss, reduce=call.reduce, engine=engine, out=out, **arguments(program, places), **options)
+        again = ps.per_sample_grads(
+            loss, reduce=call.reduce, engine=engine, out=out, **arguments(program, places), **options
+        )
         wrong = disagreement(again, call.reduce, chosen(dense, places, options.get("weights")), program.rtol)
         if wrong:
             return f"called again with rows {places}, out={out is not None}: {wrong}"
@@ -280,69 +297,3 @@ def category(error):
     text = re.sub(r"`.*?`|\(<program.*?\)|, in \w+", "", f"{error}".replace("\n", " "))
     said = re.search(r"torch said: (.{0,60})", text)
     return re.sub(r"\d+", "#", text[:60] + (" … " + said[1] if said else ""))
-
-
-# Shrinking.
-
-
-def shrunk(program: Program, call: Call, engine: str) -> tuple[Program, Call]:
-    """The smallest program, of those that single steps lead to, that is still a finding."""
-
-    def fails(program, call):
-        try:
-            return judged(program, call, engine).kind == "finding"
-        except Exception:  # noqa: BLE001 - a step too far
-            return False
-
-    progress = True
-    while progress:
-        progress = False
-        for smaller in steps(program, call):
-            if fails(*smaller):
-                (program, call), progress = smaller, True
-                break
-    return program, call
-
-
-def steps(program: Program, call: Call) -> Any:
-    wanted = call.reduce.values() if isinstance(call.reduce, dict) else call.reduce
-    if not isinstance(call.reduce, ps.reductions.Reduction):
-        yield from ((program, replace(call, reduce=reduction)) for reduction in wanted)
-    if call.reduce != ps.Stack():
-        yield program, replace(call, reduce=ps.Stack())
-    for name in call.options:
-        yield program, replace(call, options={k: v for k, v in call.options.items() if k != name})
-    if call.again:
-        yield program, replace(call, again=False)
-    if program.aux:
-        yield replace(program, aux=None).without_dead_code(), call
-    for place in range(len(program.terms)) if len(program.terms) > 1 else ():
-        terms = program.terms[:place] + program.terms[place + 1 :]
-        yield replace(program, terms=terms).without_dead_code(), call
-    for place, statement in enumerate(program.statements):
-        for code in simpler(program, statement):
-            rest = (*program.statements[:place], replace(statement, code=code), *program.statements[place + 1 :])
-            yield replace(program, statements=rest).without_dead_code(), call
-
-
-def simpler(program: Program, statement: Any) -> Any:
-    """Simpler lines that give a tensor of the same shape."""
-    found = traced(program, statement.name)
-    if found is None or "torch.linspace" in statement.code:
-        return
-    shape, dtype = found
-    yield f"{statement.name} = torch.linspace(-1, 1, {max(shape.numel(), 1)}, dtype={dtype})[:{shape.numel()}].reshape({tuple(shape)})"
-    names = [s.name for s in (*program.bindings, *program.statements) if s is not statement and statement.uses(s.name)]
-    for name in names:
-        if traced(program, name) == found and statement.code != f"{statement.name} = {name} * 1.0":
-            yield f"{statement.name} = {name} * 1.0"
-
-
-def traced(program: Program, name: str) -> Any:
-    """The shape and dtype of a tensor in a program, for its first sample."""
-    try:
-        probe = replace(program, terms=(f"({name} * 0).abs().sum()",), aux=f"{{'x': {name}}}")
-        scope = probe.loss()(leaf_map(lambda leaf: leaf.row(0), program.params), *unpacked(leaf_map(lambda leaf: leaf.row(0), program.batch)))
-    except Exception:  # noqa: BLE001 - not a tensor
-        return None
-    return scope[1]["x"].shape, scope[1]["x"].dtype

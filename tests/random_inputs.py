@@ -16,8 +16,40 @@ class Pair(NamedTuple):
     second: Any
 
 
-PARAM_SHAPES = [(), (3,), (2,), (4,), (3, 2), (2, 3), (3, 3), (2, 2), (4, 3), (5, 2), (2, 3, 2), (2, 2, 3), (3, 2, 3), (3, 2, 2), (2, 2, 2, 2), (3, 1, 2)]
-SAMPLE_SHAPES = [(), (2,), (3,), (4,), (3, 2), (2, 3), (4, 2), (2, 2), (3, 3), (2, 2, 3), (2, 5), (2, 4, 4), (3, 2, 4), (2, 1, 3)]
+PARAM_SHAPES = [
+    (),
+    (3,),
+    (2,),
+    (4,),
+    (3, 2),
+    (2, 3),
+    (3, 3),
+    (2, 2),
+    (4, 3),
+    (5, 2),
+    (2, 3, 2),
+    (2, 2, 3),
+    (3, 2, 3),
+    (3, 2, 2),
+    (2, 2, 2, 2),
+    (3, 1, 2),
+]
+SAMPLE_SHAPES = [
+    (),
+    (2,),
+    (3,),
+    (4,),
+    (3, 2),
+    (2, 3),
+    (4, 2),
+    (2, 2),
+    (3, 3),
+    (2, 2, 3),
+    (2, 5),
+    (2, 4, 4),
+    (3, 2, 4),
+    (2, 1, 3),
+]
 EMPTY = [(0,), (0, 2), (2, 0)]
 INDEX_SHAPES = [(), (), (2,), (3,), (2, 2), (3, 1)]
 
@@ -78,7 +110,13 @@ def arrange(rng, places, access, *, kinds=(dict, tuple, list, Pair), top=True):
     kind = rng.choice([k for k in kinds if k is not Pair or len(places) > 1])
     count = 2 if kind is Pair else rng.randint(1, len(places))
     cuts = [0, *sorted(rng.sample(range(1, len(places)), count - 1)), len(places)]
-    keys = ["first", "second"] if kind is Pair else rng.sample(["a", "b", "c", "d", "e", "f", "g"], count) if kind is dict else range(count)
+    keys = (
+        ["first", "second"]
+        if kind is Pair
+        else rng.sample(["a", "b", "c", "d", "e", "f", "g"], count)
+        if kind is dict
+        else range(count)
+    )
     parts, reached = [], {}
     for key, start, stop in zip(keys, cuts, cuts[1:], strict=False):
         inner = f"{access}.{key}" if kind is Pair else f"{access}[{key!r}]"

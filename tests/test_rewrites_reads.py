@@ -8,7 +8,9 @@ from torch.nn import functional as F
 
 from persample import LossError, Stack, per_sample_grads
 
-forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated", "ignore:Attempted to insert a get_attr")
+forward_mode = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.* is deprecated", "ignore:Attempted to insert a get_attr"
+)
 W = torch.tensor([0.5, -1.5], dtype=torch.float64)
 X = torch.linspace(-2, 3, 30, dtype=torch.float64).sin().reshape(5, 2, 3)
 

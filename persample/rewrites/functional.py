@@ -30,7 +30,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         As in torch.
     """
-    fits = bias is None or bias.shape == weight.shape[:1] if input.ndim == 1 else _fits(bias, weight)  # of vectors, any dtype
+    fits = _fits(bias, weight, dtypes=input.ndim > 1)  # to a vector torch adds a bias of any dtype
     if weight.ndim != 2 or not fits:
         return F.linear(input, weight, bias)
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
@@ -40,10 +40,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.add_(bias)
 
 
-def _fits(bias: Tensor | None, weight: Tensor) -> bool:
+def _fits(bias: Tensor | None, weight: Tensor, *, dtypes: bool = True) -> bool:
     if bias is None:
         return True
-    if bias.dtype != weight.dtype and not is_autocast(bias.device):  # torch.func would cast it, torch refuses
+    if (
+        dtypes and bias.dtype != weight.dtype and not is_autocast(bias.device)
+    ):  # torch.func would cast it, torch refuses
         raise RuntimeError(f"expected weight and bias to have the same dtype, not {weight.dtype} and {bias.dtype}")
     return bias.shape == weight.shape[:1]
 
@@ -127,7 +129,11 @@ def _group_norm(
     # torch's kernels refuse strided tensors, or read beyond them, and vmap hands them such (torch's pull request
     # 186414); those of layer norm, here over the channels of one group, take any.
     channels = input.shape[1:2]
-    fits = input.ndim > 1 and channels[0] % num_groups == 0 and all(x is None or x.shape == channels for x in (weight, bias))
+    fits = (
+        input.ndim > 1
+        and channels[0] % num_groups == 0
+        and all(x is None or x.shape == channels for x in (weight, bias))
+    )
     if not fits or input.numel() <= num_groups:
         return F.group_norm(input, num_groups, weight, bias, eps)  # raises, or has nothing to normalize
     groups = input.reshape(input.shape[0], num_groups, -1)
@@ -149,8 +155,7 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},
     **{
-        function: functools.partial(_normalized, function)
-        for function in (F.layer_norm, F.batch_norm, F.instance_norm)
+        function: functools.partial(_normalized, function) for function in (F.layer_norm, F.batch_norm, F.instance_norm)
     },
     F.group_norm: functools.partial(_normalized, _group_norm),
 }

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from persample.errors import LossError
 
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
-_make_dual = torch._VF._make_dual  # type: ignore[attr-defined]
+_make_dual = torch._VF._make_dual
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
