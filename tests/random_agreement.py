@@ -113,6 +113,12 @@ def draw_weights(rng, size, averages):
     return w.bool() if kind == "bool" else w
 
 
+def is_of_one_dtype(program):
+    """Whether arrays, which take the dtype of the first parameter, are what the tensors were."""
+    dtypes = {x.value.dtype for x in pytree.tree_leaves((program.params, program.batch)) if isinstance(x, Leaf)}
+    return len({x for x in dtypes if x.is_floating_point or x.is_complex}) == 1
+
+
 def draw_call(program: Program) -> Call:
     rng, generator = random.Random(program.seed + 1), torch.Generator().manual_seed(program.seed)
     row = result_tree(leaf_map(lambda leaf: leaf.row(0), program.params))
@@ -125,7 +131,12 @@ def draw_call(program: Program) -> Call:
         options["weights"] = weights
     if rng.random() < 0.3:
         options["chunk_size"] = rng.choice([1, 2, 3, 10])
-    return Call(wanted[0] if len(wanted) == 1 else reduce, options, rng.random() < 0.05, rng.random() < 0.3)
+    return Call(
+        wanted[0] if len(wanted) == 1 else reduce,
+        options,
+        rng.random() < 0.05 and is_of_one_dtype(program),
+        rng.random() < 0.3,
+    )
 
 
 def arguments(program: Program, places: Any = None) -> dict[str, Any]:
@@ -228,6 +239,8 @@ def judged(program: Program, call: Call, engine: str) -> Outcome:
         return said("thrown away", "not finite")
     if program.size and is_ill_conditioned(program, dense[0]):
         return said("thrown away", "ill-conditioned")
+    if program.size and all(not bool(g.any()) for g in dense[0]):
+        return said("thrown away", "depends on no parameter")
     loss, options = program.loss(), call.options
     expected = chosen(dense, range(program.size), options.get("weights"))
     try:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from agreement import assert_eager_is_loop
-from torch.func import grad, linearize
+from torch.func import grad, hessian, linearize
 from torch.nn import functional as F
 
 from persample import LossError, Stack, per_sample_grads
@@ -77,6 +77,15 @@ def test_group_norm_in_groups_and_differentiated_twice(groups):
     def loss(w, x):
         inner = grad(lambda v: F.group_norm(v, groups, w.repeat(2), eps=0.1).sin().sum())
         return inner(x.reshape(1, 2, 3).repeat(2, 2, 1) * w.sum()).square().sum()
+
+    assert_eager_is_loop(loss, W, X)
+
+
+@forward_mode
+def test_group_norm_of_third_order_in_forward_mode():
+    def loss(w, x):
+        inner = hessian(lambda v: F.group_norm(v.repeat(4).reshape(2, 4, 1), 2, x.flatten()[:4], eps=0.1).sin().sum())
+        return inner(w).sin().sum()
 
     assert_eager_is_loop(loss, W, X)
 

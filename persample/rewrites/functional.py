@@ -16,7 +16,7 @@ from persample.faster import Faster
 from persample.numeric import is_autocast
 from persample.rewrites.attention import attention, multi_head
 from persample.rewrites.classification import cross_entropy
-from persample.rewrites.rows import is_batched, unwrapped
+from persample.rewrites.rows import differentiated_once, is_batched, unwrapped
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -129,13 +129,12 @@ def _group_norm(
     # torch's kernels refuse strided tensors, or read beyond them, and vmap hands them such (torch's pull request
     # 186414); those of layer norm, here over the channels of one group, take any.
     channels = input.shape[1:2]
-    fits = (
-        input.ndim > 1
-        and channels[0] % num_groups == 0
-        and all(x is None or x.shape == channels for x in (weight, bias))
-    )
+    fits = input.ndim > 1 and channels[0] % num_groups == 0
+    fits &= all(x is None or x.shape == channels for x in (weight, bias))
     if not fits or input.numel() <= num_groups:
         return F.group_norm(input, num_groups, weight, bias, eps)  # raises, or has nothing to normalize
+    if not differentiated_once():  # of higher order, torch's derivatives of layer norm are others in forward mode
+        return F.group_norm(input.clone(memory_format=torch.contiguous_format), num_groups, weight, bias, eps)
     groups = input.reshape(input.shape[0], num_groups, -1)
     out = F.layer_norm(groups, groups.shape[2:], eps=eps).reshape(input.shape)
     per_channel = (-1, *(1,) * (input.ndim - 2))
