@@ -16,6 +16,7 @@ from persample.rewrites.functional import FUNCTIONAL
 from persample.rewrites.lookups import LOOKUPS
 from persample.rewrites.nested import NESTED
 from persample.rewrites.packing import PACKING
+from persample.rewrites.reads import READS
 from persample.rewrites.recurrent import RECURRENT
 from persample.rewrites.rows import SecondDerivativeError, composed, plain_autograd
 from persample.rewrites.strides import STRIDES, any_format
@@ -28,6 +29,7 @@ _REWRITES = {
     **LOOKUPS,
     **NESTED,
     **PACKING,
+    **READS,
     **RECURRENT,
     **STRIDES,
 }

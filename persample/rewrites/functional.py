@@ -16,7 +16,7 @@ from persample.faster import Faster
 from persample.numeric import is_autocast
 from persample.rewrites.attention import attention, multi_head
 from persample.rewrites.classification import cross_entropy
-from persample.rewrites.rows import is_batched, unwrapped
+from persample.rewrites.rows import differentiated_once, is_batched, unwrapped
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -30,7 +30,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         As in torch.
     """
-    if weight.ndim != 2 or not _fits(bias, weight):
+    fits = _fits(bias, weight, dtypes=input.ndim > 1)  # to a vector torch adds a bias of any dtype
+    if weight.ndim != 2 or not fits:
         return F.linear(input, weight, bias)
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.
     out = torch.mv(weight, input) if _is_small_vector(input, weight) else F.linear(input, weight)
@@ -39,10 +40,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.add_(bias)
 
 
-def _fits(bias: Tensor | None, weight: Tensor) -> bool:
+def _fits(bias: Tensor | None, weight: Tensor, *, dtypes: bool = True) -> bool:
     if bias is None:
         return True
-    if bias.dtype != weight.dtype and not is_autocast(bias.device):  # torch.func would cast it, torch refuses
+    if (
+        dtypes and bias.dtype != weight.dtype and not is_autocast(bias.device)
+    ):  # torch.func would cast it, torch refuses
         raise RuntimeError(f"expected weight and bias to have the same dtype, not {weight.dtype} and {bias.dtype}")
     return bias.shape == weight.shape[:1]
 
@@ -101,20 +104,6 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
-def _smooth_l1_loss(  # noqa: PLR0917 - as torch's
-    input: Tensor,  # noqa: A002
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    beta: float = 1.0,
-) -> Tensor:
-    # torch.func's gradient of it (pytorch/pytorch#99429) takes NaN for 0, unlike torch's, and unlike that of this one.
-    if not beta > 0 or size_average is not None or reduce is not None:
-        return F.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
-    return F.huber_loss(input, target, reduction, beta) / beta
-
-
 def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
     if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
         return function(input, **kwargs)
@@ -130,6 +119,29 @@ def _normalized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kw
     return function(input, *args, **kwargs)
 
 
+def _group_norm(
+    input: Tensor,  # noqa: A002
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    # torch's kernels refuse strided tensors, or read beyond them, and vmap hands them such (torch's pull request
+    # 186414); those of layer norm, here over the channels of one group, take any.
+    channels = input.shape[1:2]
+    fits = input.ndim > 1 and channels[0] % num_groups == 0
+    fits &= all(x is None or x.shape == channels for x in (weight, bias))
+    if not fits or input.numel() <= num_groups:
+        return F.group_norm(input, num_groups, weight, bias, eps)  # raises, or has nothing to normalize
+    if not differentiated_once():  # of higher order, torch's derivatives of layer norm are others in forward mode
+        return F.group_norm(input.clone(memory_format=torch.contiguous_format), num_groups, weight, bias, eps)
+    groups = input.reshape(input.shape[0], num_groups, -1)
+    out = F.layer_norm(groups, groups.shape[2:], eps=eps).reshape(input.shape)
+    per_channel = (-1, *(1,) * (input.ndim - 2))
+    out = out if weight is None else out * weight.reshape(per_channel)
+    return (out if bias is None else out + bias.reshape(per_channel)).to(input.dtype)
+
+
 _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
 FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
@@ -140,10 +152,9 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     _nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
     torch.bilinear: _bilinear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
-    F.smooth_l1_loss: _smooth_l1_loss,
     **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},
     **{
-        function: functools.partial(_normalized, function)
-        for function in (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm)
+        function: functools.partial(_normalized, function) for function in (F.layer_norm, F.batch_norm, F.instance_norm)
     },
+    F.group_norm: functools.partial(_normalized, _group_norm),
 }

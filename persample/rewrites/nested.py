@@ -21,7 +21,8 @@ def _reduced(
     reduction: str = "mean",
     **options: Any,
 ) -> Tensor:
-    # Below two vmaps torch.func takes both for one, which mostly shows as sizes that do not fit.
+    # Below two vmaps torch.func takes both for one, which mostly shows as sizes that do not fit; and its gradient of
+    # smooth_l1_loss takes NaN for 0 (pytorch/pytorch#99429).
     given = {name: option for name, option in options.items() if option is not None}
     plain = given.keys() <= {"delta", "beta"} and all(x > 0 for x in given.values())
     floats = input.is_floating_point() and target.is_floating_point() and not is_autocast(input.device)

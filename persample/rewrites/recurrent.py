@@ -55,8 +55,14 @@ def _one_step(  # noqa: PLR0917 - as torch's
         return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
     gates = F.linear(x, w_ih, b_ih)
     states = _alike(states, gates)
-    after = cell(gates, F.linear(states[0], w_hh, b_hh), *states)
+    after = cell(*_of_one_dtype(gates, F.linear(states[0], w_hh, b_hh), *states))
     return after if len(after) > 1 else after[0]
+
+
+def _of_one_dtype(*tensors: Tensor) -> Sequence[Tensor]:
+    # As torch's cells compute, in the widest.
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    return [x.to(dtype) for x in tensors]
 
 
 def _sequence(cell: Cell, x: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any, Protocol
 
@@ -78,7 +78,6 @@ def _convolution(
     if not term.is_regular:
         return None
     return None, _made(mode, term, grad), None
-
 
 
 def _embedding(  # noqa: PLR0917 (as torch's)

@@ -26,7 +26,6 @@ def factor_of(grad: Tensor, uses: Iterable[str]) -> Factor:
     factor = _factor(grad) if isinstance(grad, Placeholder) else None
     if factor is None:
         values = grad.value("the result") if isinstance(grad, Placeholder) else grad
-        values = values.clone() if values._is_zerotensor() else values  # torch's zeros without memory
         return Dense(as_real(values))
     return suited(factor, uses)
 

@@ -1,0 +1,95 @@
+"""Random programs on the engines, against plain autograd: a second generator, written apart from those of other tests.
+
+Each run is a process of its own, so that a crash of torch's is a finding, too. To look at one seed:
+``python tests/test_random_programs.py eager 4962``.
+"""
+
+import collections
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from random_agreement import Outcome, draw_call, examine, judged, oracle
+from random_programs import draw_program
+from random_shrinking import shrunk
+
+import persample as ps
+
+REFUSED = 0.05  # of the programs, at most: torch.func cannot batch everything
+
+
+def outcomes(engine, start, stop):
+    """Run the programs of some seeds; go on after one that ends the process."""
+    while start < stop:
+        command = [sys.executable, __file__, engine, str(start), str(stop)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ps.__file__).parents[1])}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        for line in done.stdout.splitlines():
+            outcome = Outcome(**json.loads(line))
+            start = outcome.seed + 1
+            yield outcome
+        if done.returncode:
+            yield Outcome(start, "finding", f"the process ended with {done.returncode}: {done.stderr[-2000:]}")
+            start += 1
+
+
+def assert_nothing_is_found(engine, start, stop):
+    found = list(outcomes(engine, start, stop))
+    counts = collections.Counter(outcome.kind for outcome in found)
+    print(engine, dict(counts))  # noqa: T201
+    findings = [f"seed {o.seed}: {o.why}\n{o.program}" for o in found if o.kind == "finding"]
+    assert not findings, "\n\n".join(findings)
+    refused = collections.Counter(o.why for o in found if o.kind == "refused")
+    assert refused.total() <= REFUSED * len(found), refused
+    assert counts["agrees"] >= 0.8 * len(found), counts
+
+
+@pytest.mark.parametrize(("engine", "start", "stop"), [("eager", 0, 150), ("compiled", 0, 4)])
+def test_programs(engine, start, stop):
+    assert_nothing_is_found(engine, start, stop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "start", "stop"), [("eager", 10_000, 15_000), ("compiled", 100, 300)])
+def test_many_programs(engine, start, stop):
+    assert_nothing_is_found(engine, start, stop)
+
+
+def test_programs_are_what_their_seed_says():
+    first, second = (str(draw_program(3)) for _ in range(2))
+    assert first == second
+    assert "def loss(params" in first
+
+
+def test_wrong_gradients_are_found(monkeypatch):
+    program = next(p for p in map(draw_program, range(100)) if p and p.size == 5 and len(p.terms) > 1)
+    call = draw_call(program)
+    assert judged(program, call, "eager").kind == "agrees"
+    right = ps.per_sample_grads
+
+    def wrong(*args, reduce, engine, **options):
+        result = right(*args, reduce=reduce, engine=engine, **options)
+        return torch.utils._pytree.tree_map(lambda x: x * (1 + 1e-7), result) if engine == "eager" else result
+
+    monkeypatch.setattr(ps, "per_sample_grads", wrong)
+    assert judged(program, call, "eager").kind == "finding"
+    smaller, _ = shrunk(program, call, "eager")
+    assert len(smaller.source) <= len(program.source)
+    assert len(oracle(smaller)[1]) == 5
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    name, first, *last = sys.argv[1:]
+    for seed in range(int(first), int(last[0]) if last else int(first) + 1):
+        outcome = examine(seed, name, small=name == "compiled")
+        if last:
+            print(json.dumps(vars(outcome)), flush=True)  # noqa: T201
+        else:
+            print(draw_program(seed, small=name == "compiled"), outcome.kind, outcome.why, sep="\n")  # noqa: T201
