@@ -15,8 +15,8 @@ from persample.engines.eager import batched_gradients
 from persample.errors import ArgumentError
 from persample.factors import Deferral, Dense, Factor, Total, factor_of
 from persample.factors.defer.placeholder import Placeholder, memory
+from persample.isolation import isolated
 from persample.lift import Lift
-from persample.modules import isolated
 from persample.reductions import Reduce
 
 _ELEMENTWISE = "elementwise, or a sum"  # of no product of signals and inputs

@@ -11,10 +11,10 @@ from torch import Tensor
 from persample import check, engines, rng, trees
 from persample.check import Engine, Randomness
 from persample.diagnose import unwritten
+from persample.isolation import isolated
 from persample.lift import Lift
 from persample.loss import NotConnectedError
 from persample.merge import merge
-from persample.modules import isolated
 from persample.output import is_apart, owned, write_into
 from persample.reductions import Reduce
 

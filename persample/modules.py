@@ -3,73 +3,18 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from itertools import starmap
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from persample import trees
 from persample.errors import ArgumentError
-from persample.interrupts import in_same_state, undone
-
-T = TypeVar("T")
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_locks_guard = threading.Lock()
-
-
-def isolated(params: Any, body: Callable[[], T]) -> T:
-    """Call the body of a public function without recording it, and leave the thread and the modules as they were.
-
-    Other threads wait for the modules. An interrupt at any moment leaves torch's state of this thread as it was.
-
-    Args:
-        params: a pytree, perhaps with modules among its leaves.
-        body: the function.
-
-    Returns:
-        What ``body`` returns.
-    """
-
-    def unrecorded() -> T:
-        # Inference mode would forbid differentiating what it creates.
-        inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
-            return body()
-
-    return in_same_state(lambda: _locked(params, unrecorded))
-
-
-def _locked(params: Any, body: Callable[[], T]) -> T:
-    """Call a function while no other thread can swap parameters into the same modules, or any part of them.
-
-    Args:
-        params: a pytree, perhaps with modules among its leaves.
-        body: the function.
-
-    Returns:
-        What ``body`` returns.
-    """
-    modules = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, nn.Module)]
-    parts = {id(part): part for module in modules for part in module.modules()}
-    if not parts:
-        return body()
-    with _locks_guard:
-        locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
-    held: list[Any] = []
-    acquire, release = type(locks[0]).acquire, type(locks[0]).release
-    releases = map(release, held)  # goes on where an interrupt stopped it: each lock is released once
-
-    def while_held() -> T:
-        held.extend(filter(acquire, locks))  # what was acquired is in the list, whenever a signal comes
-        return body()
-
-    return undone(while_held, lambda: deque(releases, 0))
+from persample.interrupts import undone
 
 
 class _Modules:
@@ -101,22 +46,22 @@ class _Modules:
                     if type(part).__module__.startswith("torch."):
                         self.torchs.add(first_names[id(param)])
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
-        self._held: list[dict[str, Any]] = [part._parameters for part in self.parts.values()]
-        self._held += [part._buffers for part in self.parts.values()]
-        held_by = self._held[: len(self.parts)]
-        self._slots = [
-            (slots, name, first_names[id(held)])
-            for slots in held_by
-            for name, held in slots.items()
+        # (Scripted modules take no other tensors, and have none to swap: the arguments were checked.)
+        self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
+        self._slots: list[tuple[dict[str, Any], str, str]] = [
+            (part._parameters, name, first_names[id(held)])
+            for part in self._plain
+            for name, held in part._parameters.items()
             if held is not None
         ]
         self._buffers = [
-            (slots, name, held)
-            for slots in self._held[len(self.parts) :]
-            for name, held in slots.items()
+            (part._buffers, name, held)
+            for part in self._plain
+            for name, held in part._buffers.items()
             if held is not None
         ]
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what was in them before they were swapped
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def swap(self, tensors: Mapping[str, Tensor]) -> None:
         """Put other tensors in the places of some parameters, and clones in those of the buffers, until ``restore``.
@@ -125,8 +70,8 @@ class _Modules:
             tensors: what to swap in, by the parameter's first name.
         """
         clones = {id(held): held.clone() for _, _, held in self._buffers}
-        attributes = [part.__dict__ for part in self.parts.values()]
-        self._before = [(slots, dict(slots)) for slots in (*self._held, *attributes)]
+        self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
+        self._held = [(slots, dict(slots)) for part in self._plain for slots in (part._parameters, part._buffers)]
         for slots, name, first_name in self._slots:
             if first_name in tensors:
                 slots[name] = tensors[first_name]
@@ -135,16 +80,15 @@ class _Modules:
 
     def restore(self) -> None:
         """Undo ``swap``, and what a forward pass leaves in modules: new or refilled buffers, tensors in attributes."""
-        if not self._before:
+        if not self._held:
             return
-        before = [values for _, values in self._before]
-        deque(map(dict.update, self._held, before), 0)  # in one step: no signal finds one of them restored alone
-        for slots, values in self._before:
+        deque(starmap(dict.update, self._held), 0)  # in one step: no signal finds one of them restored alone
+        for slots, values in (*self._held, *self._attributes):
             _restore(slots, values)
         for part in self.parts.values():
             if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
                 part._init_flat_weights()
-        self._before = []
+        self._held = self._attributes = []
 
 
 def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:

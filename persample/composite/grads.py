@@ -17,8 +17,9 @@ from persample.composite.passes import Passes
 from persample.composite.processes import Processes
 from persample.composite.steps import two_passes
 from persample.composite.towers import Tower, build_towers
+from persample.isolation import isolated
 from persample.lift import Lift
-from persample.modules import add_grads, isolated
+from persample.modules import add_grads
 from persample.output import owned
 from persample.reductions import Reduce, Sum
 
