@@ -96,7 +96,23 @@ def is_ill_conditioned(program: Program, grads: list[Any]) -> bool:
 
     moved = oracle(program, change)[0]
     off = row_sizes([a - b for a, b in zip(moved, grads, strict=True)])
-    return bool((off > most * row_sizes(grads)).any())
+    return bool((off > most * row_sizes(grads)).any()) or is_lost_in_rounding(program, grads)
+
+
+def is_lost_in_rounding(program: Program, grads: list[Any]) -> bool:
+    """Whether plain autograd itself, in the program's own precision, is far from what it says in float64."""
+    if program.rtol < 1e-6:
+        return False
+
+    def widened(x):
+        return x.to(torch.promote_types(x.dtype, torch.float64)) if x.is_floating_point() or x.is_complex() else x
+
+    try:
+        precise = oracle(program, widened)[0]
+    except RuntimeError:  # a constant of float32 that the program multiplies with
+        return False
+    off = row_sizes([a - b for a, b in zip(precise, grads, strict=True)])
+    return bool((off > program.rtol / 10 * row_sizes(grads)).any())
 
 
 # The call.

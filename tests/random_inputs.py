@@ -196,7 +196,7 @@ def differentiable(params, change=lambda x: x):
         x = copy.deepcopy(x)
         with torch.no_grad():
             for p in x.parameters():
-                p.copy_(change(p.detach().clone()))
+                p.data = change(p.detach().clone())
         return x
 
     own = pytree.tree_map(fresh, params, is_leaf=is_module)
