@@ -22,7 +22,7 @@ def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
 
     Args:
         body: the function.
-        undo: puts everything back; called twice, the second time with nothing left to do.
+        undo: puts everything back; called again if it was interrupted, perhaps with nothing left to do.
 
     Returns:
         What ``body`` returns.
@@ -32,13 +32,16 @@ def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
         >>> undone(lambda: len(entered), entered.clear), entered
         (1, [])
     """
+    done = False
     try:
         try:
             return body()
         finally:
             undo()
+            done = True
     finally:
-        undo()
+        if not done:
+            undo()
 
 
 def in_same_state(body: Callable[[], T]) -> T:
