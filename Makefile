@@ -37,7 +37,7 @@ test: lint ## lint, then all tests with warnings as errors, examples, notebooks,
 	$(BIN)/python -m pytest --nbmake notebooks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
-slow: $(INSTALLED) ## train five seeds to the end
+slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random programs, 2,000 interrupts
 	$(BIN)/python -m pytest -m slow
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
