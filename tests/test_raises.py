@@ -161,3 +161,14 @@ def test_the_loss_is_not_blamed_for_errors_of_torchs(monkeypatch, error, blamed)
         expected = r"loss_fn cannot be compiled" if blamed else r"failed inside of torch.*not to blame.*engine='eager'"
         assert re.search(expected, str(raised.value))
         assert error.__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("act", [value_error, runtime_error], ids=lambda act: act.__name__)
+def test_errors_of_a_call_made_while_an_error_of_torchs_is_handled_are_the_users(act, engine):
+    for model in MODELS.values():
+        try:
+            two_shapes()
+        except RuntimeError:
+            count, error = calls_until(RAISES[act], model(), act, engine, ps.Norm())
+        assert (type(error), count) == (RAISES[act], 1)
