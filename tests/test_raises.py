@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 
@@ -172,3 +173,14 @@ def test_errors_of_a_call_made_while_an_error_of_torchs_is_handled_are_the_users
         except RuntimeError:
             count, error = calls_until(RAISES[act], model(), act, engine, ps.Norm())
         assert (type(error), count) == (RAISES[act], 1)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_errors_of_torchs_that_a_loss_catches_leave_nothing_behind(engine):
+    def loss(w, x):
+        with contextlib.suppress(RuntimeError):
+            two_shapes()
+        return (w * x).sin().sum()
+
+    w, x = torch.ones(3, dtype=F64), torch.eye(3, dtype=F64)
+    assert_trees_close(per_sample_grads(loss, w, x, engine=engine), x * torch.cos(x), 1e-9)
