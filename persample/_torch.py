@@ -25,8 +25,11 @@ def transforms() -> list[str]:
 
 
 def is_forward_mode() -> bool:
-    """Return whether a level of ``torch.autograd.forward_ad`` is entered."""
-    return forward_ad._current_level >= 0
+    """Return whether a level of ``torch.autograd.forward_ad`` is entered, by others than ``torch.func.jvp``.
+
+    torch counts levels once for all threads, and those of ``jvp``, which ``transforms`` tells of, may be another's.
+    """
+    return forward_ad._current_level >= 0 and not eager_transforms.JVP_NESTING
 
 
 def thread_state() -> list[Any]:
@@ -40,7 +43,25 @@ def restore_thread_state(before: Sequence[Any]) -> None:
     Args:
         before: what ``thread_state`` returned.
     """
-    for (read, write), value in zip(_STATES, before, strict=True):
+    _restore(_STATES, before)
+
+
+def shared_state() -> list[Any]:
+    """Return the same of what torch keeps once for all threads."""
+    return [read() for read, _ in _SHARED]
+
+
+def restore_shared_state(before: Sequence[Any]) -> None:
+    """Put back what torch keeps once for all threads, others that change it meanwhile or not.
+
+    Args:
+        before: what ``shared_state`` returned.
+    """
+    _restore(_SHARED, before)
+
+
+def _restore(states: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]], before: Sequence[Any]) -> None:
+    for (read, write), value in zip(states, before, strict=True):
         if read() != value:
             write(value)
 
@@ -124,12 +145,14 @@ _STATES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         dispatch._get_current_dispatch_mode_stack,
         _restored(dispatch._push_mode, dispatch._pop_mode, torch._C._len_torch_dispatch_stack),
     ),
-    (_dispatch_flags, _set_dispatch_flags),
-    (lambda: (forward_ad._current_level, eager_transforms.JVP_NESTING), _leave_forward_mode),
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
     (functorch.get_single_level_autograd_function_allowed, functorch.set_single_level_autograd_function_allowed),
     (_autograd._saved_tensors_hooks_get_disabled_error_message, _disable_saved_tensor_hooks),
     (_autocast, _set_autocast),
+]
+_SHARED: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (_dispatch_flags, _set_dispatch_flags),
+    (lambda: (forward_ad._current_level, eager_transforms.JVP_NESTING), _leave_forward_mode),
     (_attention_kernels, _set_attention_kernels),
 ]

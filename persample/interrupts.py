@@ -12,8 +12,10 @@ from typing import TypeVar
 from persample import _torch
 from persample.fallback import Explained
 from persample.flags import flags
+from persample.origin import raised
 
 T = TypeVar("T")
+_STEPS = {"__enter__", "__exit__"}
 _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
 
 
@@ -59,20 +61,28 @@ def in_same_state(body: Callable[[], T]) -> T:
         (None, True)
     """
     handled = sys.exc_info()[1]  # by the caller, before the call
-    state, ours, show = _torch.thread_state(), dict(vars(flags)), warnings.showwarning
+    state, shared, ours = _torch.thread_state(), _torch.shared_state(), dict(vars(flags))
+    show = warnings.showwarning
 
     def undo() -> None:
-        for error in _raised(sys.exc_info()[1], handled):
+        errors = list(raised(sys.exc_info()[1], handled))
+        for error in errors:
             _close_contexts(error)
         _torch.restore_thread_state(state)
+        if any(map(_broke_off, errors)):  # or else what is shared is another thread's affair
+            _torch.restore_shared_state(shared)
         if vars(flags) != ours:
             vars(flags).clear()
             vars(flags).update(ours)
         if isinstance(warnings.showwarning, Explained):
             warnings.showwarning = show
 
+    def noted() -> T:
+        flags.handled = handled
+        return body()
+
     with interrupts_first():
-        return undone(body, undo)
+        return undone(noted, undo)
 
 
 @contextmanager
@@ -86,25 +96,10 @@ def interrupts_first() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for cause in _raised(error, handled):
+        for cause in raised(error, handled):
             if not isinstance(cause, Exception):
                 raise cause from None
         raise
-
-
-def _raised(error: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
-    """Go from an error back to those that it was raised in the wake of, up to the one that the caller handles.
-
-    Args:
-        error: the error, if there is one.
-        handled: what was raised before the call, if anything.
-
-    Yields:
-        The errors, the latest first.
-    """
-    while error is not None and error is not handled:
-        yield error
-        error = error.__context__
 
 
 def _close_contexts(error: BaseException) -> None:
@@ -117,3 +112,12 @@ def _close_contexts(error: BaseException) -> None:
         if frame.f_code in _CONTEXTS:
             with suppress(Exception):  # what it restores may be restored already
                 frame.f_locals["self"].gen.close()
+
+
+def _broke_off(error: BaseException) -> bool:
+    """Return whether an error was raised while a context was entered or left, whose work may be half done.
+
+    Args:
+        error: what was raised.
+    """
+    return any(frame.f_code.co_name in _STEPS for frame, _ in traceback.walk_tb(error.__traceback__))

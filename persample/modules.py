@@ -82,9 +82,12 @@ class _Modules:
         """Undo ``swap``, and what a forward pass leaves in modules: new or refilled buffers, tensors in attributes."""
         if not self._held:
             return
-        deque(starmap(dict.update, self._held), 0)  # in one step: no signal finds one of them restored alone
+        deque(starmap(operator.ior, self._held), 0)  # in one step: no signal finds one of them restored alone
         for slots, values in (*self._held, *self._attributes):
             _restore(slots, values)
+        for slots, values in self._held:
+            if list(slots) != list(values):  # what was taken off is back, but last: optimizers go by the order
+                _reorder(slots, values)
         for part in self.parts.values():
             if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
                 part._init_flat_weights()
@@ -103,6 +106,11 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
     for name, value in held.items():
         if isinstance(value, Tensor):
             slots.setdefault(name, value)
+
+
+def _reorder(slots: dict[str, Any], held: dict[str, Any]) -> None:
+    for name in [*held, *(slots.keys() - held.keys())]:
+        slots[name] = slots.pop(name)
 
 
 @dataclass(frozen=True)

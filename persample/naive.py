@@ -16,7 +16,10 @@ from persample.errors import ArgumentError
 
 
 def value_and_grad(
-    loss_fn: Callable[..., tuple[Tensor, Any]], params: Sequence[Tensor], *sample: Any
+    loss_fn: Callable[..., tuple[Tensor, Any]],
+    params: Sequence[Tensor],
+    *sample: Any,
+    like: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
     """Differentiate the loss of one sample with plain autograd.
 
@@ -24,6 +27,7 @@ def value_and_grad(
         loss_fn: from (params, *sample) to (0-d loss, aux).
         params: the tensors to differentiate, any shapes.
         *sample: the rest of the arguments.
+        like: where parameters are, these are parameters of modules, too; the same as ``params``, if not said.
 
     Returns:
         The detached loss, the detached aux, and one gradient per parameter: None where the loss does not depend on it.
@@ -33,12 +37,17 @@ def value_and_grad(
         (tensor(36.), (), (tensor(36.),))
     """
     with torch.enable_grad():
-        leaves = [nn.Parameter(param.detach()) for param in params]  # so that modules copied by the loss are ordinary
+        leaves = [_leaf(*pair) for pair in zip(params, params if like is None else like, strict=True)]
         loss, aux = loss_fn(leaves, *sample)
     grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if loss.requires_grad:
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.detach(), trees.map_tensors(torch.Tensor.detach, aux), grads
+
+
+def _leaf(param: Tensor, like: Tensor) -> Tensor:
+    # A parameter only in the place of one: modules that the loss closes over would take any for their own.
+    return nn.Parameter(param.detach()) if isinstance(like, nn.Parameter) else param.detach().requires_grad_()
 
 
 def loop(loss_fn: Callable[..., Tensor], params: Any, batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:

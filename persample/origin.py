@@ -5,9 +5,12 @@ from __future__ import annotations
 import dis
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from persample.flags import flags
 
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _RAISE = dis.opmap["RAISE_VARARGS"]
@@ -31,10 +34,27 @@ def is_users(error: BaseException) -> bool:
         >>> is_users(error_of(lambda: {}["missing"])), is_users(error_of(lambda: torch.ones(2) @ torch.ones(3)))
         (True, False)
     """
+    return all(map(_is_users, raised(error, getattr(flags, "handled", None))))
+
+
+def raised(error: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
+    """Go from an error back to those that it was raised in the wake of, up to the one that the caller handles.
+
+    Args:
+        error: the error, if there is one.
+        handled: what was raised before the call, if anything.
+
+    Yields:
+        The errors, the latest first.
+    """
+    while error is not None and error is not handled:
+        yield error
+        error = error.__context__
+
+
+def _is_users(error: BaseException) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames or frames[-1][0].f_code.co_filename.startswith(OURS):
-        return False
-    if error.__context__ is not None and not is_users(error.__context__):
         return False
     return not isinstance(error, RuntimeError | Warning) or _is_raised(error)
 

@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 import time
+from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -948,3 +949,45 @@ class TestSetGrads:
         with pytest.raises(ArgumentError, match=match):
             set_grads(module, grads)
         assert all(p.grad is None for p in module.parameters())
+
+
+class TakenOff(nn.Module):
+    """Takes a parameter off itself while it runs, as wrappers that gather or recompute weights do."""
+
+    def __init__(self, slots):
+        super().__init__()
+        self.__dict__["_parameters"] = slots()
+        self.first = nn.Parameter(draw(3))
+        self.last = nn.Parameter(draw(3, seed=1))
+
+    def forward(self, x):
+        return (self._parameters.pop("first") * self.last * x).sum()
+
+
+@engines
+@pytest.mark.parametrize("slots", [dict, OrderedDict])
+def test_parameters_that_a_forward_pass_takes_off_are_back_in_their_order(slots, engine):
+    model, x = TakenOff(slots), draw(4, 3)
+    before = dict(model.named_parameters())
+    grads = per_sample_grads(lambda model, x: model(x), model, x, engine=engine)
+    torch.testing.assert_close(grads["first"], before["last"] * x)
+    assert type(model._parameters) is slots
+    assert [(name, id(param)) for name, param in model.named_parameters()] == [(n, id(p)) for n, p in before.items()]
+
+
+@engines
+def test_tensors_are_no_parameters_of_modules_that_the_loss_closes_over(engine):
+    def put_in(name):
+        def loss(w, x):
+            setattr(linear, name, w)
+            return (w * linear(x)).sum()
+
+        return loss
+
+    linear = nn.Linear(3, 3).double()
+    weight = linear.weight
+    with pytest.raises(TypeError, match="cannot assign"):
+        per_sample_grads(put_in("weight"), draw(3, 3), draw(4, 3), engine=engine)
+    per_sample_grads(put_in("other"), draw(3, 3), draw(4, 3), engine=engine)
+    assert linear.weight is weight
+    assert [name for name, _ in linear.named_parameters()] == ["weight", "bias"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 
@@ -161,3 +162,25 @@ def test_the_loss_is_not_blamed_for_errors_of_torchs(monkeypatch, error, blamed)
         expected = r"loss_fn cannot be compiled" if blamed else r"failed inside of torch.*not to blame.*engine='eager'"
         assert re.search(expected, str(raised.value))
         assert error.__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("act", [value_error, runtime_error], ids=lambda act: act.__name__)
+def test_errors_of_a_call_made_while_an_error_of_torchs_is_handled_are_the_users(act, engine):
+    for model in MODELS.values():
+        try:
+            two_shapes()
+        except RuntimeError:
+            count, error = calls_until(RAISES[act], model(), act, engine, ps.Norm())
+        assert (type(error), count) == (RAISES[act], 1)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_errors_of_torchs_that_a_loss_catches_leave_nothing_behind(engine):
+    def loss(w, x):
+        with contextlib.suppress(RuntimeError):
+            two_shapes()
+        return (w * x).sin().sum()
+
+    w, x = torch.ones(3, dtype=F64), torch.eye(3, dtype=F64)
+    assert_trees_close(per_sample_grads(loss, w, x, engine=engine), x * torch.cos(x), 1e-9)

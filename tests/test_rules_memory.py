@@ -116,3 +116,13 @@ def test_what_cannot_be_batched_is_named(case):
     }[case]
     with pytest.raises(LossError, match=match):
         per_sample_grads(loss, draw(3), draw(4, 3), **options)
+
+
+def test_questions_of_another_format_are_not_answered_for_this_one():
+    def loss(w, x):
+        return w * (x.sum() if x.is_contiguous(memory_format=torch.channels_last) else x.square().sum())
+
+    x = draw(3, 1, 2, 4, 4)
+    with pytest.raises(RuntimeError, match="is_contiguous"):
+        per_sample_grads(loss, draw(()), x)
+    per_sample_grads(loss, draw(()), x, engine="loop")

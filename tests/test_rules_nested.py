@@ -107,6 +107,14 @@ def test_losses_at_their_edges(name, reduction):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, equal_nan=True)
 
 
+def test_infinite_inputs_leave_the_slope_alone():
+    x = torch.tensor([[1.0, torch.inf], [-1.0, 2.0], [-torch.inf, 1.0]], dtype=torch.float64)
+    slope = draw(1)
+    got, expected = (per_sample_grads(lambda w, x: F.prelu(x, w).sum(), slope, x, engine=e) for e in ("eager", "loop"))
+    assert expected.isfinite().tolist() == [[True], [True], [False]]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     "case",
     ["fill", *(pytest.param(x, marks=pytest.mark.slow) for x in ("distances", "mse", "prelu", "unpool", "scattered"))],

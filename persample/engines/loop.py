@@ -51,7 +51,7 @@ def _rows(loss: SampleLoss, samples: Samples, randomness: str) -> Iterator[tuple
     start = rng.snapshot()
     for i in rng.replayed(range(samples.size), randomness):
         with diagnosed(samples, loss, batched=False):
-            row = naive.value_and_grad(loss, *samples.at(i))
+            row = naive.value_and_grad(loss, *samples.at(i), like=loss.params.tensors)
         if randomness == "error" and rng.moved_since(start):
             raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row

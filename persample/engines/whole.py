@@ -26,7 +26,9 @@ def whole(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
         What ``lift`` returns.
     """
     with diagnosed(samples, loss, batched=False):
-        value, (aux, has_aux), grads = naive.value_and_grad(loss, samples.params, samples.leaves)
+        value, (aux, has_aux), grads = naive.value_and_grad(
+            loss, samples.params, samples.leaves, like=loss.params.tensors
+        )
     pairs = zip(samples.params, grads, strict=True)
     return lift(
         Gradients.dense(

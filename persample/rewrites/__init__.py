@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from persample.rewrites.caught import Caught
@@ -71,7 +72,7 @@ class rewritten(TorchFunctionMode):  # noqa: N801
         Returns:
             What the function returns.
         """
-        if kwargs and "memory_format" in kwargs and args:
+        if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
             kwargs = any_format(args[0], kwargs)
         if kwargs and kwargs.get("distance_function") is not None:  # the loss's own, called where no mode is at work
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}

@@ -47,7 +47,9 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
     shape = [1] * input.ndim
     if weight.numel() > 1:
         shape[1] = channels
-    return torch.where(input > 0, input, weight.reshape(shape) * input)
+    positive = input > 0
+    rest = torch.where(positive, 0, input)  # an infinite input times no gradient would be NaN
+    return torch.where(positive, input, weight.reshape(shape) * rest)
 
 
 def _roll(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.fx import GraphModule
 
 from persample import trees
 
@@ -85,3 +86,14 @@ def unpack(outline: Any, tensors: Sequence[Tensor]) -> Any:
         return tuple(map(put, x)) if type(x) is tuple else x
 
     return trees.tree_map(put, outline)
+
+
+def drop_failed(graph: GraphModule) -> None:
+    """Drop the operations that raised while a graph was traced, whose errors the loss caught: they have no value.
+
+    Args:
+        graph: the graph; whoever changes it last recompiles it.
+    """
+    for node in reversed(list(graph.graph.nodes)):
+        if node.op == "call_function" and not node.users and "val" not in node.meta:
+            graph.graph.erase_node(node)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.bounds import Bounds
-from persample.engines.compiled.packing import pack
+from persample.engines.compiled.packing import drop_failed, pack
 from persample.numeric import exceptions_noted, is_folded, untraced
 from persample.origin import is_users
 
@@ -171,8 +171,8 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             if is_users(error):
                 raise
             raise TraceError(said(error)) from error
-    captured = _lifted(graph)
-    return Traced(graph, captured, values.read, outline, noted)
+    drop_failed(graph)
+    return Traced(graph, _lifted(graph), values.read, outline, noted)
 
 
 def said(error: Exception) -> str:
