@@ -176,3 +176,11 @@ def test_compiled_writes_into_batches_of_any_size(loss):
         params, x = draw(batch)
         expected = reals(oracle(loss, params, (x,))).norm(dim=1)
         assert_trees_close(per_sample_grads(loss, params, x, ps.Norm(), engine="compiled"), expected, 1e-9)
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_writes_of_torchs_own_backward_pass_into_a_view_of_a_product(batch):
+    def loss(p, x):
+        return p["v"].norm(p=3, dim=1).logsumexp(0) * x.sum()
+
+    assert_is_loop(loss, batch, "compiled")

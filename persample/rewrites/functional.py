@@ -30,7 +30,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         As in torch.
     """
-    fits = _fits(bias, weight, dtypes=input.ndim > 1)  # to a vector torch adds a bias of any dtype
+    # To a vector whose numbers do not lie side by side torch adds a bias of any dtype.
+    fits = _fits(bias, weight, dtypes=input.ndim > 1 or input.is_contiguous())
     if weight.ndim != 2 or not fits:
         return F.linear(input, weight, bias)
     # torch.func takes a linear layer apart anyway: the sum with the bias need not be a second tensor.

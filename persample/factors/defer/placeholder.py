@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,17 @@ from torch import Tensor
 from persample import trees
 from persample.factors.defer.terms import Term
 
-Change = Callable[[Term], Term | None]
+
+class Step(NamedTuple):
+    """One view.
+
+    Args:
+        change: takes it of a term, or returns None.
+        view: takes it of a tensor.
+    """
+
+    change: Callable[[Term], Term | None]
+    view: Callable[[Tensor], Tensor]
 
 
 class Watch:
@@ -107,15 +117,15 @@ class Placeholder(Tensor):
     Args:
         cell: the cell.
         meta: the view, taken of the cell's meta tensor; None for the whole of it.
-        chain: the same view as changes of terms.
+        chain: the same view, step by step.
     """
 
     cell: Cell
     meta: Tensor
-    chain: tuple[Change, ...]
+    chain: tuple[Step, ...]
 
     @staticmethod
-    def __new__(cls, cell: Cell, meta: Tensor | None = None, chain: tuple[Change, ...] = ()) -> Placeholder:
+    def __new__(cls, cell: Cell, meta: Tensor | None = None, chain: tuple[Step, ...] = ()) -> Placeholder:
         """Return a view of a cell."""
         meta = cell.meta if meta is None else meta
         self = torch.Tensor._make_wrapper_subclass(
@@ -171,8 +181,8 @@ class Placeholder(Tensor):
         terms: list[Term] = []
         for term in self.cell.terms:
             seen: Term | None = term
-            for change in self.chain:
-                seen = None if seen is None else change(seen)
+            for step in self.chain:
+                seen = None if seen is None else step.change(seen)
             if seen is None:
                 return None
             terms.append(seen)
@@ -185,7 +195,9 @@ class Placeholder(Tensor):
             reason: the operation that needs it.
         """
         value = self.cell.fill(reason)
-        return value.as_strided(self.meta.shape, self.meta.stride(), self.meta.storage_offset())
+        for step in self.chain:  # not by strides: writes into those cannot be made functional
+            value = step.view(value)
+        return value
 
 
 def placeholder(

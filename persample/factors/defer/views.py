@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.factors.defer.placeholder import Placeholder
+from persample.factors.defer.placeholder import Placeholder, Step
 from persample.factors.defer.terms import Term
 
 aten = torch.ops.aten
@@ -22,7 +22,8 @@ def _view(
     meta = func(p.meta, *args, **kw)
     if meta.shape == p.meta.shape and meta.stride() == p.meta.stride() and func not in _REORDERS:
         return Placeholder(p.cell, p.meta, p.chain)
-    return Placeholder(p.cell, meta, (*p.chain, change(meta)))
+    step = Step(change(meta), lambda x: func(x, *args, **kw))
+    return Placeholder(p.cell, meta, (*p.chain, step))
 
 
 def _reshape(func: Any, p: Placeholder, *args: Any, **kwargs: Any) -> Any:
