@@ -157,6 +157,9 @@ def run(count, seed, programs=None):
                 call()
         except Interrupted:
             hits[name] += 1
+        except RuntimeError as error:  # Python printed the interrupt, in a destructor say, and torch's own stack broke
+            assert "INTERNAL ASSERT FAILED" in str(error), name  # noqa: PT017 - it is one of two ways to end
+            hits[name] += 1
         assert state() == whole, name
         assert is_same(before, slots(model)), name
         found, wanted = pytree.tree_leaves(call()), pytree.tree_leaves(expected)
