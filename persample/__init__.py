@@ -11,8 +11,8 @@ from persample.composite import composite_grads
 from persample.engines import clear_cache
 from persample.errors import ArgumentError, LossError
 from persample.explain import explain
-from persample.grads import per_sample_grads
-from persample.modules import set_grads
+from persample.inputs.modules import set_grads
+from persample.per_sample import per_sample_grads
 from persample.reductions import (
     Aux,
     ClippedMean,
@@ -32,7 +32,7 @@ from persample.reductions import (
     Variance,
     WeightedSum,
 )
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 __all__ = [
     "ArgumentError",

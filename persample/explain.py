@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample import check, rng, trees
-from persample.check import Randomness
-from persample.engines.eager import batched_gradients
+from persample import inputs
+from persample.engines.deferred import Deferral, factor_of
+from persample.engines.deferred.placeholder import Placeholder, memory
+from persample.engines.vmap import batched_gradients
 from persample.errors import ArgumentError
-from persample.factors import Deferral, Dense, Factor, Total, factor_of
-from persample.factors.defer.placeholder import Placeholder, memory
-from persample.isolation import isolated
-from persample.lift import Lift
+from persample.factors import Dense, Factor, SumFactor
+from persample.inputs import Randomness
 from persample.reductions import Reduce
+from persample.reductions.requested import Reductions
+from persample.utils import rng, trees
+from persample.utils.isolation import isolated
 
 _ELEMENTWISE = "elementwise, or a sum"  # of no product of signals and inputs
 
@@ -118,13 +120,13 @@ def explain(
         params['w']  [64, 32]  Outer   1  contract     3.0 KiB  64.0 KiB
         params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB      elementwise, or a sum
     """
-    check.check_derivatives("explain")
-    check.check_options(engine="eager", randomness=randomness, chunk_size=None)
-    wanted, _ = check.reductions(reduce)
-    uses = Lift(wanted).uses
+    inputs.check_derivatives("explain")
+    inputs.check_options(engine="eager", randomness=randomness, chunk_size=None)
+    wanted, _ = inputs.reductions(reduce)
+    uses = Reductions(wanted).required_ops
 
     def compute() -> Explanation:
-        loss, samples = check.check_call(
+        loss, samples = inputs.check_call(
             loss_fn, params, batch, wanted, weights=None, in_dims=in_dims, keep_batch_dim=keep_batch_dim
         )
         if samples.size == 0:
@@ -208,11 +210,11 @@ def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: fr
         reason = "no larger than its factors"
     else:
         reason = "small, and written out to be squared anyway"
-    kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, Total) else (could,)))
+    kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, SumFactor) else (could,)))
     choice = "materialize" if isinstance(chosen, Dense) else "contract"
     width = grad.element_size()
     stored, written = chosen.stored * width, grad.numel() * width
-    return Storage(path, chosen.shape, kind, could.steps, choice, stored, written, reason)
+    return Storage(path, chosen.shape, kind, could.num_terms, choice, stored, written, reason)
 
 
 def _size(count: int) -> str:

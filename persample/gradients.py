@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.numeric import as_real, exceeds, is_traced, together
-from persample.trees import TreeSpec, unflatten
+from persample.utils.numeric import as_real, exceeds, is_traced, together
+from persample.utils.trees import TreeSpec, unflatten
 
 # Numbers, of all samples, up to which copying gradients costs less than operations on them one by one.
 _SMALL = 2**14

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from persample.factors import Factor, concatenate
-from persample.numeric import restore
-from persample.trees import leaf, tree_map
+from persample.utils.numeric import restore
+from persample.utils.trees import leaf, tree_map
 
 
 @leaf

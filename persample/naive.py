@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample import trees
 from persample.errors import ArgumentError
+from persample.utils import trees
 
 
 def value_and_grad(

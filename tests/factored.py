@@ -12,7 +12,7 @@ from test_grid import REDUCTIONS
 from torch import Tensor, nn
 
 from persample import Factored, Norm, per_sample_grads
-from persample.factors import Total
+from persample.factors import SumFactor
 
 B = 5
 F64 = torch.float64
@@ -69,7 +69,7 @@ def kinds(loss_fn, params, batch, *beside):
 
 def kind_of(factor):
     """Return the name of a factor's kind, or the names of the kinds that it adds up."""
-    parts = factor.parts if isinstance(factor, Total) else (factor,)
+    parts = factor.parts if isinstance(factor, SumFactor) else (factor,)
     return "+".join(sorted(type(part).__name__ for part in parts))
 
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import per_sample_grads
-from persample.factors import Conv, Deferral, Dense, Embedding, Outer, factor_of
-from persample.factors.defer.placeholder import Placeholder
+from persample.engines.deferred import Deferral, factor_of
+from persample.engines.deferred.placeholder import Placeholder
+from persample.factors import Conv, Dense, Embedding, Outer
 
 B = 5
 aten = torch.ops.aten
@@ -231,7 +232,7 @@ def test_random_programs(seed):
 def test_products_with_parameters_carry_signals_and_are_not_deferred():
     seen = []
 
-    class Watching(Deferral):
+    class LayerGuard(Deferral):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = super().__torch_dispatch__(func, types, args, kwargs)
             seen.extend([func] * (type(out) is Placeholder and Placeholder not in types))
@@ -241,7 +242,7 @@ def test_products_with_parameters_carry_signals_and_are_not_deferred():
 
     def one(w, x):
         value, back = vjp(lambda w, x: torch.tanh(F.linear(x, w)).sum(), w, x)
-        with Watching((), (w,)):
+        with LayerGuard((), (w,)):
             return back(torch.ones_like(value))
 
     vmap(one, in_dims=(None, 0))(w, torch.randn(B, 30))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import ArgumentError, LossError, explain, per_sample_grads
-from persample.factors import plan
+from persample.factors import cost_model
 
 B = 8
 PARAMS = {
@@ -150,19 +150,19 @@ def test_bad_input():
 
 def test_products_are_kept_where_they_are_smaller():
     both = {"squared_norms", "weighted_sum"}
-    assert plan.keeps_product(both, steps=2, written=100, stored=99)
-    assert not plan.keeps_product(both, steps=2, written=100, stored=100)
-    assert plan.keeps_product(both, steps=1, written=1, stored=100)
-    assert plan.keeps_product({"weighted_sum"}, steps=2, written=1, stored=100)
-    assert plan.keeps_product((), steps=2, written=1, stored=100)
-    assert not plan.keeps_product({"weighted_sum", "materialize"}, steps=1, written=100, stored=1)
-    assert plan.keeps_product(both, steps=2, written=2**24 + 1, stored=2**25)
-    assert not plan.keeps_product(both, steps=2, written=2**21, stored=1, by_gram=False)
-    assert plan.keeps_product(both, steps=2, written=2**21 + 1, stored=1, by_gram=False)
-    assert plan.keeps_product({"squared_norms"}, steps=2, written=2**21, stored=1, by_gram=False)
-    assert plan.keeps_product({"weighted_sum", "dot"}, steps=2, written=2**21, stored=1, by_gram=False)
+    assert cost_model.keeps_product(both, num_terms=2, written=100, stored=99)
+    assert not cost_model.keeps_product(both, num_terms=2, written=100, stored=100)
+    assert cost_model.keeps_product(both, num_terms=1, written=1, stored=100)
+    assert cost_model.keeps_product({"weighted_sum"}, num_terms=2, written=1, stored=100)
+    assert cost_model.keeps_product((), num_terms=2, written=1, stored=100)
+    assert not cost_model.keeps_product({"weighted_sum", "materialize"}, num_terms=1, written=100, stored=1)
+    assert cost_model.keeps_product(both, num_terms=2, written=2**24 + 1, stored=2**25)
+    assert not cost_model.keeps_product(both, num_terms=2, written=2**21, stored=1, by_gram=False)
+    assert cost_model.keeps_product(both, num_terms=2, written=2**21 + 1, stored=1, by_gram=False)
+    assert cost_model.keeps_product({"squared_norms"}, num_terms=2, written=2**21, stored=1, by_gram=False)
+    assert cost_model.keeps_product({"weighted_sum", "dot"}, num_terms=2, written=2**21, stored=1, by_gram=False)
 
 
 def test_inner_products_of_few_steps_beat_blocks():
-    assert plan.gram_is_cheaper(steps=2, rows=256, columns=256)
-    assert not plan.gram_is_cheaper(steps=200, rows=64, columns=64)
+    assert cost_model.gram_is_cheaper(num_terms=2, rows=256, columns=256)
+    assert not cost_model.gram_is_cheaper(num_terms=200, rows=64, columns=64)

@@ -8,8 +8,8 @@ from oracle import Rows, assert_trees_close
 from test_grid import REDUCTIONS
 
 from persample import per_sample_grads
-from persample.factors import Conv, Dense, Embedding, Outer, Total, concatenate, plan, total
-from persample.factors.defer.product import outer
+from persample.engines.deferred.product import outer
+from persample.factors import Conv, Dense, Embedding, Outer, SumFactor, concatenate, cost_model, sum_factors
 from persample.gradients import Gradients, ParamSpec
 
 B = 4
@@ -19,10 +19,10 @@ def draw(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype)
 
 
-def product(left, right, steps, shape=None):
+def product(left, right, num_terms, shape=None):
     """l and r vary along the given axes; the batch axis is the first."""
     full = [max(a, b) for a, b in zip(left, right, strict=True)]
-    return outer(draw(B, *left, steps), draw(B, *right, steps), shape or full, torch.float64)
+    return outer(draw(B, *left, num_terms), draw(B, *right, num_terms), shape or full, torch.float64)
 
 
 def conv(signals, inputs, shape, stride=1, padding=0, dilation=1, groups=1):
@@ -31,8 +31,8 @@ def conv(signals, inputs, shape, stride=1, padding=0, dilation=1, groups=1):
     return Conv(draw(B, *signals), draw(B, *inputs), shape, *settings, groups)
 
 
-def table(steps=3):
-    return Embedding(draw(B, steps, 4), torch.randint(6, (B, steps)), (6, 4))
+def table(num_terms=3):
+    return Embedding(draw(B, num_terms, 4), torch.randint(6, (B, num_terms)), (6, 4))
 
 
 FACTORS = {
@@ -58,8 +58,8 @@ FACTORS = {
     "conv3d": lambda: conv((1, 6, 2, 2, 2), (1, 4, 4, 4, 4), (6, 4, 3, 3, 3)),
     "embedding": table,
     "embedding-repeated": lambda: table(20),
-    "total": lambda: total([product((6, 1), (1, 4), 2), table()]),
-    "total-layouts": lambda: total([product((6, 1), (1, 4), 2), product((6, 1), (6, 4), 1)]),
+    "sum_factors": lambda: sum_factors([product((6, 1), (1, 4), 2), table()]),
+    "total-layouts": lambda: sum_factors([product((6, 1), (1, 4), 2), product((6, 1), (6, 4), 1)]),
 }
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
 OPERATIONS = {
@@ -107,13 +107,13 @@ def test_equals_what_is_written_out(name, operation):
     values = factor.materialize().clone()
     assert values.shape == (B, *factor.shape)
     assert len(factor) == B
-    assert factor.steps >= 1
+    assert factor.num_terms >= 1
     assert factor.device == values.device
     assert_trees_close(OPERATIONS[operation](factor), OPERATIONS[operation](Dense(values)), 1e-9)
 
 
 @pytest.mark.parametrize("other", FACTORS)
-@pytest.mark.parametrize("name", ["outer", "outer-steps", "outer-transposed", "embedding", "dense", "total"])
+@pytest.mark.parametrize("name", ["outer", "outer-steps", "outer-transposed", "embedding", "dense", "sum_factors"])
 def test_cross_products_and_sums_of_unlike_kinds(name, other):
     one, two = build(name), build(other)
     if one.shape != two.shape:
@@ -121,7 +121,7 @@ def test_cross_products_and_sums_of_unlike_kinds(name, other):
             one.materialize() + two.materialize()
         return
     assert_trees_close(one.gram(two), Dense(one.materialize()).gram(Dense(two.materialize())), 1e-9)
-    both = total([one, two])
+    both = sum_factors([one, two])
     assert_trees_close(both.materialize(), one.materialize() + two.materialize(), 1e-12)
     for operation in ("squared_norms", "gram", "weighted_sum", "dot", "project", "concatenate"):
         expected = OPERATIONS[operation](Dense(one.materialize() + two.materialize()))
@@ -129,16 +129,16 @@ def test_cross_products_and_sums_of_unlike_kinds(name, other):
 
 
 def test_equal_kinds_are_merged():
-    assert isinstance(total([product((6, 1), (1, 4), 2), product((6, 1), (1, 4), 3)]), Outer)
-    assert isinstance(total([product((6, 1), (1, 4), 2), product((1, 4), (6, 1), 3)]), Outer)
-    assert isinstance(total([table(), table()]), Embedding)
+    assert isinstance(sum_factors([product((6, 1), (1, 4), 2), product((6, 1), (1, 4), 3)]), Outer)
+    assert isinstance(sum_factors([product((6, 1), (1, 4), 2), product((1, 4), (6, 1), 3)]), Outer)
+    assert isinstance(sum_factors([table(), table()]), Embedding)
     same, other = conv((1, 6, 5), (1, 4, 7), (6, 4, 3)), conv((1, 6, 6), (1, 4, 8), (6, 4, 3))
-    assert isinstance(total([same, same]), Conv)
-    assert isinstance(total([same, other]), Outer)
-    assert_trees_close(total([same, other]).materialize(), same.materialize() + other.materialize(), 1e-12)
-    assert isinstance(total([product((6, 1), (1, 4), 2), table()]), Total)
-    assert isinstance(total([Dense(draw(B, 6, 4)), Dense(draw(B, 6, 4))]), Dense)
-    assert isinstance(total([Dense(draw(B, 6, 4)), table()]), Dense)
+    assert isinstance(sum_factors([same, same]), Conv)
+    assert isinstance(sum_factors([same, other]), Outer)
+    assert_trees_close(sum_factors([same, other]).materialize(), same.materialize() + other.materialize(), 1e-12)
+    assert isinstance(sum_factors([product((6, 1), (1, 4), 2), table()]), SumFactor)
+    assert isinstance(sum_factors([Dense(draw(B, 6, 4)), Dense(draw(B, 6, 4))]), Dense)
+    assert isinstance(sum_factors([Dense(draw(B, 6, 4)), table()]), Dense)
 
 
 def test_tables_are_written_into_memory_of_any_order():
@@ -155,7 +155,7 @@ def test_unlike_chunks_are_written_out():
     assert_trees_close(joined.materialize(), torch.cat([one.materialize(), two.materialize()]), 1e-12)
     longer = concatenate([product((6, 1), (1, 4), 2), product((6, 1), (1, 4), 3)])
     assert isinstance(longer, Outer)
-    assert longer.steps == 3
+    assert longer.num_terms == 3
 
 
 @pytest.mark.parametrize("name", FACTORS)
@@ -165,7 +165,7 @@ def test_removed_rows_hold_no_nan(name):
         tensor = getattr(factor, operand, None)
         if tensor is not None and name not in {"zeros", "outer-broadcast-batch"}:
             tensor[2] = torch.nan
-    if isinstance(factor, Total):
+    if isinstance(factor, SumFactor):
         for part in factor.parts:
             (part.left if isinstance(part, Outer) else part.signals)[2] = torch.nan
     removed = factor.zero_rows(torch.arange(B) == 2)
@@ -176,9 +176,9 @@ def test_removed_rows_hold_no_nan(name):
 def test_cancelling_signals_keep_their_norm():
     """In float32 the T² terms of signals that nearly cancel lose per cents; written in float64 they do not."""
     torch.manual_seed(0)
-    steps, rows, columns = 8, 256, 256
-    assert plan.gram_is_cheaper(steps, rows, columns)
-    signals, inputs = torch.randn(1, 1, steps, rows), torch.randn(1, 1, 1, columns).repeat(1, 1, steps, 1)
+    num_terms, rows, columns = 8, 256, 256
+    assert cost_model.gram_is_cheaper(num_terms, rows, columns)
+    signals, inputs = torch.randn(1, 1, num_terms, rows), torch.randn(1, 1, 1, columns).repeat(1, 1, num_terms, 1)
     signals[0, 0, -1] -= signals.sum((0, 1, 2)) - 1e-3 * torch.randn(rows)
     layout = product((rows, 1), (1, columns), 1).layout
     factor = Outer(signals, inputs, layout, torch.float32)
@@ -191,7 +191,7 @@ def test_cancelling_signals_keep_their_norm():
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):
     factor = table(20)
     expected = factor.gram()
-    monkeypatch.setattr(plan, "BLOCK", 0)
+    monkeypatch.setattr(cost_model, "BLOCK", 0)
     assert_trees_close(factor.gram(), expected, 1e-12)
 
 
@@ -200,7 +200,7 @@ def test_blocks_of_any_size(name, monkeypatch):
     factor = build(name)
     names = ("squared_norms", "second_moment", "gram", "project")
     expected = {operation: OPERATIONS[operation](factor) for operation in names}
-    monkeypatch.setattr(plan, "BLOCK", 30)
+    monkeypatch.setattr(cost_model, "BLOCK", 30)
     for operation in names:
         assert_trees_close(OPERATIONS[operation](factor), expected[operation], 1e-9)
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from persample import Norm, per_sample_grads
-from persample.fallback import explained
+from persample.utils.fallback import explained
 
 W, X = torch.ones(3), torch.randn(4, 3)
 

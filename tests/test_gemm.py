@@ -13,8 +13,9 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
-from persample import clear_cache, faster, gemm, per_sample_grads
-from persample import onednn as library
+from persample import clear_cache, per_sample_grads
+from persample.cpu import gemm, mode
+from persample.cpu import onednn as library
 from persample.engines.compiled import streaming
 from persample.engines.compiled.cache import compilations
 
@@ -45,7 +46,7 @@ def random_rows(size):
 def onednn(monkeypatch):
     """Make it compute whatever it can, on any processor."""
     monkeypatch.setattr(library, "is_ahead", lambda: True)
-    for module, limit in ((gemm, "_LEAST_WORK"), (gemm, "_LEAST_SIZE"), (faster, "_WORTH_LOOKING")):
+    for module, limit in ((gemm, "_LEAST_WORK"), (gemm, "_LEAST_SIZE"), (mode, "_WORTH_LOOKING")):
         monkeypatch.setattr(module, limit, 1)
     clear_cache()
     yield

@@ -79,7 +79,7 @@ def noise_scale(rows: Rows):
 
 def projections(rows: Rows):
     reduction, total = ps.Project(6, seed=1), 0
-    for path, grad in zip(ps.trees.paths(rows.tree(rows.grads), "params"), rows.grads, strict=True):
+    for path, grad in zip(ps.utils.trees.paths(rows.tree(rows.grads), "params"), rows.grads, strict=True):
         g = torch.view_as_real(grad) if grad.is_complex() else grad
         g = g.reshape(len(g), grad.shape[1] if grad.ndim > 1 else 1, -1)
         left, right = reduction._signs(path, *g.shape[1:])

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
-from persample import ClippedMean, Norm, Stack, composite_grads, interrupts, per_sample_grads
+from persample import ClippedMean, Norm, Stack, composite_grads, per_sample_grads
+from persample.utils import interrupts
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

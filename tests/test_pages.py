@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from persample import pages
+from persample.cpu import pages
 
 # glibc takes blocks above its threshold straight from the system; ``hblks`` counts them.
 _COUNT = """

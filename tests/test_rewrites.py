@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils import _pytree as pytree
 
 from persample import per_sample_grads
-from persample.rewrites import attention, classification, rewritten
-from persample.rewrites.rows import differentiated_once
+from persample.vmap_rules import attention, classification, rewritten
+from persample.vmap_rules.rows import differentiated_once
 
 B = 3
 KINDS = {"gru": nn.GRU, "lstm": nn.LSTM, "tanh": nn.RNN, "relu": functools.partial(nn.RNN, nonlinearity="relu")}

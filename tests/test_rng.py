@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from persample import rng
+from persample.utils import rng
 
 
 class Device:

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import nn
 
 import persample as ps
-from persample import ArgumentError, LossError, numeric, per_sample_grads
+from persample import ArgumentError, LossError, per_sample_grads
+from persample.utils import numeric
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 both_engines = pytest.mark.parametrize("engine", ["eager", "loop"])

@@ -10,7 +10,8 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from persample import Aux, ClippedMean, Stack, onednn, per_sample_grads, tanh
+from persample import Aux, ClippedMean, Stack, per_sample_grads
+from persample.cpu import onednn, tanh
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 X = torch.cat([torch.linspace(0, 12, 1_000_001), torch.logspace(-38, 1, 200_001)])

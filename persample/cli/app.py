@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from persample.check import Engine
 from persample.cli import baird, train
 from persample.cli.bench import bench
 from persample.cli.cases import reinforce_case, td_case
@@ -23,6 +22,7 @@ from persample.cli.report import notes, save_report, table, writable
 from persample.cli.rollout import make_envs, roll_out
 from persample.cli.settings import Settings
 from persample.errors import ArgumentError
+from persample.inputs import Engine
 
 # typer raises click's errors, and newer ones have a click of their own: this names the class in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from persample import ClippedMean, Mean, Norm, naive, per_sample_grads
-from persample.check import Engine
 from persample.cli.rollout import Rollout
+from persample.inputs import Engine
 from persample.losses import discounted_returns, reinforce_loss, td_loss
 
 LOOP, PERSAMPLE, FUSED, BATCH = METHODS = ("naive loop", "persample", "persample, fused", "batch gradient")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from persample import Mean, Norm, per_sample_grads
-from persample.check import Engine
 from persample.cli.cases import FUSED, LOOP, METHODS, Case, fused_by_loop, methods
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
+from persample.inputs import Engine
 
 # Largest relative difference that float32 rounding explains.
 TOLERANCE = 1e-5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from persample import check
-from persample.check import Engine
+from persample import inputs
 from persample.errors import ArgumentError
+from persample.inputs import Engine
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Settings:
         if not 0 <= self.seed < 2**63:
             fix = "Any other number will do."
             raise ArgumentError.about("--seed", expected="0 … 2⁶³ − 1", received=str(self.seed), fix=fix)
-        check.check_options(engine=self.engine, randomness="error", chunk_size=None)
+        inputs.check_options(engine=self.engine, randomness="error", chunk_size=None)
 
     @property
     def transitions(self) -> int:

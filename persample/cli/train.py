@@ -13,11 +13,11 @@ from typing import Annotated, Any, Optional, cast
 
 import typer
 
-from persample.check import Engine
 from persample.cli.interrupt import interruptible
 from persample.cli.live import Display
 from persample.cli.training_files import TrainingFiles
 from persample.errors import ArgumentError
+from persample.inputs import Engine
 from persample.rl.training import Trainer, TrainingConfig, evaluate
 from persample.rl.training.config import ALGORITHMS
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample import trees
+from persample.composite.encoder import Tower
 from persample.composite.processes import Processes
-from persample.composite.towers import Tower
 from persample.merge import merge
-from persample.numeric import accumulate_dtype
+from persample.utils import trees
+from persample.utils.numeric import accumulate_dtype
 
 
 @dataclass(frozen=True)

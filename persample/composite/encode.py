@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample import trees
-from persample.composite.towers import Tower
-from persample.diagnose import diagnosed, unwritten
-from persample.engines.eager import vmapped
+from persample.composite.encoder import Tower
+from persample.engines.diagnosis import diagnosed, unwritten
 from persample.engines.empty import no_rows, of_fake_sample
+from persample.engines.vmap import vmapped
 from persample.errors import LossError
-from persample.fallback import explained
-from persample.loss import SampleLoss
-from persample.rewrites import rewritten
-from persample.samples import Samples
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
+from persample.utils import trees
+from persample.utils.fallback import explained
+from persample.vmap_rules import rewritten
 
-Encode = Callable[[SampleLoss, Samples], Any]  # from one chunk to its z, a tree of tensors ``[k, ...]``
+Encode = Callable[[SampleLoss, Call], Any]  # from one chunk to its z, a tree of tensors ``[k, ...]``
 
 
 def first_pass(tower: Tower, encode: Encode) -> Any:
@@ -43,7 +43,7 @@ def _compact(z: Tensor) -> Tensor:
     return z.detach() if alone else z.detach().clone(memory_format=torch.contiguous_format)
 
 
-def at_once(encoder: SampleLoss, samples: Samples) -> Any:
+def at_once(encoder: SampleLoss, samples: Call) -> Any:
     """Encode the samples of a chunk under vmap.
 
     Args:
@@ -64,7 +64,7 @@ def at_once(encoder: SampleLoss, samples: Samples) -> Any:
         return _without_kept_axis(encoder, vmapped(one, samples, "different"))
 
 
-def one_by_one(encoder: SampleLoss, samples: Samples) -> Any:
+def one_by_one(encoder: SampleLoss, samples: Call) -> Any:
     """Encode the samples of a chunk one after the other.
 
     Args:
@@ -83,7 +83,7 @@ def one_by_one(encoder: SampleLoss, samples: Samples) -> Any:
     return _without_kept_axis(encoder, trees.tree_map(lambda *z: torch.stack(z), *rows))
 
 
-def whole(encoder: SampleLoss, samples: Samples) -> Any:
+def whole(encoder: SampleLoss, samples: Call) -> Any:
     """Encode a chunk in one call of an encoder that takes chunks.
 
     Args:
@@ -134,7 +134,7 @@ def _without_kept_axis(encoder: SampleLoss, rows: Any) -> Any:
     return trees.tree_map(lambda x: x.squeeze(1), rows) if encoder.keep_batch_dim else rows
 
 
-def _of_no_samples(encoder: SampleLoss, samples: Samples) -> Any:
+def _of_no_samples(encoder: SampleLoss, samples: Call) -> Any:
     """Return no rows, their shapes taken from one fake sample."""
     z = _checked(encoder, of_fake_sample(encoder.returned, samples), one_row=encoder.keep_batch_dim)
     return _without_kept_axis(encoder, trees.tree_map(no_rows, z))

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample import naive, rng
+from persample import naive
 from persample.composite.batch_norm import FullBatch, Statistics
 from persample.composite.encode import first_pass, whole
+from persample.composite.encoder import Tower
 from persample.composite.processes import Processes
 from persample.composite.replay import Replay
-from persample.composite.towers import Tower
 from persample.errors import LossError
-from persample.loss import SampleLoss
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
 from persample.merge import Moments, Summed, merge
-from persample.samples import Samples
+from persample.utils import rng
 
 
 def solve_statistics(tower: Tower, mode: FullBatch, start: rng.Streams, processes: Processes) -> None:
@@ -49,7 +50,7 @@ def solve_statistics(tower: Tower, mode: FullBatch, start: rng.Streams, processe
 def _moments(tower: Tower, mode: FullBatch) -> list[Moments]:
     total: list[Moments] = []
 
-    def encode(encoder: SampleLoss, samples: Samples) -> Any:
+    def encode(encoder: SampleLoss, samples: Call) -> Any:
         nonlocal total
         z = whole(encoder, samples)
         total = merge(total, mode.seen) if total else mode.seen
@@ -83,7 +84,7 @@ def _derivatives(losses: Tower, mode: FullBatch, replay: Replay) -> list[Summed]
     totals = [Summed(torch.zeros_like(x)) for x in tensors]
     for chunk in replay.over(losses.chunks()):
 
-        def loss(values: list[Tensor], chunk: Samples = chunk) -> Any:
+        def loss(values: list[Tensor], chunk: Call = chunk) -> Any:
             pairs = zip(known, values[::2], values[1::2], strict=True)
             mode.known = [replace(one, mean=mean, variance=variance) for one, mean, variance in pairs]
             return losses.encoder(chunk.params, chunk.leaves)

@@ -8,20 +8,20 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from persample import trees
-from persample.check import check_derivatives
+from persample.composite.algorithm import two_passes
 from persample.composite.buffers import Watch
-from persample.composite.door import check_options, check_parameters, check_reductions
-from persample.composite.head import Head, build_head
+from persample.composite.encoder import Tower, build_towers
+from persample.composite.loss_head import Head, build_head
 from persample.composite.passes import Passes
 from persample.composite.processes import Processes
-from persample.composite.steps import two_passes
-from persample.composite.towers import Tower, build_towers
-from persample.isolation import isolated
-from persample.lift import Lift
-from persample.modules import add_grads
-from persample.output import owned
+from persample.composite.validation import check_options, check_parameters, check_reductions
+from persample.inputs import check_derivatives
+from persample.inputs.modules import add_grads
+from persample.outputs import owned
 from persample.reductions import Reduce, Sum
+from persample.reductions.requested import Reductions
+from persample.utils import trees
+from persample.utils.isolation import isolated
 
 
 def composite_grads(
@@ -137,7 +137,7 @@ def composite_grads(
         loss, loss_grads, lifted = two_passes(passes, head, wanted, watch, here)
         if watch is not None:
             watch.write(tree.modules, here)
-        finished = Lift(wanted).finish(lifted, here.device)
+        finished = Reductions(wanted).finish(lifted, here.device)
         given = [*own, *(leaf for tower in towers for leaf in tower.samples.leaves)]
         grads, loss_grads = owned((trees.unflatten(finished, asked), loss_grads), given)
         if accumulate:

@@ -9,30 +9,32 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from persample import engines, rng, trees
+from persample import engines
 from persample.composite.batch_norm import RECOMPUTED, FullBatch, Refused
 from persample.composite.buffers import Watch
-from persample.composite.culprit import not_replayed
+from persample.composite.chunk_engine import whole as of_chunk
 from persample.composite.encode import at_once, first_pass, one_by_one, whole
+from persample.composite.encoder import Tower
 from persample.composite.full_batch import solve_adjoint, solve_statistics
-from persample.composite.kept import KeptGraph
+from persample.composite.nondeterminism import not_replayed
 from persample.composite.processes import Processes
 from persample.composite.replay import NotReplayedError, Replay, Replayed, contributions, tolerance
-from persample.composite.towers import Tower
-from persample.diagnose import unwritten
+from persample.composite.retained_graph import KeptGraph
+from persample.engines.diagnosis import unwritten
 from persample.errors import LossError
 from persample.gradients import Gradients
-from persample.lift import Lift
-from persample.loss import NotConnectedError, SampleLoss
+from persample.inputs.call import Call
+from persample.inputs.loss import NotConnectedError, SampleLoss
 from persample.merge import merge
 from persample.reductions import Reduction
-from persample.samples import Samples
+from persample.reductions.requested import Reductions
+from persample.utils import rng, trees
 
 # How a chunk is encoded, and which engine differentiates it.
 WAYS: dict[str, tuple[Any, Any]] = {
     "eager": (at_once, engines.eager),
     "loop": (one_by_one, engines.loop),
-    "batched": (whole, engines.whole),
+    "batched": (whole, of_chunk),
 }
 
 
@@ -110,14 +112,14 @@ class Passes:
         """
         losses = self._losses
         if self._kept is not None:
-            return self._kept.lifted(Lift(wanted), losses.encoder, self._cotangents)
-        lift = Lift([*wanted, Replayed(tolerance(self._tower.encoder, self._z))])
+            return self._kept.lifted(Reductions(wanted), losses.encoder, self._cotangents)
+        lift = Reductions([*wanted, Replayed(tolerance(self._tower.encoder, self._z))])
         with unwritten(losses.encoder, losses.samples):
             chunks = self._replay.over(losses.chunks())
             lifted, connected = functools.reduce(merge, (self._lifted(lift, chunk) for chunk in chunks))
         return lifted[:-1], connected
 
-    def _lifted(self, lift: Lift, chunk: Samples) -> Any:
+    def _lifted(self, lift: Reductions, chunk: Call) -> Any:
         encoder = self._losses.encoder
         if not chunk.size or not self._used:
             return _zeros(lift, encoder, chunk)
@@ -130,12 +132,10 @@ class Passes:
             encode = functools.partial(self._encode, self._tower.encoder, self._own(chunk))
             raise not_replayed(error, path, self._tower, encode, self._start) from None
 
-    def _own(self, chunk: Samples) -> Samples:
+    def _own(self, chunk: Call) -> Call:
         """Return a chunk without what was added to the inputs."""
         count = len(self._tower.samples.leaves)
-        return Samples(
-            chunk.size, chunk.params, chunk.params_batched, chunk.leaves[:count], chunk.leaves_batched[:count]
-        )
+        return Call(chunk.size, chunk.params, chunk.params_batched, chunk.leaves[:count], chunk.leaves_batched[:count])
 
 
 def _under(mode: Any, tower: Tower) -> Tower:
@@ -167,7 +167,7 @@ def _computed_once(tower: Tower) -> Tower:
     return tower.calling(encode)
 
 
-def _zeros(lift: Lift, loss: SampleLoss, samples: Samples) -> Any:
+def _zeros(lift: Reductions, loss: SampleLoss, samples: Call) -> Any:
     """Lift gradients of zero."""
     pairs = zip(samples.params, loss.spec.shapes, strict=True)
     values = [x.new_zeros(()).expand(samples.size, *shape) for x, shape in pairs]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample import trees
 from persample.errors import ArgumentError, LossError
 from persample.merge import Summed, merge
+from persample.utils import trees
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import treespec_tuple
 
-from persample import rng, trees
-from persample.composite.towers import Tower
+from persample.composite.encoder import Tower
 from persample.gradients import Gradients
-from persample.loss import SampleLoss
+from persample.inputs.loss import SampleLoss
 from persample.merge import AnyOf
-from persample.numeric import accumulate_dtype, as_real, is_autocast
 from persample.reductions import Reduction
+from persample.utils import rng, trees
+from persample.utils.numeric import accumulate_dtype, as_real, is_autocast
 
 T = TypeVar("T")
 

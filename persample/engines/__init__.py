@@ -1,12 +1,11 @@
 """How the gradients of a chunk are computed: one function (lift, loss, samples, randomness) → partial each."""
 
-from persample import pages
+from persample.cpu import pages
 from persample.engines.compiled import Task, clear_cache, compiled, finished, recall
-from persample.engines.eager import eager
 from persample.engines.empty import empty
 from persample.engines.loop import loop
-from persample.engines.whole import whole
+from persample.engines.vmap import eager
 
-__all__ = ["Task", "clear_cache", "compiled", "eager", "empty", "finished", "loop", "recall", "whole"]
+__all__ = ["Task", "clear_cache", "compiled", "eager", "empty", "finished", "loop", "recall"]
 
 pages.keep()

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from persample import trees
 from persample.errors import LossError
 from persample.gradients import Gradients
-from persample.lift import Lift
-from persample.loss import SampleLoss
-from persample.samples import Samples
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
+from persample.reductions.requested import Reductions
+from persample.utils import trees
 
 
-def empty(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:  # noqa: ARG001
+def empty(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str) -> Any:  # noqa: ARG001
     """Lift gradients of no rows, their shapes taken from one fake sample.
 
     Args:
@@ -43,7 +43,7 @@ def empty(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> An
     )
 
 
-def of_fake_sample(call: Callable[[Sequence[Tensor], Sequence[Any]], Any], samples: Samples) -> Any:
+def of_fake_sample(call: Callable[[Sequence[Tensor], Sequence[Any]], Any], samples: Call) -> Any:
     """Call a function with the parameters and the leaves of one sample that is not there.
 
     Args:

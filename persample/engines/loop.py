@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from persample import naive, rng
-from persample.diagnose import diagnosed
+from persample import naive
+from persample.engines.diagnosis import diagnosed
 from persample.errors import SAY_RANDOMNESS, LossError
 from persample.gradients import Gradients
-from persample.lift import Lift
-from persample.loss import SampleLoss
-from persample.samples import Samples
-from persample.trees import tree_map
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
+from persample.reductions.requested import Reductions
+from persample.utils import rng
+from persample.utils.trees import tree_map
 
 
-def loop(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:
+def loop(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str) -> Any:
     """Compute the gradients of one sample after the other and lift them together.
 
     Args:
@@ -47,7 +48,7 @@ def loop(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any
     )
 
 
-def _rows(loss: SampleLoss, samples: Samples, randomness: str) -> Iterator[tuple[Any, ...]]:
+def _rows(loss: SampleLoss, samples: Call, randomness: str) -> Iterator[tuple[Any, ...]]:
     start = rng.snapshot()
     for i in rng.replayed(range(samples.size), randomness):
         with diagnosed(samples, loss, batched=False):

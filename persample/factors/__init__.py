@@ -1,24 +1,22 @@
 """How the B gradients of one parameter are stored, and what can be asked of them without writing them out."""
 
+from persample.factors.base import Factor
 from persample.factors.conv import Conv
-from persample.factors.defer import Deferral, factor_of, suited
 from persample.factors.dense import Dense
 from persample.factors.embedding import Embedding
 from persample.factors.join import concatenate
 from persample.factors.outer import Outer
-from persample.factors.protocol import Factor
-from persample.factors.total import Total, total
+from persample.factors.storage import choose_storage
+from persample.factors.sum import SumFactor, sum_factors
 
 __all__ = [
     "Conv",
-    "Deferral",
     "Dense",
     "Embedding",
     "Factor",
     "Outer",
-    "Total",
+    "SumFactor",
+    "choose_storage",
     "concatenate",
-    "factor_of",
-    "suited",
-    "total",
+    "sum_factors",
 ]

@@ -8,10 +8,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from persample.factors import plan
+from persample.factors import cost_model
+from persample.factors.base import Factor
 from persample.factors.dense import Dense
-from persample.factors.protocol import Factor
-from persample.numeric import is_traced
+from persample.utils.numeric import is_traced
 
 
 def written_out(factor: Factor) -> Iterator[tuple[slice, Dense]]:
@@ -23,7 +23,7 @@ def written_out(factor: Factor) -> Iterator[tuple[slice, Dense]]:
     Yields:
         The samples of the block, and their gradients.
     """
-    size, step = len(factor), plan.rows_at_a_time(len(factor), prod(factor.shape))
+    size, step = len(factor), cost_model.rows_at_a_time(len(factor), prod(factor.shape))
     buffer: Tensor | None = None
     for start in range(0, size, step):
         index = slice(start, min(start + step, size))

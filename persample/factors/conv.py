@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample import numeric
-from persample.factors import blocks, plan
+from persample.factors import blocks, cost_model
+from persample.factors.base import Factor
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.factors.protocol import Factor
+from persample.utils import numeric
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -59,7 +59,7 @@ class Conv:
         return self.signals.device
 
     @property
-    def steps(self) -> int:
+    def num_terms(self) -> int:
         """T, the number of places a kernel is applied to in one sample."""
         return self.signals.shape[1] * prod(self.signals.shape[3:])
 
@@ -87,9 +87,9 @@ class Conv:
         # [B, N, C, *out, *k] and [B, N, O, *out] become [B, G, N·out, …]
         kernel = prod(self.shape[1:])
         split = patches.flatten(3, 2 + len(axes)).flatten(4).unflatten(2, (self.groups, -1))
-        right = split.permute(0, 2, 1, 4, 3, 5).reshape(len(self), self.groups, self.steps, kernel)
+        right = split.permute(0, 2, 1, 4, 3, 5).reshape(len(self), self.groups, self.num_terms, kernel)
         signals = self.signals.flatten(3).unflatten(2, (self.groups, -1))
-        left = signals.permute(0, 2, 1, 4, 3).reshape(len(self), self.groups, self.steps, -1)
+        left = signals.permute(0, 2, 1, 4, 3).reshape(len(self), self.groups, self.num_terms, -1)
         groups = (self.groups,) if self.groups > 1 else ()
         order = tuple(range(len(groups) + 2))
         layout = Layout(groups, (self.shape[0] // self.groups,), (kernel,), order, self.shape)
@@ -97,7 +97,7 @@ class Conv:
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``: one convolution in which the samples stand among the groups."""
-        if plan.is_unbroken():  # a program for any number of samples cannot have as many groups
+        if cost_model.is_unbroken():  # a program for any number of samples cannot have as many groups
             return self.patches().materialize(out)
         signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (self.signals, self.inputs))
         shape = (len(self) * self.shape[0], *self.shape[1:])
@@ -120,7 +120,7 @@ class Conv:
     @property
     def by_gram(self) -> bool:
         """Whether norms are taken from inner products, not by writing the gradients out."""
-        return plan.gram_is_cheaper(self.steps, self.shape[0] // self.groups, prod(self.shape[1:]))
+        return cost_model.gram_is_cheaper(self.num_terms, self.shape[0] // self.groups, prod(self.shape[1:]))
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
@@ -168,12 +168,12 @@ class Conv:
             return _joined(factors, 0)
         return Outer.concatenate([factor.patches() for factor in factors])
 
-    def merge_uses(self, other: Factor) -> Factor | None:
+    def add(self, other: Factor) -> Factor | None:
         """Return the factor of gᵢ + hᵢ: more images, or more patches."""
         if not isinstance(other, Conv):
             return None
         same = _image_shapes(self) == _image_shapes(other)
-        return _joined([self, other], 1) if same else self.patches().merge_uses(other.patches())
+        return _joined([self, other], 1) if same else self.patches().add(other.patches())
 
 
 def _joined(factors: Sequence[Conv], axis: int) -> Conv:

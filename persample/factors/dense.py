@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample import numeric
-from persample.factors.protocol import Factor
+from persample.factors.base import Factor
+from persample.utils import numeric
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Dense:
         return tuple(self.values.shape[1:])
 
     @property
-    def steps(self) -> int:
+    def num_terms(self) -> int:
         """1: nothing is left to add up."""
         return 1
 
@@ -126,7 +126,7 @@ class Dense:
         """Return the gradients of the samples of all."""
         return cls(torch.cat([factor.values for factor in factors]))
 
-    def merge_uses(self, other: Factor) -> Dense | None:
+    def add(self, other: Factor) -> Dense | None:
         """Return the factor of gᵢ + hᵢ: written out together."""
         values = self.values.clone(memory_format=torch.contiguous_format)
         other.add_to(values)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample import numeric
-from persample.factors import plan
+from persample.factors import cost_model
+from persample.factors.base import Factor
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.factors.protocol import Factor
+from persample.utils import numeric
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Embedding:
         return self.signals.device
 
     @property
-    def steps(self) -> int:
+    def num_terms(self) -> int:
         """T, the number of looked-up rows of one sample."""
         return self.index.shape[1]
 
@@ -136,7 +136,7 @@ class Embedding:
         opposite = _looked_up(other, used)
         mine = replace(self, index=position, shape=(len(used), self.signals.shape[2]))
         width = self.signals.shape[2]
-        step = plan.rows_at_a_time(width, max(len(self), len(other)) * len(used), share=4)
+        step = cost_model.rows_at_a_time(width, max(len(self), len(other)) * len(used), share=4)
         columns = [slice(start, start + step) for start in range(0, width, step)]
         return functools.reduce(
             torch.add,
@@ -157,12 +157,12 @@ class Embedding:
     @classmethod
     def concatenate(cls, factors: Sequence[Embedding]) -> Embedding:
         """Return the gradients of the samples of all, padded with zero signals to row 0."""
-        steps = max(factor.steps for factor in factors)
-        signals = torch.cat([pad(factor.signals, (0, 0, 0, steps - factor.steps)) for factor in factors])
-        index = torch.cat([pad(factor.index, (0, steps - factor.steps)) for factor in factors])
+        num_terms = max(factor.num_terms for factor in factors)
+        signals = torch.cat([pad(factor.signals, (0, 0, 0, num_terms - factor.num_terms)) for factor in factors])
+        index = torch.cat([pad(factor.index, (0, num_terms - factor.num_terms)) for factor in factors])
         return cls(signals, index, factors[0].shape)
 
-    def merge_uses(self, other: Factor) -> Embedding | None:
+    def add(self, other: Factor) -> Embedding | None:
         """Return the factor of gᵢ + hᵢ: more rows looked up."""
         if not isinstance(other, Embedding):
             return None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from persample.factors.base import Factor
 from persample.factors.dense import Dense
-from persample.factors.protocol import Factor
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample import gemm, numeric
-from persample.factors import blocks, plan
+from persample.cpu import gemm
+from persample.factors import blocks, cost_model
+from persample.factors.base import Factor
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
-from persample.factors.protocol import Factor
+from persample.utils import numeric
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Outer:
         return self.layout.shape
 
     @property
-    def steps(self) -> int:
+    def num_terms(self) -> int:
         """T, the number of uses of the parameter within one sample."""
         return self.left.shape[2]
 
@@ -73,12 +74,12 @@ class Outer:
         if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
             target = self.layout.blocks(out)
             if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
-                if self.steps == 1:
+                if self.num_terms == 1:
                     torch.mul(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
                 else:
                     torch.matmul(left, numeric.laid_out(right), out=target)
                 return out
-        if self.steps == 1:  # a broadcast multiply writes at the speed of memory, bmm at half of it
+        if self.num_terms == 1:  # a broadcast multiply writes at the speed of memory, bmm at half of it
             # What is multiplied elementwise hands its order in memory on to the result.
             product = numeric.laid_out(left) * numeric.laid_out(right)
         else:
@@ -106,13 +107,13 @@ class Outer:
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        if self.steps == 1:
+        if self.num_terms == 1:
             if self.left.shape[1] == 1:  # as a rule, and fewer operations
                 left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
                 return left * right
             left, right = (numeric.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
-        if not plan.gram_is_cheaper(self.steps, *self.layout.block[1:]):
+        if not cost_model.gram_is_cheaper(self.num_terms, *self.layout.block[1:]):
             return blocks.squared_norms(self)
         # The T² terms cancel: in float32 they would lose per cents.
         left, right = self.left.double(), self.right.double()
@@ -143,7 +144,7 @@ class Outer:
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
-        if self.steps > 1 or (center is not None and dtype != torch.float64):
+        if self.num_terms > 1 or (center is not None and dtype != torch.float64):
             return blocks.second_moment(self, weights, dtype, center)
         balanced = self._balanced()
         squares = replace(self, left=balanced.left.to(dtype).square(), right=balanced.right.to(dtype).square())
@@ -159,7 +160,7 @@ class Outer:
         if not isinstance(other, Outer) or other.layout != self.layout:
             return blocks.gram(self, other)
         dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
-        if self.steps == other.steps == 1:
+        if self.num_terms == other.num_terms == 1:
             pairs = _pairs(self._balanced(), other._balanced())
             left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in pairs)
             return (left * right).sum(0)
@@ -182,18 +183,18 @@ class Outer:
 
     @classmethod
     def concatenate(cls, factors: Sequence[Outer]) -> Outer | None:
-        """Return the gradients of the samples of all, those of fewer steps padded with zeros."""
+        """Return the gradients of the samples of all, those of fewer terms padded with zeros."""
         if len({factor.layout for factor in factors}) > 1:
             return None
-        steps = max(factor.steps for factor in factors)
+        num_terms = max(factor.num_terms for factor in factors)
         left, right = (
-            torch.cat([pad(x, (0, 0, 0, steps - x.shape[2])) for x in operands])
+            torch.cat([pad(x, (0, 0, 0, num_terms - x.shape[2])) for x in operands])
             for operands in zip(*((factor.left, factor.right) for factor in factors), strict=True)
         )
         return replace(factors[0], left=left, right=right)
 
-    def merge_uses(self, other: Factor) -> Outer | None:
-        """Return the factor of gᵢ + hᵢ: more steps."""
+    def add(self, other: Factor) -> Outer | None:
+        """Return the factor of gᵢ + hᵢ: more terms."""
         if not isinstance(other, Outer) or other.layout != self.layout:
             return None
         left, right = (torch.cat(pair, dim=2) for pair in _pairs(self, other))
@@ -201,7 +202,7 @@ class Outer:
 
 
 def _folded(x: Tensor) -> Tensor:
-    """Return ``[G, B·T, n]`` from ``[B, G, T, n]``: samples and steps are one axis to sum over."""
+    """Return ``[G, B·T, n]`` from ``[B, G, T, n]``: samples and terms are one axis to sum over."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -216,7 +217,7 @@ def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple
         Some rows of both.
     """
     groups, rows, columns = one.layout.block
-    step = plan.rows_at_a_time(rows, max(len(one), len(other)) * groups * columns, share=4)
+    step = cost_model.rows_at_a_time(rows, max(len(one), len(other)) * groups * columns, share=4)
     for start in range(0, rows, step):
         index = slice(start, start + step)
         first, second = (x.left[..., index].mT.to(dtype) @ x.right.to(dtype) for x in (one, other))

@@ -20,7 +20,7 @@ from persample.losses.returns import (
 )
 from persample.losses.td import huber_loss, td_lambda, td_learning, td_loss
 from persample.losses.vtrace import VTraceOutput, vtrace_td_error_and_advantage
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 __all__ = [
     "VTraceOutput",

@@ -9,7 +9,7 @@ from persample.losses.modes import overridable
 from persample.losses.policy_gradient import entropy_loss, policy_gradient_loss
 from persample.losses.returns import truncated_generalized_advantage_estimation
 from persample.losses.steps import over_time, padding, unpadded
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 
 @overridable

@@ -8,7 +8,7 @@ from torch import Tensor
 from persample.losses.check import check_axes, check_not_negative, check_same
 from persample.losses.modes import overridable
 from persample.losses.td import huber_loss
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 
 @overridable

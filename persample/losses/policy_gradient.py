@@ -9,7 +9,7 @@ from persample.losses.categorical import categorical_log_prob
 from persample.losses.check import check_not_negative, check_rows, check_steps
 from persample.losses.modes import overridable
 from persample.losses.steps import over_time, padding, spread, unpadded
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 
 @overridable

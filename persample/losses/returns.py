@@ -14,7 +14,7 @@ from persample.losses.check import check_steps
 from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 
 @overridable

@@ -11,7 +11,7 @@ from persample.losses.check import check_same, check_steps
 from persample.losses.modes import overridable
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import padding, spread, unpadded
-from persample.trees import stop_gradient
+from persample.utils.trees import stop_gradient
 
 
 @overridable

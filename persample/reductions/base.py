@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
-from persample.trees import tree_map
+from persample.utils.trees import tree_map
 
 
 class Reduction:

@@ -13,9 +13,9 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
-from persample.numeric import as_real, untraced
 from persample.reductions.per_sample import Rows
-from persample.trees import leaves_like, structure
+from persample.utils.numeric import as_real, untraced
+from persample.utils.trees import leaves_like, structure
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
-from persample.numeric import accumulate_dtype, restore, widest
 from persample.reductions.base import Average, Reduction
-from persample.trees import flatten, tree_map
+from persample.utils.numeric import accumulate_dtype, restore, widest
+from persample.utils.trees import flatten, tree_map
 
 
 def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.merge import Stacked
-from persample.numeric import accumulate_dtype, widest
 from persample.reductions.base import Reduction
-from persample.trees import flatten, leaves_like, tree_map, unflatten
+from persample.utils.numeric import accumulate_dtype, widest
+from persample.utils.trees import flatten, leaves_like, tree_map, unflatten
 
 
 class Rows(Reduction):

@@ -13,8 +13,8 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Summed
-from persample.numeric import accumulate_dtype
 from persample.reductions.base import Average, Total
+from persample.utils.numeric import accumulate_dtype
 
 
 class _Scaled(Total):

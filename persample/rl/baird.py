@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.grads import per_sample_grads
 from persample.losses import td_loss
+from persample.per_sample import per_sample_grads
 from persample.reductions import Mean
 from persample.rl.gradient_td import gradient_td_step
 

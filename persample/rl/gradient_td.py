@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from persample import trees
-from persample.check import Engine
 from persample.errors import ArgumentError
-from persample.grads import per_sample_grads
+from persample.inputs import Engine
 from persample.losses import td_learning
+from persample.per_sample import per_sample_grads
 from persample.reductions import Aux, Dot, Mean
+from persample.utils import trees
 
 
 class GradientTDStep(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from persample import trees
-from persample.check import Engine
-from persample.grads import per_sample_grads
+from persample.inputs import Engine
 from persample.losses import td_learning
+from persample.per_sample import per_sample_grads
 from persample.reductions import Aux, Stack
+from persample.utils import trees
 
 
 class TDLambdaStep(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample.numeric import has_known_indices
+from persample.utils.numeric import has_known_indices
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}

@@ -15,7 +15,7 @@ from persample.engines.compiled.sizes import Varying
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, full_size
 from persample.engines.compiled.trace import Format, TraceError, said
-from persample.origin import is_users
+from persample.utils.origin import is_users
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -166,7 +166,7 @@ def _dynamic(task: Task, now: Reads, varying: Varying) -> Program | None:
 def _notice(task: Task, now: Reads) -> None:
     """Warn if one loss is compiled again and again for the same reductions, and say what changes."""
     code = getattr(task.loss.fn, "__code__", type(task.loss.fn))
-    history = _kept(_histories, (code, tuple(map(type, task.lift.wanted)), task.finishes), list)
+    history = _kept(_histories, (code, tuple(map(type, task.lift.reductions)), task.finishes), list)
     history.append(now.facts)
     if len(history) == _OFTEN:
         warnings.warn(

@@ -13,18 +13,18 @@ from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.reads import Reads
 from persample.engines.compiled.recall import remember
 from persample.engines.compiled.task import Task, filled_up
-from persample.engines.eager import eager
+from persample.engines.vmap import eager
 from persample.errors import LossError
-from persample.lift import Lift
-from persample.loss import SampleLoss
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
 from persample.merge import Stacked
-from persample.numeric import full_precision
-from persample.output import is_apart
-from persample.samples import Samples
-from persample.trees import tree_map
+from persample.outputs import is_apart
+from persample.reductions.requested import Reductions
+from persample.utils.numeric import full_precision
+from persample.utils.trees import tree_map
 
 
-def compiled(lift: Lift, loss: SampleLoss, samples: Samples, randomness: str) -> Any:
+def compiled(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str) -> Any:
     """Compute the gradients of all samples by compiled code and lift them.
 
     Args:

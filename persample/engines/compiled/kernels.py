@@ -34,7 +34,7 @@ def _like(*args: Any) -> Tensor:
 
 
 for _operation in (*_DOUBLE, *_ALWAYS):
-    define(str(_operation._schema).removeprefix("aten::"), functools.partial(_computed, _operation), _like)  # noqa: SLF001
+    define(str(_operation._schema).removeprefix("aten::"), functools.partial(_computed, _operation), _like)
 
 
 def kept(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

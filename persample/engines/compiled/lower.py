@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 # What Inductor computes in place of the first argument where nobody else needs that, even if its rows are one row.
 _WRITTEN = {
-    *(_aten.index_put.default, _aten._unsafe_index_put.default),  # noqa: SLF001 (so it is called)
+    *(_aten.index_put.default, _aten._unsafe_index_put.default),
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
 }
 _warned: set[str] = set()

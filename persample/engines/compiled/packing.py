@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from persample import trees
+from persample.utils import trees
 
 
 @dataclass(frozen=True)

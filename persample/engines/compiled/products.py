@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from persample import gemm
+from persample.cpu import gemm
 from persample.engines.compiled.operations import define
 
 _aten = torch.ops.aten

@@ -15,7 +15,7 @@ from persample.engines.compiled.reads import Reads
 from persample.engines.compiled.sizes import Sizes, Varying
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, Traced, trace
-from persample.output import memory
+from persample.outputs import memory
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -15,7 +15,6 @@ from torch._C import _set_grad_enabled
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 
-from persample import trees
 from persample.engines.compiled.cache import on_clear
 from persample.engines.compiled.matching import Take, any_of, equal, maker, taker, tensor
 from persample.engines.compiled.program import DoubtfulError, Program
@@ -23,9 +22,10 @@ from persample.engines.compiled.reads import Held, Reads
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, as_input
 from persample.engines.compiled.trace import Format
-from persample.hooks import is_hooked
-from persample.output import is_apart
+from persample.inputs.hooks import is_hooked
+from persample.outputs import is_apart
 from persample.reductions import Reduction
+from persample.utils import trees
 
 _MOST = 64
 _MOST_OF_ONE = 4

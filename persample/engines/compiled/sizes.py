@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from persample import trees
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, Traced, TraceError, trace
 from persample.engines.compiled.unify import unified
-from persample.factors import plan
+from persample.factors import cost_model
+from persample.utils import trees
 
 # Primes, so that no other size is likely to be a multiple; as many pairs as sizes may vary independently.
 _SIZES = ((1009, 1013, 1019), (1511, 1523, 1531))
@@ -134,7 +134,7 @@ class Sizes:
             varying: which sizes vary.
         """
         formats, points = [Format.of(x) for x in task.tensors], varying.points()
-        with plan.unbroken() as written:
+        with cost_model.unbroken() as written:
             traces = [trace(task, partial(_at, formats, varying, point)) for point in points]
         graph = unified([traced.graph for traced in traces], points, varying.places)
         if graph is None or varying.of(formats) is None or not all(_is_alike(x, traces[0]) for x in traces):
@@ -172,12 +172,12 @@ class Sizes:
         """
         points = self.varying.points()
         share = max(size / point for size, point in zip(sizes, points[-1], strict=True))
-        if not plan.is_small(self.written * share):
+        if not cost_model.is_small(self.written * share):
             return False
         if self.varying.is_batch_only(task) or sizes in self.checked:
             return True
         try:
-            with plan.unbroken():
+            with cost_model.unbroken():
                 again = trace(task, lambda: self.inputs(sizes))
         except TraceError:
             return False

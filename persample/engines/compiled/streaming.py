@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from persample.cpu.gemm import sizes
 from persample.engines.compiled.operations import define
-from persample.gemm import sizes
 
 # Numbers from which a result is not worth caching (16 MiB).
 _LARGE = 2**22

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample import trees
-from persample.engines.eager import eager
-from persample.lift import Lift
-from persample.loss import SampleLoss
-from persample.output import write_into
+from persample.engines.vmap import eager
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
+from persample.outputs import write_into
 from persample.reductions import Reduction
-from persample.samples import Samples
+from persample.reductions.requested import Reductions
+from persample.utils import trees
 
 _ONE = trees.structure(None)
 
@@ -40,9 +40,9 @@ class Task:
         out: a previous result that they are written into, all of it apart from the inputs; None for fresh memory.
     """
 
-    lift: Lift
+    lift: Reductions
     loss: SampleLoss
-    samples: Samples
+    samples: Call
     randomness: str
     finishes: bool
     container: trees.TreeSpec = _ONE
@@ -75,14 +75,14 @@ class Task:
     @property
     def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
         device = self.samples.params[0].device
-        numbers, structure = trees.flatten([live_fields(reduction) for reduction in self.lift.wanted])
+        numbers, structure = trees.flatten([live_fields(reduction) for reduction in self.lift.reductions])
         return [as_input(x, device) for x in numbers], structure
 
     @property
     def constants(self) -> dict[str, Any]:
         """What the program was made for beside the formats of its tensors, by name."""
         loss, samples = self.loss, self.samples
-        wanted = {f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.lift.wanted)}
+        wanted = {f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.lift.reductions)}
         return {"loss_fn": loss.fn, "params": loss.params.modules, **wanted} | {
             "batch": tuple(None if isinstance(x, Tensor) else x for x in samples.leaves)
         }
@@ -112,7 +112,9 @@ class Task:
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.samples.leaves)
         weights = None if self.samples.weights is None else next(given)
         fields = trees.unflatten([next(given) for _ in live], structure)
-        lift = Lift([_changed(r, new) for r, new in zip(self.lift.wanted, fields, strict=True)], products=True)
+        lift = Reductions(
+            [_changed(r, new) for r, new in zip(self.lift.reductions, fields, strict=True)], keep_factored=True
+        )
         split = [*self.samples.params_batched, *self.samples.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
         samples = replace(self.samples, size=size, params=params, leaves=leaves, weights=weights)
@@ -127,7 +129,7 @@ class Task:
         return None
 
 
-def _finished(lift: Lift, lifted: Any, device: torch.device) -> list[Any]:
+def _finished(lift: Reductions, lifted: Any, device: torch.device) -> list[Any]:
     try:
         return lift.finish(lifted, device)
     except Exception as error:
@@ -147,7 +149,7 @@ def full_size(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def filled_up(samples: Samples) -> Samples:
+def filled_up(samples: Call) -> Call:
     """Return more samples, the last one repeated with weight 0 until their number is a power of two.
 
     Args:

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import drop_failed, pack
-from persample.numeric import exceptions_noted, is_folded, untraced
-from persample.origin import is_users
+from persample.utils.numeric import exceptions_noted, is_folded, untraced
+from persample.utils.origin import is_users
 
 
 class TraceError(Exception):
@@ -69,8 +69,8 @@ class Traced:
     noted: bool
 
 
-_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (so it is called)
-_ZEROS = torch.ops.aten._efficientzerotensor.default  # noqa: SLF001
+_READ = torch.ops.aten._local_scalar_dense.default
+_ZEROS = torch.ops.aten._efficientzerotensor.default
 
 
 class _Values(TorchDispatchMode):

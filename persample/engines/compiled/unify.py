@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from persample import trees
+from persample.utils import trees
 
 
 def unified(

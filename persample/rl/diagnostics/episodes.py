@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from persample.check import Engine
-from persample.grads import per_sample_grads
+from persample.inputs import Engine
+from persample.per_sample import per_sample_grads
 from persample.reductions import CosineSimilarity, NoiseScale, NoiseScaleEstimate, Norm
 from persample.rl.diagnostics.scores import LogProbFn, check_enough, score_batch, score_fn
 from persample.rl.diagnostics.weights import reward_to_go

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.check import Engine
 from persample.errors import ArgumentError
-from persample.grads import per_sample_grads
+from persample.inputs import Engine
+from persample.per_sample import per_sample_grads
 from persample.reductions import NoiseScale, NoiseScaleEstimate, Norm, SecondMoment
 from persample.rl.diagnostics.scores import LogProbFn, WeightedByAux, check_enough, score_batch, score_fn
 from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
 from persample.rl.episodes import Episodes
-from persample.trees import tree_map
+from persample.utils.trees import tree_map
 
 
 def estimator_variances(

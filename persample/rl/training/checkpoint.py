@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from persample import rng
 from persample.errors import ArgumentError
 from persample.rl.training.trainer import Trainer
+from persample.utils import rng
 
 # What may differ when a training goes on: how long it takes, and how it is computed.
 _FREE = {"steps", "target", "engine"}

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from persample import check
-from persample.check import Engine
+from persample import inputs
 from persample.errors import ArgumentError
+from persample.inputs import Engine
 from persample.reductions import ClippedMean, Mean, Reduction
 from persample.rl.training.a2c import A2C
 from persample.rl.training.algorithm import Algorithm, check_numbers
@@ -58,7 +58,7 @@ class TrainingConfig:
         if math.isnan(self.target):
             fix = "inf trains until the steps are done."
             raise ArgumentError.about("target", expected="a number", received="nan", fix=fix)
-        check.check_options(engine=self.engine, randomness="error", chunk_size=None)
+        inputs.check_options(engine=self.engine, randomness="error", chunk_size=None)
 
     @property
     def reduction(self) -> Reduction:

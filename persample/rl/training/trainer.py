@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.grads import per_sample_grads
-from persample.modules import set_grads
+from persample.inputs.modules import set_grads
+from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Norm
 from persample.rl.environments import make_envs
 from persample.rl.training.algorithm import Batch

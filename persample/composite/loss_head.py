@@ -1,0 +1,95 @@
+"""The loss of all samples: L = g(z), and what it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import inputs, naive
+from persample.errors import ArgumentError, LossError
+from persample.inputs.modules import ParamTree
+from persample.utils import trees
+from persample.utils.flags import inside
+
+
+@dataclass(frozen=True)
+class Head:
+    """g with its own parameters.
+
+    Args:
+        loss_fn: from (loss_params, z), or from z alone, to L.
+        params: its parameters taken apart; None if it has none.
+        towers: the container of the encoders, that of their z.
+    """
+
+    loss_fn: Callable[..., Any]
+    params: ParamTree | None
+    towers: trees.TreeSpec
+
+    def differentiate(self, of_towers: Sequence[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+        """Compute L and its derivatives.
+
+        Args:
+            of_towers: z of all samples, of every tower.
+
+        Returns:
+            The detached loss, the gradients of the loss parameters (a tree like them; None without), and dL/dz, one
+            per leaf of z, None where L does not depend on it.
+
+        Raises:
+            LossError: if g does not return a real scalar, or does not depend on z.
+        """
+        leaves, structure = trees.flatten(trees.unflatten(list(of_towers), self.towers))
+        own = list(self.params.tensors) if self.params else []
+        places = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+
+        def value(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            placed = dict(zip(places, tensors[len(own) :], strict=True))
+            filled = trees.unflatten([placed.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+            return _checked(self._call(tensors[: len(own)], filled)), ()
+
+        loss, _, grads = naive.value_and_grad(value, [*own, *(leaves[i] for i in places)])
+        by_place = dict(zip(places, grads[len(own) :], strict=True))
+        if all(grad is None for grad in by_place.values()):
+            raise LossError(
+                "loss_fn: expected a loss that depends on z, received one that depends on none of it (it is detached, "
+                "not used, or holds no floating tensor). Compute the loss from the z it is given."
+            )
+        filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(own, grads, strict=False)]
+        tree = trees.unflatten(filled, self.params.result) if self.params else None
+        return loss, tree, [by_place.get(i) for i in range(len(leaves))]
+
+    def _call(self, own: Sequence[Tensor], z: Any) -> Any:
+        with inside("loss_fn"):
+            return self.loss_fn(z) if self.params is None else self.params.call(own, self.loss_fn, (z,))
+
+
+def build_head(loss_fn: Any, loss_params: Any, towers: trees.TreeSpec) -> Head:
+    """Return the loss and its parameters.
+
+    Args:
+        loss_fn: the user's loss.
+        loss_params: its own parameters, or None.
+        towers: the container of the encoders.
+
+    Raises:
+        ArgumentError: if the loss is no function, or a parameter cannot be differentiated.
+    """
+    if not callable(loss_fn):
+        fix = "Pass a function of z, or of (loss_params, z)."
+        raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
+    return Head(loss_fn, None if loss_params is None else inputs.check_params(loss_params, name="loss_params"), towers)
+
+
+def _checked(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point():
+        return loss
+    received = f"shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"loss_fn: expected to return one real scalar tensor for all samples, received {received}. Reduce it, for "
+        "example with .mean(), and return nothing beside it."
+    )

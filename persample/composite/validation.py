@@ -1,0 +1,98 @@
+"""What ``composite_grads`` refuses of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from persample import inputs
+from persample.composite.batch_norm import RULES
+from persample.composite.processes import check_group
+from persample.errors import ArgumentError
+from persample.inputs.loss import SampleLoss
+from persample.inputs.modules import ParamTree
+from persample.reductions import Aux, Loss, Reduction, Sum
+from persample.reductions.base import Total
+from persample.utils import trees
+
+
+def check_options(
+    *, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool, group: Any
+) -> None:
+    """Refuse options that are unknown or do not go together.
+
+    Args:
+        engine: name of an engine.
+        chunk_size: how many samples are processed at a time.
+        batch_norm: which statistics batch norm in train mode uses.
+        batched: the encoder takes chunks.
+        keep_batch_dim: the encoder takes one sample with an axis of 1.
+        group: a process group, or None.
+
+    Raises:
+        ArgumentError: if one is not of the values it can take.
+    """
+    inputs.check_choice("engine", engine, ("eager", "loop"))
+    inputs.check_loop(engine)
+    inputs.check_choice("batch_norm", batch_norm, RULES)
+    inputs.check_chunk_size(chunk_size)
+    check_group(group)
+    if batched and keep_batch_dim:
+        fix = "With batched=True encode_fn receives chunks of chunk_size samples; leave keep_batch_dim=False."
+        raise ArgumentError.about("keep_batch_dim", expected="one of the two", received="batched=True, too", fix=fix)
+    if batch_norm != "refuse" and not batched:
+        fix = "Pass batched=True, so that encode_fn receives whole chunks; one sample has no statistics."
+        raise ArgumentError.about("batch_norm", expected="'refuse' for single samples", received=batch_norm, fix=fix)
+
+
+def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[list[Reduction], trees.TreeSpec]:
+    """Return the reductions asked for as a list, and the container they came in.
+
+    Args:
+        reduce: a reduction, None, or a container of them.
+        batched: the encoder takes chunks.
+        accumulate: the result is added to ``.grad``.
+
+    Raises:
+        ArgumentError: if one of them has no meaning for a loss of all samples, or for what else is asked.
+    """
+    wanted, container = inputs.reductions(reduce)
+    for one in wanted:
+        if isinstance(one, Loss | Aux):
+            fix = "Leave it out: the loss is returned beside the gradients."
+            expected = "reductions of gradients (the samples have no losses of their own)"
+            raise ArgumentError.about("reduce", expected=expected, received=f"{type(one).__name__}()", fix=fix)
+        if batched and type(one) is not Sum:
+            fix = "Write encode_fn for one sample, or with keep_batch_dim=True for a batch of one."
+            expected = "Sum() with batched=True, which does not tell samples apart"
+            raise ArgumentError.about("reduce", expected=expected, received=f"{type(one).__name__}()", fix=fix)
+    if accumulate and not isinstance(reduce, Total):
+        fix = "Ask for Sum() (the default) or ClippedSum(C), or hand what you want of the result to set_grads."
+        expected = "a single sum over the samples with accumulate=True"
+        raise ArgumentError.about("reduce", expected=expected, received=repr(reduce), fix=fix)
+    return wanted, container
+
+
+def check_parameters(
+    encoder: SampleLoss, loss_params: ParamTree | None, wanted: Sequence[Reduction], *, accumulate: bool
+) -> None:
+    """Refuse parameters that do not go with what is asked for.
+
+    Args:
+        encoder: f with its parameters.
+        loss_params: those of the loss, or None.
+        wanted: the reductions asked for.
+        accumulate: the result is added to ``.grad``.
+
+    Raises:
+        ArgumentError: if a reduction does not fit them, or ``accumulate`` meets one that has no ``.grad``.
+    """
+    for reduction in wanted:
+        reduction.check(encoder.spec)
+    for tree in (encoder.params, loss_params) if accumulate else ():
+        for name, tensor in zip(tree.paths, tree.tensors, strict=True) if tree is not None else ():
+            if not (tensor.requires_grad and tensor.is_leaf):
+                received = "one that was computed" if tensor.requires_grad else "one without requires_grad"
+                fix = "Pass the module, or leave accumulate=False and use the returned gradients."
+                expected = "a leaf tensor that requires a gradient, for accumulate=True"
+                raise ArgumentError.about(name, expected=expected, received=received, fix=fix)

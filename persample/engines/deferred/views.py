@@ -1,0 +1,91 @@
+"""Views of placeholders: the same cell, seen through one more change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.engines.deferred.placeholder import Placeholder, Step
+from persample.engines.deferred.terms import DeferredTerm
+
+aten = torch.ops.aten
+
+
+def _view(
+    func: Any,
+    p: Placeholder,
+    *args: Any,
+    change: Callable[[Tensor], Callable[[DeferredTerm], DeferredTerm | None]],
+    **kw: Any,
+) -> Any:
+    if p.cell.value is not None:
+        return func(p.value(""), *args, **kw)
+    meta = func(p.meta, *args, **kw)
+    if meta.shape == p.meta.shape and meta.stride() == p.meta.stride() and func not in _REORDERS:
+        return Placeholder(p.cell, p.meta, p.chain)
+    step = Step(change(meta), lambda x: func(x, *args, **kw))
+    return Placeholder(p.cell, meta, (*p.chain, step))
+
+
+def _reshape(func: Any, p: Placeholder, *args: Any, **kwargs: Any) -> Any:
+    def change(meta: Tensor) -> Callable[[DeferredTerm], DeferredTerm | None]:
+        same = meta.numel() == p.meta.numel()  # expanding repeats elements
+        return lambda term: term.reshape(meta.shape) if same else None
+
+    return _view(func, p, *args, change=change, **kwargs)
+
+
+def _permute(func: Any, p: Placeholder, *args: Any) -> Any:
+    dims = list(range(p.ndim))
+    if func is aten.permute.default:
+        dims = [dim % p.ndim for dim in args[0]]
+    elif p.ndim > 1:
+        one, other = (args[0] % p.ndim, args[1] % p.ndim) if args else (0, 1)
+        dims[one], dims[other] = dims[other], dims[one]
+    return _view(func, p, *args, change=lambda _: lambda term: term.permute(dims))
+
+
+def _select(func: Any, p: Placeholder, dim: int, index: int) -> Any:
+    dim, index = dim % p.ndim, index % p.shape[dim]
+
+    def change(meta: Tensor) -> Callable[[DeferredTerm], DeferredTerm | None]:
+        def select(term: DeferredTerm) -> DeferredTerm | None:
+            picked = term.pick(dim, slice(index, index + 1))
+            return None if picked is None else picked.reshape(meta.shape)
+
+        return select
+
+    return _view(func, p, dim, index, change=change)
+
+
+def _slice(  # noqa: PLR0917 (as torch's)
+    func: Any, p: Placeholder, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    span = slice(*slice(start, end, step).indices(p.shape[dim]))
+    return _view(func, p, dim, start, end, step, change=lambda _: lambda term: term.pick(dim % p.ndim, span))
+
+
+_REORDERS = {aten.permute.default, aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor}
+VIEWS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        [
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten._reshape_alias.default,
+            aten.expand.default,
+            aten.unsqueeze.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.alias.default,
+            aten.detach.default,
+        ],
+        _reshape,
+    ),
+    **dict.fromkeys([aten.permute.default, aten.transpose.int, aten.t.default], _permute),
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+}

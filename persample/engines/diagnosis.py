@@ -1,0 +1,187 @@
+"""What torch says when a loss does something that cannot be batched, said again in the user's terms."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
+from persample.utils import trees
+from persample.utils.origin import OURS, is_users
+
+_LOOP = "or pass engine='loop', which takes any loss that autograd takes"
+# What torch's message looks like, what happened, what to do. The first that matches counts.
+_VMAP_CAUSES = [
+    (
+        r"random operation while in randomness error mode",
+        "draws random numbers, which randomness='error' refuses",
+        SAY_RANDOMNESS,
+    ),
+    (
+        r"running_mean or running_var|num_batches_tracked|BATCH_NORM",
+        "updates the running statistics of {module} in train mode",
+        STOP_STATISTICS,
+    ),
+    (
+        r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy"
+        r"|differently shaped",
+        "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
+        f"Use torch.where or a mask instead, {_LOOP}.",
+    ),
+    (
+        r"mutate a captured",
+        "writes in place into its arguments, or into a tensor it closed over",
+        "Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first.",
+    ),
+    (
+        r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`",
+        "writes per-sample values in place into a tensor that is the same for all samples",
+        f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
+    ),
+    (
+        r"saved tensor hooks|setup_context staticmethod|vmap support",
+        "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch",
+        f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
+    ),
+    (
+        r"requires_grad_\(\)|backward\(\) called inside|does not require grad and does not have a grad_fn",
+        "calls requires_grad_() or backward() itself, which does not work inside torch.func",
+        f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
+    ),
+    (
+        r"view size is not compatible",
+        "views in another shape what does not lie in one piece, perhaps because the samples lie in between",
+        f"Use .reshape() instead of .view(), {_LOOP}.",
+    ),
+    (
+        r"Sparse CS[RC]|'Sparse\w*' backend",
+        "uses a sparse tensor, which vmap cannot batch",
+        f"Use a dense one, {_LOOP}.",
+    ),
+    (
+        r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support"
+        r"|same randomness with a batched",
+        "uses an operation that vmap cannot batch",
+        f"Replace the operation, {_LOOP}.",
+    ),
+]
+_CAUSES = [
+    (
+        r"same dtype|expected scalar type|Found dtype|expected m1 and m2",
+        "mixes dtypes in one operation ({dtypes})",
+        "Convert the batch or the params so that they agree, for example x.to(torch.float32).",
+    ),
+    (
+        r"on the same device|found at least two devices|expected device|device type",
+        "mixes devices in one operation ({devices})",
+        "Move params and batch to one device, for example x.to('cuda').",
+    ),
+]
+
+
+@contextmanager
+def diagnosed(samples: Call, loss: SampleLoss, *, batched: bool) -> Iterator[None]:
+    """Say what torch's errors inside the loss mean: which line, what it did, what to do instead.
+
+    Args:
+        samples: what the loss was called with.
+        loss: the loss of one sample.
+        batched: whether vmap was at work, so that its limits count.
+
+    Raises:
+        LossError: in the place of an error whose cause is known. Any other error passes unchanged.
+    """
+    try:
+        yield
+    except LossError:
+        raise
+    except RuntimeError as error:
+        if is_users(error):
+            raise
+        text = str(error)
+        module = _norm_module(error.__traceback__)
+        if module and "in-place" in text:
+            text = "num_batches_tracked"
+        for pattern, happened, fix in (_VMAP_CAUSES if batched else []) + _CAUSES:
+            if re.search(pattern, text):
+                facts = {
+                    "module": module,
+                    "dtypes": _formats(samples, loss, "dtype"),
+                    "devices": _formats(samples, loss, "device"),
+                }
+                where = _user_line(error.__traceback__)
+                raise LossError(
+                    f"{loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
+                ) from error
+        raise
+
+
+@contextmanager
+def unwritten(loss: SampleLoss, samples: Call) -> Iterator[None]:
+    """See that the loss does not write into the user's parameters and batch.
+
+    Args:
+        loss: the loss of one sample.
+        samples: what it is called with.
+
+    Raises:
+        LossError: if it did; what it wrote stands there then.
+    """
+    tensors = [x for x in (*samples.params, *samples.leaves) if isinstance(x, Tensor)]
+    versions = [x._version for x in tensors]
+    yield
+    if versions != [x._version for x in tensors]:  # names are looked up only now: every call passes here
+        names = [name for name, _ in _named(samples, loss)]
+        written = [name for name, x, before in zip(names, tensors, versions, strict=True) if x._version != before]
+        raise LossError(
+            f"{loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples and "
+            "later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
+        )
+
+
+def _named(samples: Call, loss: SampleLoss) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a loss is called with, and their names."""
+    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), loss.given)
+    named = [*zip(loss.spec.paths, samples.params, strict=True), *zip(batch, samples.leaves, strict=True)]
+    return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
+
+
+def _user_line(tb: TracebackType | None) -> str:
+    """Return the innermost line that belongs neither to torch nor to this library."""
+    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(OURS)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{(frame.line or '').strip()}`"
+
+
+def _norm_module(tb: TracebackType | None) -> str:
+    """Return the name of the normalization layer whose forward raised, as its outermost module calls it."""
+    # Only of methods: asking a frame for its locals keeps them, and among those of our own is the error itself.
+    methods = [frame for frame, _ in traceback.walk_tb(tb) if "self" in frame.f_code.co_varnames]
+    selves = [frame.f_locals.get("self") for frame in methods]
+    modules = [module for module in selves if isinstance(module, nn.Module)]
+    norms = [module for module in modules if isinstance(module, _NormBase)]
+    if not norms:
+        return ""
+    for outer in modules:
+        for name, part in outer.named_modules():
+            if part is norms[-1] and name:
+                return f"{name!r} ({type(part).__name__})"
+    return type(norms[-1]).__name__
+
+
+def _formats(samples: Call, loss: SampleLoss, attribute: str) -> str:
+    """Return which parameters and leaves have which dtype, or are on which device, for a message."""
+    groups: dict[str, list[str]] = {}
+    for name, leaf in _named(samples, loss):
+        groups.setdefault(str(getattr(leaf, attribute)), []).append(name)
+    return "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())

@@ -1,0 +1,153 @@
+"""Gradients of a parameter that is used in several ways: the sum of unlike factors, cross terms included."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from persample.factors import blocks
+from persample.factors.base import Factor
+from persample.factors.embedding import Embedding
+from persample.factors.join import concatenate
+
+
+@dataclass(frozen=True)
+class SumFactor:
+    """Per-sample gradients that are the sum of those of several factors of one shape.
+
+    What is linear in the gradients is added up part by part. What is quadratic is taken from blocks of samples that are
+    written out, so that cross terms of any two kinds are in it.
+
+    Args:
+        parts: the factors, none of which can hold another.
+
+    Examples:
+        >>> from persample.factors.dense import Dense
+        >>> SumFactor((Dense(torch.ones(1, 2)), Dense(torch.ones(1, 2)))).materialize()
+        tensor([[2., 2.]])
+    """
+
+    parts: tuple[Factor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients."""
+        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.parts[0].device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one gradient."""
+        return self.parts[0].shape
+
+    @property
+    def num_terms(self) -> int:
+        """T, over all parts."""
+        return sum(part.num_terms for part in self.parts)
+
+    @property
+    def stored(self) -> int:
+        """Numbers stored."""
+        return sum(part.stored for part in self.parts)
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.parts[0])
+
+    def rows(self, index: slice) -> SumFactor:
+        """Return the factor of some of the samples."""
+        return SumFactor(tuple(part.rows(index) for part in self.parts))
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        first, *others = self.parts
+        if out is None:
+            out = torch.empty(len(self), *self.shape, dtype=self.dtype, device=self.device)
+        first.materialize(out)
+        for part in others:
+            part.add_to(out)
+        return out
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the gradients to ``out [B, *shape]``."""
+        for part in self.parts:
+            part.add_to(out)
+
+    def zero_rows(self, rows: Tensor) -> SumFactor:
+        """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""
+        return SumFactor(tuple(part.zero_rows(rows) for part in self.parts))
+
+    def scale_rows(self, scale: Tensor) -> SumFactor:
+        """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
+        return SumFactor(tuple(part.scale_rows(scale) for part in self.parts))
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖², ``[B]`` float64."""
+        return blocks.squared_norms(self)
+
+    def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return Σ wᵢ gᵢ, ``[*shape]``."""
+        return _added(part.weighted_sum(weights, dtype) for part in self.parts)
+
+    def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
+        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
+        return blocks.second_moment(self, weights, dtype, center)
+
+    def gram(self, other: Factor | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``: all parts with all parts."""
+        other = self if other is None else other
+        others = other.parts if isinstance(other, SumFactor) else (other,)
+        return _added(_cross(mine, theirs) for mine in self.parts for theirs in others)
+
+    def dot(self, directions: Tensor) -> Tensor:
+        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
+        return _added(part.dot(directions) for part in self.parts)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
+        return _added(part.project(left, right) for part in self.parts)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
+        """Return the gradients of the samples of all, where their parts are alike."""
+        if len({len(factor.parts) for factor in factors}) > 1:
+            return None
+        return cls(tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True)))
+
+    def add(self, other: Factor) -> None:
+        """Return None: totals are made last, by ``total``."""
+
+
+def sum_factors(factors: Iterable[Factor]) -> Factor:
+    """Return the sum of factors of one parameter, equal kinds merged.
+
+    Args:
+        factors: at least one.
+    """
+    parts: list[Factor] = []
+    for factor in factors:
+        for place, part in enumerate(parts):
+            merged = part.add(factor)
+            if merged is not None:
+                parts[place] = merged
+                break
+        else:
+            parts.append(factor)
+    return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
+
+
+def _cross(one: Factor, other: Factor) -> Tensor:
+    # Tables know how to meet any other kind through the rows they looked up.
+    return other.gram(one).T if isinstance(other, Embedding) else one.gram(other)
+
+
+def _added(tensors: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, tensors)

@@ -1,0 +1,132 @@
+"""The argument ``batch``: arrays become tensors, batch axes move to the front, sizes agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.utils import trees
+
+_PAD = "Pad episodes of different lengths to one length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
+_CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
+
+
+def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
+    """Return a NumPy array as a tensor on the parameters' device, anything else as it is.
+
+    Args:
+        path: the leaf's name.
+        leaf: any leaf of a batch.
+        like: the parameter whose dtype floating arrays take, and whose device all arrays take.
+
+    Raises:
+        ArgumentError: if an array does not hold numbers.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    if leaf.dtype.kind not in "biufc":
+        fix = f"Convert it to numbers. {_PAD}"
+        raise ArgumentError.about(path, expected="an array of numbers", received=f"dtype {leaf.dtype}", fix=fix)
+    if isinstance(leaf, np.ma.MaskedArray):
+        fix = "Fill it (.filled(0)) and pass its mask as a leaf of its own."
+        raise ArgumentError.about(path, expected="an array without a mask", received="a masked array", fix=fix)
+    # torch takes native byte order, positive strides and at most doubles, and warns of read-only memory.
+    dtype = {"g": np.dtype("d"), "G": np.dtype("D")}.get(leaf.dtype.char, leaf.dtype.newbyteorder("="))
+    native = np.require(leaf.astype(dtype, copy=False), requirements=["C", "W"])
+    if leaf.dtype.kind == "f":
+        return torch.from_numpy(native).to(device=like.device, dtype=like.dtype.to_real())
+    if leaf.dtype.kind == "c":
+        return torch.from_numpy(native).to(device=like.device, dtype=like.dtype.to_complex())
+    return torch.from_numpy(native).to(device=like.device)
+
+
+def sample_structure(
+    batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], *, keep_batch_dim: bool
+) -> trees.TreeSpec:
+    """Return the structure of one sample. It is the batch's own, but for TensorDicts, which know their batch size.
+
+    Args:
+        batch: what the user passed.
+        structure: its own.
+        dims: the batch axis of every leaf, or None.
+        keep_batch_dim: the sample keeps an axis of 1.
+    """
+    if type(batch) in {tuple, list} and trees.is_flat(structure):  # as a rule
+        return structure
+    nodes, outer = trees.flatten(batch, is_leaf=_is_tensordict)
+    if not any(map(_is_tensordict, nodes)):
+        return structure
+    remaining = iter(dims)
+    for index, node in enumerate(nodes):
+        own = {next(remaining) for _ in range(trees.structure(node).num_leaves)}
+        if _is_tensordict(node) and own == {0} and node.batch_size[:1].numel():
+            nodes[index] = node[:1] if keep_batch_dim else node[0]
+    return trees.structure(trees.unflatten(nodes, outer))
+
+
+def _is_tensordict(node: Any) -> bool:
+    return hasattr(type(node), "auto_batch_size_")  # tensordict is no dependency of ours
+
+
+def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
+    """Return a leaf with its batch axis first, and whether it has one.
+
+    Args:
+        path: the leaf's name.
+        leaf: a tensor, or what passes through unsliced: None, strings, numbers, and anything under dim None.
+        dim: the batch axis, or None.
+
+    Raises:
+        ArgumentError: if the leaf has no such axis.
+    """
+    if not isinstance(leaf, Tensor):
+        if dim is None or isinstance(leaf, _CONSTANTS):
+            return leaf, False
+        fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
+        raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
+    if leaf.is_nested:
+        raise ArgumentError.about(path, expected="a tensor of one length", received="a nested tensor", fix=_PAD)
+    if leaf.layout != torch.strided:
+        fix = "Convert it with .to_dense()."
+        raise ArgumentError.about(path, expected="a dense tensor", received=f"layout {leaf.layout}", fix=fix)
+    # Autograd refuses inference tensors, but not their clones.
+    leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
+    if dim is None:
+        return leaf, False
+    if not -leaf.ndim <= dim < leaf.ndim:
+        received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
+        fix = "Give every sample its row, or mark what all samples share with None, as in in_dims=(None, (0, None))."
+        raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
+    return (leaf.movedim(dim, 0) if dim else leaf), True
+
+
+def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool], argument: str) -> int:
+    """Return B.
+
+    Args:
+        names: one name per leaf.
+        leaves: parameters and batch, batch axes first.
+        batched: which of them have a batch axis.
+        argument: what the caller calls the batch.
+
+    Raises:
+        ArgumentError: if no leaf has a batch axis, or they disagree about its size.
+    """
+    rows = {name: leaf for name, leaf, split in zip(names, leaves, batched, strict=True) if split}
+    sizes = {name: int(leaf.shape[0]) for name, leaf in rows.items()}
+    if not sizes:
+        fix = "Pass tensors with a leading batch axis; a batch of one still has an axis of 1."
+        raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
+    if len(set(sizes.values())) > 1:
+        fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
+        alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1  # but for their length
+        if alike and all(name.startswith(argument) for name in rows):
+            fix += f" {_PAD}"
+        received = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ArgumentError.about(argument, expected="leaves of one common batch size", received=received, fix=fix)
+    return next(iter(sizes.values()))

@@ -1,0 +1,103 @@
+"""The user's loss as a function of flat tensors, checked each time it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from persample.errors import LossError
+from persample.gradients import ParamSpec
+from persample.inputs.modules import ParamTree
+from persample.utils import trees
+from persample.utils.flags import inside
+
+
+@dataclass(frozen=True)
+class SampleLoss:
+    """ℓ as the engines see it: from the tensors of the parameters and the leaves of one sample to (ℓ, aux).
+
+    Args:
+        fn: the user's loss.
+        params: how the parameters are put in their places.
+        spec: what results that look like the parameters look like.
+        batch: the structure of the batch.
+        batched: which of its leaves hold one row per sample.
+        unpack: the batch is a plain tuple or list, passed as positional arguments.
+        keep_batch_dim: each sample arrives with a leading axis of 1.
+        called: what the caller calls the function, for messages.
+        given: what the caller calls the batch, for messages.
+    """
+
+    fn: Callable[..., Any]
+    params: ParamTree
+    spec: ParamSpec
+    batch: trees.TreeSpec
+    batched: tuple[bool, ...]
+    unpack: bool
+    keep_batch_dim: bool
+    called: str = "loss_fn"
+    given: str = "batch"
+
+    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return what follows ``params`` in a call of the user's loss."""
+        if self.keep_batch_dim:
+            leaves = [x.unsqueeze(0) if split else x for x, split in zip(leaves, self.batched, strict=True)]
+        sample = trees.unflatten(list(leaves), self.batch)
+        return sample if self.unpack else (sample,)
+
+    def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+        """Return what the user's function returns for one sample."""
+        with inside(self.called):
+            return self.params.call(params, self.fn, self.arguments(leaves))
+
+    def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
+        """Return the loss of one sample, and beside it (aux, whether the loss returned any)."""
+        returned = self.returned(params, leaves)
+        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
+        _check_loss(loss, returned)
+        if returned is not loss:
+            _check_aux(aux)
+        return loss, (aux, isinstance(returned, tuple))
+
+
+def _check_loss(loss: Any, returned: Any) -> None:
+    if not isinstance(loss, Tensor):
+        received = type(loss).__name__ if loss is returned else f"a 2-tuple that starts with {type(loss).__name__}"
+        if isinstance(returned, tuple | list):
+            received = f"a {type(returned).__name__} of {len(returned)}"
+        fix = "Return the tensor itself (no .item(), no float()), and with more to return exactly (loss, aux)."
+    elif not loss.is_floating_point():
+        received, fix = f"dtype {loss.dtype}", "Compute a real floating loss (.float(), or .abs() of a complex one)."
+    elif loss.ndim:
+        received = f"shape {list(loss.shape)}"
+        fix = "loss_fn sees one sample: reduce what is left, for example with .sum(), .mean() or .squeeze()."
+    else:
+        return
+    raise LossError(f"loss_fn: expected to return one real scalar tensor, received {received}. {fix}")
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in zip(trees.paths(aux, "aux"), trees.flatten(aux)[0], strict=True):
+        if not isinstance(leaf, Tensor):
+            raise LossError(
+                f"loss_fn returned (loss, aux): expected {path} to be a tensor, received {type(leaf).__name__}. "
+                "Return tensors only, torch.as_tensor(x) for a number."
+            )
+
+
+NOT_CONNECTED = (
+    "loss_fn: expected a loss that depends on params, received one that depends on none of them. Likely causes: it "
+    "uses a module or tensors it closed over instead of the params it is given, every path is detached "
+    "(stop_gradient, no_grad, .item()), or the parameters sit in a module hidden in a plain Python list (use "
+    "nn.ModuleList). Compute the loss from the first argument."
+)
+
+
+class NotConnectedError(LossError):
+    """The loss depends on no parameter."""
+
+    def __init__(self, message: str = NOT_CONNECTED) -> None:
+        super().__init__(message)

@@ -1,0 +1,246 @@
+"""Modules in and out: parameters taken from ``nn.Module``s, swapped in for the loss, and gradients put back."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from persample.errors import ArgumentError
+from persample.utils import trees
+from persample.utils.interrupts import undone
+
+
+class _Modules:
+    """All modules of one call, and the slots in which they keep their parameters and buffers.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.parts: dict[str, nn.Module] = {}
+        seen: set[nn.Module] = set()
+        for place, module in enumerate(modules):
+            self.parts.update(module.named_modules(seen, str(place)))
+        self.parameters: dict[str, nn.Parameter] = {}
+        first_names: dict[int, str] = {}
+        # What other modules than linear layers and tables hold, perhaps too; and what such of torch's do.
+        self.others: set[str] = set()
+        self.torchs: set[str] = set()
+        for prefix, part in self.parts.items():
+            for name, param in part._parameters.items():
+                if param is None:
+                    continue
+                if id(param) not in first_names:
+                    first_names[id(param)] = f"{prefix}.{name}"
+                    self.parameters[f"{prefix}.{name}"] = param
+                if not isinstance(part, nn.Linear | nn.Embedding) or name not in {"weight", "bias"}:
+                    self.others.add(first_names[id(param)])
+                    if type(part).__module__.startswith("torch."):
+                        self.torchs.add(first_names[id(param)])
+        # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
+        # (Scripted modules take no other tensors, and have none to swap: the arguments were checked.)
+        self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
+        self._slots: list[tuple[dict[str, Any], str, str]] = [
+            (part._parameters, name, first_names[id(held)])
+            for part in self._plain
+            for name, held in part._parameters.items()
+            if held is not None
+        ]
+        self._buffers = [
+            (part._buffers, name, held)
+            for part in self._plain
+            for name, held in part._buffers.items()
+            if held is not None
+        ]
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what was in them before they were swapped
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def swap(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put other tensors in the places of some parameters, and clones in those of the buffers, until ``restore``.
+
+        Args:
+            tensors: what to swap in, by the parameter's first name.
+        """
+        clones = {id(held): held.clone() for _, _, held in self._buffers}
+        self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
+        self._held = [(slots, dict(slots)) for part in self._plain for slots in (part._parameters, part._buffers)]
+        for slots, name, first_name in self._slots:
+            if first_name in tensors:
+                slots[name] = tensors[first_name]
+        for buffers, name, held in self._buffers:
+            buffers[name] = clones[id(held)]
+
+    def restore(self) -> None:
+        """Undo ``swap``, and what a forward pass leaves in modules: new or refilled buffers, tensors in attributes."""
+        if not self._held:
+            return
+        deque(starmap(operator.ior, self._held), 0)  # in one step: no signal finds one of them restored alone
+        for slots, values in (*self._held, *self._attributes):
+            _restore(slots, values)
+        for slots, values in self._held:
+            if list(slots) != list(values):  # what was taken off is back, but last: optimizers go by the order
+                _reorder(slots, values)
+        for part in self.parts.values():
+            if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
+                part._init_flat_weights()
+        self._held = self._attributes = []
+
+
+def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
+    if len(slots) == len(held) and all(map(operator.is_, slots.values(), held.values())):
+        return
+    for name, value in list(slots.items()):
+        if isinstance(value, Tensor) and value is not held.get(name):
+            if name in held:
+                slots[name] = held[name]
+            else:
+                del slots[name]
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            slots.setdefault(name, value)
+
+
+def _reorder(slots: dict[str, Any], held: dict[str, Any]) -> None:
+    for name in [*held, *(slots.keys() - held.keys())]:
+        slots[name] = slots.pop(name)
+
+
+@dataclass(frozen=True)
+class ParamTree:
+    """The user's ``params`` taken apart.
+
+    Args:
+        tensors: what is differentiated, one tensor per parameter.
+        result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
+        paths: one readable name per tensor.
+        modules: the modules found in ``params``.
+        parts: these and all inside them, by their places in ``modules`` and their names, such as "0.encoder.1".
+        call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
+        in_layers: which of the tensors only ``nn.Linear`` and ``nn.Embedding`` modules hold.
+        by_hand: which of them no other module of torch holds.
+    """
+
+    tensors: tuple[Any, ...]
+    result: trees.TreeSpec
+    paths: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    parts: Mapping[str, nn.Module]
+    call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
+    in_layers: tuple[bool, ...]
+    by_hand: tuple[bool, ...]
+
+
+def take_apart(params: Any, name: str = "params") -> ParamTree:
+    """Return what is differentiated in ``params``, and how to call a loss with other tensors in its place.
+
+    Args:
+        params: a pytree of tensors and ``nn.Module``s, or a single one of them.
+        name: what the caller calls it, for messages.
+
+    Returns:
+        The parts. Of a module only parameters with ``requires_grad`` count, tied ones once, under their first name.
+    """
+    leaves, spec = trees.flatten(params)
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    if not modules:
+
+        def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
+            return loss_fn(trees.unflatten(list(values), spec), *sample)
+
+        no = (False,) * len(leaves)
+        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain, no, no)
+
+    inside = _Modules(modules)
+    trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
+    pieces = list(leaves)
+    slots: list[int | str] = []  # where a tensor goes, an index into leaves or a name inside the modules
+    prefixes = iter(range(len(modules)))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, nn.Module):
+            prefix = f"{next(prefixes)}."
+            inner = [path for path in trainable if path.startswith(prefix)]
+            pieces[index] = {path.removeprefix(prefix): trainable[path] for path in inner}
+            slots += inner
+        else:
+            slots.append(index)
+    result = trees.unflatten(pieces, spec)
+    tensors, result_spec = trees.flatten(result)
+
+    def call(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
+        placed: dict[int | str, Any] = dict(zip(slots, values, strict=True))
+        args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
+
+        def swapped() -> Any:
+            inside.swap({path: value for path, value in placed.items() if isinstance(path, str)})
+            return loss_fn(args, *sample)
+
+        return undone(swapped, inside.restore)
+
+    paths = tuple(trees.paths(result, name))
+    in_layers, by_hand = (
+        tuple(isinstance(slot, str) and slot not in held for slot in slots) for held in (inside.others, inside.torchs)
+    )
+    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call, in_layers, by_hand)
+
+
+def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
+    """Put a reduced update into ``.grad``, so that any ``torch.optim`` optimizer steps on it.
+
+    Args:
+        module: the module whose parameters receive the gradients.
+        grads: a tensor of the parameter's shape for every parameter with ``requires_grad``, by name: what
+            ``per_sample_grads(loss_fn, module, batch, Mean())`` returns. Converted to the parameter's dtype and
+            device where they differ, otherwise not copied.
+
+    Raises:
+        ArgumentError: if a trainable parameter is missing, a name is not one, or a shape differs.
+
+    Examples:
+        >>> import torch
+        >>> linear = nn.Linear(2, 1, bias=False)
+        >>> set_grads(linear, {"weight": torch.ones(1, 2)})
+        >>> torch.optim.SGD(linear.parameters(), lr=0.1).step()
+    """
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    if not isinstance(grads, Mapping):
+        fix = "Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module."
+        raise ArgumentError.about("grads", expected="a dict by name", received=type(grads).__name__, fix=fix)
+    missing, unknown = sorted(params.keys() - grads.keys()), sorted(grads.keys() - params.keys())
+    if missing or unknown:
+        raise ArgumentError.about(
+            "grads",
+            expected="one gradient per trainable parameter of the module, by name",
+            received=f"missing {missing}, unknown or frozen {unknown}",
+            fix="Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module.",
+        )
+    for name, param in params.items():
+        grad = grads[name]
+        if not isinstance(grad, Tensor) or grad.shape != param.shape or grad.is_complex() > param.is_complex():
+            received = f"shape {list(grad.shape)}, {grad.dtype}" if isinstance(grad, Tensor) else type(grad).__name__
+            expected = f"shape {list(param.shape)}, {param.dtype}"
+            fix = "Reduce over the samples first, for example with Mean()."
+            raise ArgumentError.about(f"grads[{name!r}]", expected=expected, received=received, fix=fix)
+    for name, param in params.items():
+        param.grad = grads[name].detach().to(param)
+
+
+def add_grads(params: ParamTree, grads: Any) -> None:
+    """Add gradients to ``.grad``, as ``.backward()`` does.
+
+    Args:
+        params: the parameters, leaves that require gradients.
+        grads: a tree like them.
+    """
+    for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
+        if param.grad is None:
+            param.grad = grad.clone()
+        else:
+            param.grad.add_(grad)

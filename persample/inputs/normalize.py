@@ -1,0 +1,100 @@
+"""One whole call: the loss and the samples, in the form the engines take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+from persample.errors import ArgumentError
+from persample.gradients import ParamSpec
+from persample.inputs.batch import as_tensor, batch_axis_first, common_size, sample_structure
+from persample.inputs.call import Call
+from persample.inputs.in_dims import split_in_dims, spread_dims
+from persample.inputs.loss import SampleLoss
+from persample.inputs.params import check_params
+from persample.inputs.weights import check_averages, check_weights
+from persample.reductions import Reduction
+from persample.utils import trees
+
+
+def check_call(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    wanted: Sequence[Reduction],
+    *,
+    weights: Any,
+    in_dims: Any,
+    keep_batch_dim: bool,
+    called: str = "loss_fn",
+    given: str = "batch",
+    batch_statistics: bool = False,
+) -> tuple[SampleLoss, Call]:
+    """Return the loss of one sample and all samples.
+
+    Args:
+        loss_fn: the user's loss.
+        params: the user's parameters.
+        batch: the user's batch.
+        wanted: the reductions asked for.
+        weights: one per sample, or None.
+        in_dims: the batch axes of ``params`` and ``batch``.
+        keep_batch_dim: each sample keeps an axis of 1.
+        called: what the caller calls the function, for messages.
+        given: what the caller calls the batch, for messages.
+        batch_statistics: modules may normalize with the statistics of a batch.
+
+    Raises:
+        ArgumentError: if any of them is of the wrong form.
+    """
+    tree = check_params(params, batch_statistics=batch_statistics)
+    params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.modules))
+    leaves, structure = trees.flatten(batch)
+    batch_names = trees.paths(batch, given)
+    tensors = [as_tensor(name, leaf, tree.tensors[0]) for name, leaf in zip(batch_names, leaves, strict=True)]
+    names = [*tree.paths, *batch_names]
+    leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
+    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
+    values, batched = zip(*map(batch_axis_first, names, [*tree.tensors, *tensors], dims), strict=True)
+    size = common_size(names, values, batched, given)
+
+    count = len(tree.tensors)
+    shapes = tuple(x.shape[1:] if split else x.shape for x, split in zip(values[:count], batched, strict=False))
+    spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
+    unpack = type(batch) in (tuple, list)
+    sample = sample_structure(batch, structure, leaf_dims, keep_batch_dim=keep_batch_dim)
+    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, called, given)
+    _check_signature(called, loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
+    for reduction in wanted:
+        reduction.check(spec)
+    weights = check_weights(weights, size, values[0].device)
+    check_averages(wanted, weights, size)
+    return loss, Call(size, values[:count], batched[:count], values[count:], batched[count:], weights)
+
+
+def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:
+    if not callable(loss_fn):
+        fix = "Pass a function of (params, *sample)."
+        raise ArgumentError.about(called, expected="a function", received=type(loss_fn).__name__, fix=fix)
+    if isinstance(loss_fn, FunctionType):  # as a rule; inspect takes its time
+        code = loss_fn.__code__
+        if code.co_argcount == 1 + len(sample) and not code.co_kwonlyargcount:
+            return
+    try:
+        signature = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have none to look at
+        return
+    try:
+        signature.bind(params, *sample)
+    except TypeError as error:
+        fix = "The batch is passed as one argument; a plain tuple is unpacked into several."
+        if unpacked:
+            fix = (
+                f"A plain {type(sample).__name__} is unpacked into positional arguments; to pass {len(sample)} "
+                "samples, stack them into one tensor with a batch axis."
+            )
+        expected = f"to take params and {len(sample)} argument(s) of a sample"
+        received = f"{signature} ({error})"
+        raise ArgumentError.about(called, expected=expected, received=received, fix=fix) from error

@@ -1,0 +1,30 @@
+"""The argument ``reduce``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from persample.errors import ArgumentError
+from persample.reductions import Reduction, Stack
+from persample.utils import trees
+
+
+def reductions(reduce: Any) -> tuple[list[Reduction], trees.TreeSpec]:
+    """Return the reductions asked for as a list, and the container they came in.
+
+    Args:
+        reduce: a reduction, None, or a container of them.
+
+    Raises:
+        ArgumentError: if there is none, or something else among them.
+    """
+    leaves, container = trees.flatten(reduce)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Reduction):
+            named = isinstance(leaf, type) and issubclass(leaf, Reduction)
+            fix = f"Call it: {leaf.__name__}(…)." if named else "Pass for example Mean(), or {'update': Mean()}."
+            raise ArgumentError.about("reduce", expected="reductions such as Mean()", received=repr(leaf), fix=fix)
+    if not leaves:
+        fix = "Name at least one, or pass None for the per-sample gradients."
+        raise ArgumentError.about("reduce", expected="a reduction", received=f"an empty {reduce!r}", fix=fix)
+    return [Stack() if leaf is None else leaf for leaf in leaves], container

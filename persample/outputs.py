@@ -1,0 +1,145 @@
+"""Results leave in memory of their own, or in that of ``out``, a previous result whose storage is written again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.utils import trees
+from persample.utils.numeric import is_folded, is_traced, is_wrapped
+
+
+def owned(result: Any, inputs: Sequence[Any]) -> Any:
+    """Give every tensor of a result memory of its own.
+
+    Gradients may share theirs with each other (two biases that are added), repeat one number (a bias that is added
+    everywhere), and what a loss returns beside its value may be its very input. Writing to one would write to others.
+
+    Args:
+        result: a tree of tensors and factors.
+        inputs: what the loss was called with.
+
+    Returns:
+        The tree, with tensors copied where they share memory.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.zeros(2)
+        >>> owned([x, x.expand(3, 2)], [x])[0] is x
+        False
+    """
+    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
+
+    def own(x: Tensor) -> Tensor:
+        if is_wrapped(x):
+            return x
+        if is_folded(x) or (place := memory(x)) in taken:
+            x = x.clone(memory_format=torch.contiguous_format)
+            place = memory(x)
+        taken.add(place)
+        return x
+
+    return trees.map_tensors(own, result)
+
+
+def memory(x: Tensor) -> int:
+    """Return where the memory of a tensor is, 0 if that cannot be told."""
+    return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
+
+
+def write_into(out: Any, result: Any) -> Any:
+    """Write a result into the storage of a previous one.
+
+    Args:
+        out: a previous result: the same structure, shapes, dtypes and devices.
+        result: what was computed now.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ArgumentError: if ``out`` does not fit; nothing is written then.
+
+    Examples:
+        >>> import torch
+        >>> storage = {"w": torch.zeros(2)}
+        >>> write_into(storage, {"w": torch.ones(2)}) is storage, storage["w"]
+        (True, tensor([1., 1.]))
+    """
+    leaves, structure = trees.flatten(result)
+    targets = trees.leaves_like(out, structure)
+    fix = "Pass what the same call returned before."
+    if targets is None:
+        expected, received = f"the structure {structure}", f"{trees.structure(out)}"
+        raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
+    seen: dict[int, list[Tensor]] = {}  # only what lies in the same storage can overlap
+    for path, leaf, target in zip(trees.paths(result, "out"), leaves, targets, strict=True):
+        if not isinstance(leaf, Tensor):
+            fix = "Leave out=None for Factored()."
+            raise ArgumentError.about(path, expected="a result of tensors", received=type(leaf).__name__, fix=fix)
+        if not isinstance(target, Tensor) or _format(target) != _format(leaf):
+            received = _format(target) if isinstance(target, Tensor) else type(target).__name__
+            raise ArgumentError.about(path, expected=_format(leaf), received=received, fix=fix)
+        others = seen.setdefault(id(target) if is_traced(target) else memory(target), [])
+        shared = is_folded(target) or any(_overlap(target, other) for other in others)
+        if shared or target.is_inference():
+            received = "one that repeats" if shared else "an inference tensor"
+            raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
+        others.append(target)
+    for leaf, target in zip(leaves, targets, strict=True):
+        if leaf is not target:
+            target.copy_(leaf)
+    return out
+
+
+def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether a previous result can be written while inputs are read: tensors with memory of their own.
+
+    Args:
+        out: a tree, the previous result.
+        inputs: what the loss is called with.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.zeros(2)
+        >>> is_apart([x], [x]), is_apart([x], [])
+        (False, True)
+    """
+    leaves = trees.flatten(out)[0]
+    if not all(isinstance(x, Tensor) for x in leaves):
+        return False
+    if any(is_wrapped(x) or x.is_inference() or is_folded(x) or x.is_neg() for x in leaves):
+        return False
+    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
+    mine = [memory(x) for x in leaves]
+    return len(set(mine)) == len(mine) and taken.isdisjoint(mine)
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of one storage, neither of which is folded, have a place in memory in common."""
+    if x is y or is_wrapped(x) or is_traced(x):
+        return x is y
+    if not (x.numel() and y.numel()):
+        return False
+    spans = [range(start := z.data_ptr(), start + z.element_size() * _span(z)) for z in (x, y)]
+    if spans[0].stop <= spans[1].start or spans[1].stop <= spans[0].start:
+        return False
+    if x.element_size() != y.element_size():
+        return True
+    # Columns of one matrix, for example: marks tell.
+    first = min(x.storage_offset(), y.storage_offset())
+    marks = torch.zeros(max(_span(z) + z.storage_offset() - first for z in (x, y)), dtype=torch.bool, device=x.device)
+    marks.as_strided(x.shape, x.stride(), x.storage_offset() - first).fill_(1)
+    return bool(marks.as_strided(y.shape, y.stride(), y.storage_offset() - first).any())
+
+
+def _span(x: Tensor) -> int:
+    return 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def _format(x: Tensor) -> str:
+    return f"shape {list(x.shape)}, {x.dtype} on {x.device}"

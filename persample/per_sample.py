@@ -1,0 +1,155 @@
+"""The one function that does the work: check, compute chunk by chunk, merge, finish."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from persample import engines, inputs
+from persample.engines.diagnosis import unwritten
+from persample.inputs import Engine, Randomness
+from persample.inputs.loss import NotConnectedError
+from persample.merge import merge
+from persample.outputs import is_apart, owned, write_into
+from persample.reductions import Reduce
+from persample.reductions.requested import Reductions
+from persample.utils import rng, trees
+from persample.utils.isolation import isolated
+
+_ENGINES: dict[str, Any] = {
+    "empty": engines.empty,
+    "eager": engines.eager,
+    "compiled": engines.compiled,
+    "loop": engines.loop,
+}
+
+
+def per_sample_grads(
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
+    params: Any,
+    batch: Any,
+    reduce: Reduce = None,
+    *,
+    weights: Any = None,
+    in_dims: tuple[Any, Any] = (None, 0),
+    keep_batch_dim: bool = False,
+    randomness: Randomness = "error",
+    chunk_size: int | None = None,
+    engine: Engine = "eager",
+    out: Any = None,
+) -> Any:
+    """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, reduced as asked.
+
+    Row i belongs to sample i's own loss ℓᵢ and is never divided by B. Results never require grad: plain autograd takes
+    them for constants. ``torch.func.vmap`` may stand around a call, derivatives of ``torch.func`` may not.
+
+    Args:
+        loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss, or
+            exactly ``(loss, aux)`` with aux any pytree of tensors.
+        params: a pytree of floating or complex tensors, or an ``nn.Module`` (also modules inside the pytree):
+            then ``loss_fn`` receives the module itself, and results are keyed by parameter name. Of a module only
+            parameters with ``requires_grad`` are differentiated, tied ones once; writes to its buffers are discarded.
+        batch: a pytree of tensors or NumPy arrays with a leading batch axis of common size B. A plain tuple or list
+            becomes positional arguments, anything else (dict, NamedTuple, dataclass, TensorDict) is one argument.
+            Floating arrays take the dtype and device of the first parameter; None, strings and numbers pass through.
+            A list of B samples of unlike lengths is no batch: pad them, stack them, and pass a mask.
+        reduce: a reduction, or a dict, tuple or list of them, all answered from one pass. None stands for ``Stack()``,
+            the gradients themselves. There are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
+            ``Norm``, ``Gram``, ``CosineSimilarity``, ``Dot``, ``Project``; ``SecondMoment``, ``Variance``,
+            ``NoiseScale``; ``Loss``, ``Aux``, ``Factored``; and those you write (``persample.reductions.Reduction``).
+        weights: ``[B]``, real or bool: weight k means that the sample counted k times. Applied after clipping, to
+            reductions over samples only; weight 0 removes a sample entirely, even if its gradient is NaN.
+        in_dims: ``(params_dims, batch_dims)``: an int, None (the same for all samples) or a tree prefix for each;
+            ``(None, (None, 0, 0))`` for a batch whose first argument all samples share, ``(0, 0)`` for parameters
+            of each sample's own.
+        keep_batch_dim: each sample arrives with a leading axis of 1, for models that insist on a batch.
+        randomness: what random operations in the loss do: "error", or "same" or "different" numbers for the samples,
+            as in ``torch.func.vmap``.
+        chunk_size: how many samples are processed at a time; memory follows it. None for all.
+        engine: "eager" (vmap, any loss that it takes), "compiled" (the fastest, after seconds of compilation; compiles
+            again what has changed), or "loop" (plain autograd, one sample after the other: ``.item()``, branches on
+            values, checkpoints). All give the same results.
+        out: a previous result of the same call, whose storage is written again and which is returned. Fresh memory
+            costs more than the gradients themselves: reuse it in loops.
+
+    Returns:
+        What ``reduce`` says: a tree like ``params`` with leaves ``[B, *shape]`` for None, the reduction's result, or
+        the container of their results. Gradients have the dtype of their parameter.
+
+    Raises:
+        ArgumentError: if an argument is of the wrong form; it names the argument and the fix. Also if the call stands
+            inside of a derivative, or of a loss that is differentiated, where its results would be constants.
+        LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
+
+    Examples:
+        The semi-gradient of TD(0), one row per transition:
+
+        >>> import torch
+        >>> from persample import per_sample_grads, stop_gradient
+        >>> def td_loss(theta, s_tm1, r_t, s_t):
+        ...     target = r_t + stop_gradient(s_t @ theta)
+        ...     return (target - s_tm1 @ theta) ** 2
+        >>> theta = torch.tensor([0.2, -0.2, 0.1])
+        >>> batch = torch.tensor([[2.0, 1.0, -2.0]]), torch.tensor([2.0]), torch.tensor([[1.0, 2.0, 0.0]])
+        >>> per_sample_grads(td_loss, theta, batch)
+        tensor([[-7.2000, -3.6000,  7.2000]])
+
+        Several reductions from one pass:
+
+        >>> from persample import ClippedMean, Mean, Norm
+        >>> per_sample_grads(td_loss, theta, batch, {"update": ClippedMean(1.0), "norms": Norm()})
+        {'update': tensor([-0.6667, -0.3333,  0.6667]), 'norms': tensor([10.8000])}
+
+        A module, whose reduced gradients any optimizer takes (``set_grads``):
+
+        >>> model = torch.nn.Linear(3, 1)
+        >>> x, y = torch.ones(5, 3), torch.zeros(5)
+        >>> update = per_sample_grads(lambda model, x, y: (model(x)[0] - y) ** 2, model, (x, y), Mean())
+        >>> {name: list(grad.shape) for name, grad in update.items()}
+        {'weight': [1, 3], 'bias': [1]}
+
+        An argument that all samples share, and samples that count differently:
+
+        >>> def loss(w, scale, x):
+        ...     return scale * w @ x
+        >>> options = {"in_dims": (None, (None, 0)), "weights": [1.0, 3.0]}
+        >>> per_sample_grads(loss, torch.zeros(2), (torch.tensor(2.0), torch.eye(2)), Mean(), **options)
+        tensor([0.5000, 1.5000])
+    """
+    inputs.check_derivatives("per_sample_grads")
+    call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
+    if engine == "compiled" and weights is None:
+        recalled = engines.recall(*call)
+        if recalled is not None:
+            return recalled
+    inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
+    wanted, container = inputs.reductions(reduce)
+
+    def compute() -> Any:
+        loss, samples = inputs.check_call(
+            loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
+        )
+        given = [*samples.params, *samples.leaves]
+        into = out if out is not None and is_apart(out, given) else None
+        lift = Reductions(wanted, keep_factored=into is not None)
+        with unwritten(loss, samples):
+            if engine == "compiled" and 0 < samples.size <= (chunk_size or samples.size):
+                task = engines.Task(lift, loss, samples, randomness, finishes=True, container=container, out=into)
+                finished = engines.finished(task, call)
+            else:
+                of_chunk = _ENGINES[engine if samples.size else "empty"]
+                chunks = rng.replayed(samples.chunks(chunk_size), randomness)
+                partials = (of_chunk(lift, loss, chunk, randomness) for chunk in chunks)
+                lifted, connected = functools.reduce(merge, partials)
+                if not connected.value:
+                    raise NotConnectedError
+                finished = lift.finish(lifted, samples.params[0].device, trees.leaves_like(into, container))
+        if finished is None:  # they were written into out
+            return out
+        result = owned(trees.unflatten(finished, container), given)
+        return result if out is None else write_into(out, result)
+
+    return isolated(params, compute)

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of gradients: pytrees, random streams, dtypes, and the state of a thread."""

@@ -1,0 +1,69 @@
+"""What every public function does around its work: record nothing, lock the modules, restore the state of torch."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from persample.utils import trees
+from persample.utils.interrupts import in_same_state, undone
+
+T = TypeVar("T")
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
+
+
+def isolated(params: Any, body: Callable[[], T]) -> T:
+    """Call the body of a public function without recording it, and leave the thread and the modules as they were.
+
+    Other threads wait for the modules. An interrupt at any moment leaves torch's state of this thread as it was.
+
+    Args:
+        params: a pytree, perhaps with modules among its leaves.
+        body: the function.
+
+    Returns:
+        What ``body`` returns.
+    """
+
+    def unrecorded() -> T:
+        # Inference mode would forbid differentiating what it creates.
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
+            return body()
+
+    return in_same_state(lambda: _locked(params, unrecorded))
+
+
+def _locked(params: Any, body: Callable[[], T]) -> T:
+    """Call a function while no other thread can swap parameters into the same modules, or any part of them.
+
+    Args:
+        params: a pytree, perhaps with modules among its leaves.
+        body: the function.
+
+    Returns:
+        What ``body`` returns.
+    """
+    modules = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, nn.Module)]
+    parts = {id(part): part for module in modules for part in module.modules()}
+    if not parts:
+        return body()
+    with _locks_guard:
+        locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
+    held: list[Any] = []
+    acquire, release = type(locks[0]).acquire, type(locks[0]).release
+    releases = map(release, held)  # goes on where an interrupt stopped it: each lock is released once
+
+    def while_held() -> T:
+        held.extend(filter(acquire, locks))  # what was acquired is in the list, whenever a signal comes
+        return body()
+
+    return undone(while_held, lambda: deque(releases, 0))

@@ -1,0 +1,72 @@
+"""Distances between all pairs of rows, whose gradient torch.func takes of sample 0 where no sample has its own rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.utils.numeric import full_precision, is_autocast
+from persample.vmap_rules.levels import differentiated
+from persample.vmap_rules.rows import differentiated_once
+
+_forward = torch.ops.aten._cdist_forward
+_backward = torch.ops.aten._cdist_backward
+# Of Euclidean distances: a matrix product for more rows than these, always, and never.
+_PRODUCT_FROM, _PRODUCT, _NO_PRODUCT = 26, "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"
+_IF_MANY = "use_mm_for_euclid_dist_if_necessary"
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = _IF_MANY) -> Tensor:
+    if not _fits(x1, x2, compute_mode) or _is_product(x1, x2, p, compute_mode):
+        return torch.cdist(x1, x2, p, compute_mode)  # raises, or is composed of operations whose rules are right
+    if is_autocast(x1.device):  # done here: torch.func differentiates none of the kernels under it
+        with full_precision(x1.device):
+            return _cdist(_widened(x1), _widened(x2), p, compute_mode)
+    lead = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    x1, x2 = (x.expand(*lead, *x.shape[-2:]) for x in (x1, x2))
+    if differentiated_once():
+        return differentiated(functools.partial(_distances, p=p), functools.partial(_gradients, p=p), x1, x2)
+    return _composed(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
+
+
+def _fits(x1: Tensor, x2: Tensor, compute_mode: str) -> bool:
+    alike = x1.dtype == x2.dtype or is_autocast(x1.device)
+    floats = alike and x1.is_floating_point() and x2.is_floating_point()
+    known = compute_mode in {_PRODUCT, _NO_PRODUCT, _IF_MANY} and min(x1.ndim, x2.ndim) > 1
+    return floats and known and x1.shape[-1] == x2.shape[-1] and x1.numel() * x2.numel() > 0
+
+
+def _is_product(x1: Tensor, x2: Tensor, p: float, compute_mode: str) -> bool:
+    many = max(x1.shape[-2], x2.shape[-2]) >= _PRODUCT_FROM
+    return p == 2 and (compute_mode == _PRODUCT or (many and compute_mode != _NO_PRODUCT))
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _distances(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
+    """The kernel."""
+    return (_forward(x1, x2, p, 2),)
+
+
+def _gradients(grad: Tensor, x1: Tensor, x2: Tensor, distances: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """The kernel's own."""
+    grad, x1, x2 = grad.contiguous(), x1.contiguous(), x2.contiguous()
+    of_second = _backward(grad.mT.contiguous(), x2, x1, p, distances.mT.contiguous())
+    return _backward(grad, x1, x2, p, distances), of_second
+
+
+def _composed(difference: Tensor, p: float) -> Tensor:
+    if p != torch.inf:
+        return torch.linalg.vector_norm(difference, p, -1)
+    # As the kernel: of several largest entries each has the whole gradient.
+    entries = difference.abs()
+    largest = entries.detach().amax(-1, keepdim=True)
+    return largest.squeeze(-1) + torch.where(entries == largest, entries - entries.detach(), 0).sum(-1)
+
+
+DISTANCES: dict[Any, Any] = {torch.cdist: _cdist}
