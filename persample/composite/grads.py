@@ -1,18 +1,16 @@
-"""The gradient of a loss that couples samples: encode, differentiate the loss, encode again and back-propagate."""
+"""``composite_grads``: the gradient of a loss that couples samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
 
-from persample.composite.algorithm import two_passes
-from persample.composite.buffers import Watch
-from persample.composite.encoder import Tower, build_towers
-from persample.composite.loss_head import Head, build_head
-from persample.composite.passes import Passes
+from persample.composite.algorithm import loss_and_gradients
+from persample.composite.buffers import BufferRecorder
+from persample.composite.encoder import Encoder, build_encoders
+from persample.composite.loss_head import LossHead, build_loss_head
 from persample.composite.processes import Processes
 from persample.composite.validation import check_options, check_parameters, check_reductions
 from persample.inputs import check_derivatives
@@ -112,34 +110,34 @@ def composite_grads(
         keep_batch_dim=keep_batch_dim,
         group=group,
     )
-    wanted, asked = check_reductions(reduce, batched=batched, accumulate=accumulate)
-    statistics = batch_norm != "refuse"
+    wanted, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
 
-    def door() -> tuple[list[Tower], Head]:
-        shape: Any = {
-            "in_dims": in_dims,
-            "keep_batch_dim": keep_batch_dim,
-            "batched": batched,
-            "chunk_size": chunk_size,
-        }
-        towers, container = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **shape)
-        head = build_head(loss_fn, loss_params, container)
-        check_parameters(towers[0].encoder, head.params, wanted, accumulate=accumulate)
-        return towers, head
+    def normalized() -> tuple[list[Encoder], LossHead]:
+        encoders, container = build_encoders(
+            encode_fn,
+            params,
+            inputs,
+            in_dims=in_dims,
+            keep_batch_dim=keep_batch_dim,
+            chunk_size=chunk_size,
+            mode="batched" if batched else engine,
+            batch_norm=batch_norm,
+        )
+        head = build_loss_head(loss_fn, loss_params, container)
+        check_parameters(encoders[0].call.loss, head.params, wanted, accumulate=accumulate)
+        return encoders, head
 
     def compute() -> tuple[Tensor, Any]:
-        here = Processes(group)
-        towers, head = here.together(door)
-        tree, own = towers[0].encoder.params, towers[0].samples.params
-        here = replace(here, device=own[0].device)
-        passes = [Passes(tower, "batched" if batched else engine, batch_norm, here) for tower in towers]
-        watch = Watch() if statistics else None
-        loss, loss_grads, lifted = two_passes(passes, head, wanted, watch, here)
-        if watch is not None:
-            watch.write(tree.modules, here)
-        finished = Reductions(wanted).finish(lifted, here.device)
-        given = [*own, *(leaf for tower in towers for leaf in tower.samples.leaves)]
-        grads, loss_grads = owned((trees.unflatten(finished, asked), loss_grads), given)
+        encoders, head = Processes(group).together(normalized)
+        own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(wanted)
+        processes = Processes(group, own[0].device)
+        recorder = None if batch_norm == "refuse" else BufferRecorder()
+        loss, loss_grads, leaves = loss_and_gradients(encoders, head, reductions, recorder, processes)
+        if recorder is not None:
+            recorder.write(tree.modules, processes)
+        finished = trees.unflatten(reductions.finish(leaves, own[0].device), structure)
+        given = [*own, *(leaf for encoder in encoders for leaf in encoder.call.leaves)]
+        grads, loss_grads = owned((finished, loss_grads), given)
         if accumulate:
             add_grads(tree, grads)
             if head.params is not None:

@@ -1,4 +1,4 @@
-"""What ``composite_grads`` refuses of its options."""
+"""Argument checks of ``composite_grads`` beyond those of all calls."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from persample.utils import trees
 def check_options(
     *, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool, group: Any
 ) -> None:
-    """Refuse options that are unknown or do not go together.
+    """Reject unknown options and combinations that exclude each other.
 
     Args:
         engine: name of an engine.
         chunk_size: how many samples are processed at a time.
-        batch_norm: which statistics batch norm in train mode uses.
+        batch_norm: the statistics that batch norm in train mode uses.
         batched: the encoder takes chunks.
         keep_batch_dim: the encoder takes one sample with an axis of 1.
         group: a process group, or None.
 
     Raises:
-        ArgumentError: if one is not of the values it can take.
+        ArgumentError: if an option is rejected.
     """
     inputs.check_choice("engine", engine, ("eager", "loop"))
     inputs.check_loop(engine)
@@ -46,7 +46,7 @@ def check_options(
 
 
 def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[list[Reduction], trees.TreeSpec]:
-    """Return the reductions asked for as a list, and the container they came in.
+    """Return the reductions as a list, and the structure of their container.
 
     Args:
         reduce: a reduction, None, or a container of them.
@@ -54,7 +54,7 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
         accumulate: the result is added to ``.grad``.
 
     Raises:
-        ArgumentError: if one of them has no meaning for a loss of all samples, or for what else is asked.
+        ArgumentError: if a reduction has no meaning for a loss of all samples, or with the other options.
     """
     wanted, container = inputs.reductions(reduce)
     for one in wanted:
@@ -76,16 +76,16 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
 def check_parameters(
     encoder: SampleLoss, loss_params: ParamTree | None, wanted: Sequence[Reduction], *, accumulate: bool
 ) -> None:
-    """Refuse parameters that do not go with what is asked for.
+    """Reject parameters that a reduction does not fit, or that have no ``.grad`` to accumulate into.
 
     Args:
         encoder: f with its parameters.
-        loss_params: those of the loss, or None.
-        wanted: the reductions asked for.
+        loss_params: the parameters of the loss, or None.
+        wanted: the reductions.
         accumulate: the result is added to ``.grad``.
 
     Raises:
-        ArgumentError: if a reduction does not fit them, or ``accumulate`` meets one that has no ``.grad``.
+        ArgumentError: if a parameter is rejected.
     """
     for reduction in wanted:
         reduction.check(encoder.spec)

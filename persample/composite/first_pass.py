@@ -2,110 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from persample.composite.encoder import Tower
-from persample.engines.diagnosis import diagnosed, unwritten
-from persample.engines.empty import no_rows, of_fake_sample
-from persample.engines.vmap import vmapped
+from persample.composite.buffers import BufferRecorder
+from persample.composite.encoder import Encoder
+from persample.composite.interim import Call, diagnosed, no_rows, of_fake_sample, unwritten, vmapped
 from persample.errors import LossError
-from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
 from persample.utils.fallback import explained
 from persample.vmap_rules import rewritten
 
-Encode = Callable[[SampleLoss, Call], Any]  # from one chunk to its z, a tree of tensors ``[k, ...]``
 
-
-def first_pass(tower: Tower, encode: Encode) -> Any:
+def encode(encoder: Encoder, recorder: BufferRecorder | None) -> Any:
     """Encode all samples, chunk by chunk.
 
     Args:
-        tower: the encoder and its samples.
-        encode: how a chunk is encoded.
+        encoder: the encoder and its samples.
+        recorder: records the buffers after each chunk, if they are to be updated.
 
     Returns:
         z: a tree of detached tensors ``[n, ...]`` in memory of their own.
     """
-    with unwritten(tower.encoder, tower.samples):
-        pieces = [trees.tree_map(_compact, encode(tower.encoder, chunk)) for chunk in tower.chunks()]
+    encode_chunk = _MODES[encoder.mode]
+    with unwritten(encoder.call):
+        chunks = encoder.chunks() if recorder is None else map(recorder.recorded, encoder.chunks())
+        pieces = [trees.tree_map(compact, encode_chunk(chunk)) for chunk in chunks]
     return trees.tree_map(lambda *rows: torch.cat(rows), *pieces)
 
 
-def _compact(z: Tensor) -> Tensor:
-    """Return z alone: as the view it may be (of one token's states), it keeps everything beside it in memory."""
+def compact(z: Tensor) -> Tensor:
+    """Return z detached, without the larger tensor that it may be a view of (one token of a sequence, say)."""
     alone = z.untyped_storage().nbytes() == z.numel() * z.element_size()
     return z.detach() if alone else z.detach().clone(memory_format=torch.contiguous_format)
 
 
-def at_once(encoder: SampleLoss, samples: Call) -> Any:
-    """Encode the samples of a chunk under vmap.
-
-    Args:
-        encoder: f.
-        samples: the chunk.
-
-    Returns:
-        Their z.
-    """
+def _under_vmap(chunk: Call) -> Any:
+    encoder = chunk.loss
 
     def one(params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         with rewritten():
             return _checked(encoder, encoder.returned(params, leaves), one_row=encoder.keep_batch_dim)
 
-    if not samples.size:
-        return _of_no_samples(encoder, samples)
-    with diagnosed(samples, encoder, batched=True), explained():
-        return _without_kept_axis(encoder, vmapped(one, samples, "different"))
+    if not chunk.size:
+        return _of_no_samples(chunk)
+    with diagnosed(chunk, batched=True), explained():
+        return _without_kept_axis(encoder, vmapped(one, chunk))
 
 
-def one_by_one(encoder: SampleLoss, samples: Call) -> Any:
-    """Encode the samples of a chunk one after the other.
-
-    Args:
-        encoder: f.
-        samples: the chunk.
-
-    Returns:
-        Their z.
-    """
-    if not samples.size:
-        return _of_no_samples(encoder, samples)
-    rows = []
-    for i in range(samples.size):
-        with diagnosed(samples, encoder, batched=False):
-            rows.append(_checked(encoder, encoder.returned(*samples.at(i)), one_row=encoder.keep_batch_dim))
+def _one_by_one(chunk: Call) -> Any:
+    if not chunk.size:
+        return _of_no_samples(chunk)
+    encoder, rows = chunk.loss, []
+    for i in range(chunk.size):
+        with diagnosed(chunk, batched=False):
+            rows.append(_checked(encoder, encoder.returned(*chunk.at(i)), one_row=encoder.keep_batch_dim))
     return _without_kept_axis(encoder, trees.tree_map(lambda *z: torch.stack(z), *rows))
 
 
-def whole(encoder: SampleLoss, samples: Call) -> Any:
-    """Encode a chunk in one call of an encoder that takes chunks.
+def of_chunk(chunk: Call) -> Any:
+    """Encode a chunk by one call of an encoder that takes chunks.
 
     Args:
-        encoder: f, of a whole chunk.
-        samples: the chunk.
+        chunk: the samples.
 
     Returns:
-        Their z.
+        z, with a graph if gradients are enabled.
 
     Raises:
         LossError: if z does not hold one row per sample.
     """
-    with diagnosed(samples, encoder, batched=False):
-        z = _checked(encoder, encoder.returned(samples.params, samples.leaves), one_row=False)
+    encoder = chunk.loss
+    with diagnosed(chunk, batched=False):
+        z = _checked(encoder, encoder.returned(chunk.params, chunk.leaves), one_row=False)
     for path, leaf in _named(z):
-        if leaf.shape[:1] != (samples.size,):
+        if leaf.shape[:1] != (chunk.size,):
             raise LossError(
-                f"{encoder.called}: with batched=True expected {path} to hold one row for each of the {samples.size} "
+                f"{encoder.called}: with batched=True expected {path} to hold one row for each of the {chunk.size} "
                 f"samples of a chunk, received shape {list(leaf.shape)}. Return [chunk, ...], or write encode_fn for "
                 "one sample and leave batched=False."
             )
     return z
+
+
+_MODES = {"eager": _under_vmap, "loop": _one_by_one, "batched": of_chunk}
 
 
 def _checked(encoder: SampleLoss, z: Any, *, one_row: bool) -> Any:
@@ -134,7 +118,8 @@ def _without_kept_axis(encoder: SampleLoss, rows: Any) -> Any:
     return trees.tree_map(lambda x: x.squeeze(1), rows) if encoder.keep_batch_dim else rows
 
 
-def _of_no_samples(encoder: SampleLoss, samples: Call) -> Any:
-    """Return no rows, their shapes taken from one fake sample."""
-    z = _checked(encoder, of_fake_sample(encoder.returned, samples), one_row=encoder.keep_batch_dim)
+def _of_no_samples(chunk: Call) -> Any:
+    """Return no rows; one fake sample determines their shapes."""
+    encoder = chunk.loss
+    z = _checked(encoder, of_fake_sample(encoder.returned, chunk), one_row=encoder.keep_batch_dim)
     return _without_kept_axis(encoder, trees.tree_map(no_rows, z))

@@ -1,0 +1,136 @@
+"""The second pass: the per-sample gradients of ⟨f(xᵢ), dL/dzᵢ⟩, chunk by chunk, by the pipeline of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from persample.composite.chunk_engine import chunk_engine
+from persample.composite.encoder import Encoder
+from persample.composite.full_batch import solve_adjoint
+from persample.composite.interim import Call, Engine, eager, lift_chunks, loop, unwritten
+from persample.composite.nondeterminism import check_same
+from persample.composite.processes import Processes
+from persample.composite.replay import Replay
+from persample.composite.statistics import Statistics, normalized
+from persample.gradients import Gradients
+from persample.inputs.loss import NotConnectedError
+from persample.reductions.requested import Reductions
+from persample.utils import rng, trees
+from persample.utils.numeric import accumulate_dtype, as_real
+
+_ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "batched": chunk_engine}
+
+
+def back_propagate(
+    encoder: Encoder,
+    z: Any,
+    cotangents: Sequence[Tensor | None],
+    statistics: Sequence[Statistics] | None,
+    start: rng.Streams,
+    reductions: Reductions,
+    processes: Processes,
+) -> Any:
+    """Lift the gradients of all samples' contributions.
+
+    Args:
+        encoder: the encoder and its samples.
+        z: the result of the first pass.
+        cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
+        statistics: those of the full batch, or None.
+        start: where the random streams stood before the first pass.
+        reductions: what is asked of the gradients.
+        processes: the processes that the samples are spread over.
+
+    Returns:
+        The leaves of every reduction, merged over all chunks, and whether z depends on any parameter.
+    """
+    used = any(cotangent is not None for cotangent in cotangents)
+
+    def chunks(statistics: Sequence[Statistics] | None) -> Iterator[Call]:
+        replay = Replay(start)
+        call = contributions(encoder, trees.flatten(z)[0], cotangents, statistics, replay)
+        return replay.over(call.chunks(encoder.chunk_size))
+
+    def lift() -> Any:
+        engine = _checked_engine(encoder, z) if used else _zeros
+        with unwritten(encoder.call):
+            return lift_chunks(chunks(statistics), engine, reductions)
+
+    if statistics and used:
+        statistics = solve_adjoint(chunks, statistics, processes)
+    return processes.together(lift)
+
+
+def contributions(
+    encoder: Encoder,
+    z: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    statistics: Sequence[Statistics] | None,
+    replay: Replay,
+) -> Call:
+    """Return the call whose sample i has the loss ⟨f(xᵢ), dL/dzᵢ⟩, and the leaves of f(xᵢ) as aux.
+
+    Args:
+        encoder: the encoder and its samples.
+        z: the leaves of the first pass's result, which become leaves of the batch beside the samples.
+        cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
+        statistics: those of the full batch, whose contributions to L are added; or None.
+        replay: records where each forward pass ends.
+    """
+    call, f = encoder.call, encoder.call.loss
+    used = [cotangent is not None for cotangent in cotangents]
+    given = [cotangent for cotangent in cotangents if cotangent is not None]
+
+    def loss(params: Any, leaves: Any, given: Any, _: Any, statistics: Any) -> tuple[Any, Any]:
+        sample = trees.unflatten(list(leaves), f.batch)
+        z, term = normalized(f.fn, statistics)(params, *(sample if f.unpack else (sample,)))
+        replay.forward_done()
+        leaves = trees.flatten(z)[0]
+        moving = [leaf for leaf, counts in zip(leaves, used, strict=True) if counts]
+        return sum(map(inner_product, moving, given), start=term), leaves
+
+    leaves, batch = trees.flatten((call.leaves, given, tuple(z), statistics))
+    rows = [*call.leaves_batched, *(True for _ in (*given, *z))]
+    batched = (*rows, *(False for _ in leaves[len(rows) :]))
+    contribution = replace(f, fn=loss, batch=batch, batched=batched, unpack=True)
+    return replace(call, loss=contribution, leaves=tuple(leaves), leaves_batched=batched)
+
+
+def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
+    """Return ⟨z, c⟩, whose gradient is c: complex numbers as pairs of reals, summed in float32 at least.
+
+    Examples:
+        >>> inner_product(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor(11.)
+    """
+    dtype = accumulate_dtype(z.dtype)
+    return (as_real(z).to(dtype) * as_real(cotangent).to(dtype)).sum()
+
+
+def _checked_engine(encoder: Encoder, z: Any) -> Engine:
+    """Return the encoder's engine, which also compares z with that of the first pass."""
+
+    def engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
+        if not chunk.size:
+            return _zeros(chunk, required_ops)
+        try:
+            gradients = _ENGINES[encoder.mode](chunk, required_ops)
+        except NotConnectedError:  # a frozen encoder beside others
+            return _zeros(chunk, required_ops)
+        _, _, before, _ = trees.unflatten(list(chunk.leaves), chunk.loss.batch)
+        check_same(chunk, gradients.aux, before, encoder, z)
+        return gradients
+
+    return engine
+
+
+def _zeros(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)
+    """Return gradients of zero, those of contributions that depend on no parameter."""
+    pairs = zip(chunk.params, chunk.loss.spec.shapes, strict=True)
+    values = [x.new_zeros(()).expand(chunk.size, *shape) for x, shape in pairs]
+    losses = chunk.params[0].real.new_zeros(chunk.size)
+    return Gradients.dense(values, spec=chunk.loss.spec, losses=losses, connected=False)
