@@ -11,12 +11,10 @@ from persample import inputs
 from persample.composite import first_pass, second_pass
 from persample.composite.buffers import BufferRecorder
 from persample.composite.encoder import Encoder
-from persample.composite.full_batch import solve_statistics
 from persample.composite.interim import merge_lifted
 from persample.composite.loss_head import LossHead
 from persample.composite.processes import Processes, own_rows
 from persample.composite.retained_graph import encode_with_graph
-from persample.composite.statistics import Statistics, normalized
 from persample.errors import LossError
 from persample.reductions.requested import Reductions
 from persample.utils import rng
@@ -52,16 +50,17 @@ def loss_and_gradients(
     Raises:
         LossError: if z depends on no parameter.
     """
-    sizes = list(zip(*processes.facts([encoder.call.size for encoder in encoders]), strict=True))
+    sizes = list(zip(*processes.facts([encoder.call.size for encoder in encoders]), strict=True))  # each by rank
     inputs.check_averages(reductions.reductions, None, sum(map(sum, sizes)))
-    pairs = [vector_jacobian(encoder, reductions, recorder, processes) for encoder in encoders]
-    z = [processes.gathered(own, ranks) for (own, _), ranks in zip(pairs, sizes, strict=True)]
-    loss, loss_grads, cotangents = processes.together(lambda: _differentiated(head, z, processes))
+    own, pullbacks = zip(*(vjp(encoder, reductions, recorder, processes) for encoder in encoders), strict=True)
+    z = [processes.gathered(rows, counts) for rows, counts in zip(own, sizes, strict=True)]
+    loss, loss_grads, by_z = processes.together(lambda: _differentiated(head, z, processes))
     after = rng.Streams.now()
     try:
-        triples = zip(pairs, cotangents, sizes, strict=True)
-        own = ((pullback, own_rows(rows, ranks, processes.rank)) for (_, pullback), rows, ranks in triples)
-        leaves, connected = processes.merged(merge_lifted(pullback(rows) for pullback, rows in own))
+        cotangents = (own_rows(rows, counts, processes.rank) for rows, counts in zip(by_z, sizes, strict=True))
+        leaves, connected = processes.merged(
+            merge_lifted(back(rows) for back, rows in zip(pullbacks, cotangents, strict=True))
+        )
     finally:
         after.go_back()
     if not connected.value and any(map(sum, sizes)):
@@ -69,35 +68,15 @@ def loss_and_gradients(
     return loss, loss_grads, leaves
 
 
-def vector_jacobian(
+def vjp(
     encoder: Encoder, reductions: Reductions, recorder: BufferRecorder | None, processes: Processes
 ) -> tuple[Any, Pullback]:
-    """Encode all samples; return z and the function that computes its vector–Jacobian products.
-
-    Args:
-        encoder: the encoder and its samples.
-        reductions: what is asked of the contributions.
-        recorder: records buffers, if they are to be updated.
-        processes: the processes that the samples are spread over.
-    """
+    """Encode all samples; return z and the function that back-propagates dL/dz (vector-Jacobian products)."""
     if encoder.is_one_plain_chunk:
         z, back_propagate = processes.together(lambda: encode_with_graph(encoder.call))
         return z, lambda cotangents: processes.together(lambda: reductions(back_propagate(cotangents)))
-    start = rng.Streams.now()
-    statistics = _statistics(encoder, start, processes)
-    encode = normalized(encoder.call.loss.fn, statistics)
-    first = encoder.calling(lambda *args: encode(*args)[0])
-    z = processes.together(lambda: first_pass.encode(first, recorder))
-    return z, lambda cotangents: second_pass.back_propagate(
-        encoder, z, cotangents, statistics, start, reductions, processes
-    )
-
-
-def _statistics(encoder: Encoder, start: rng.Streams, processes: Processes) -> list[Statistics] | None:
-    if encoder.batch_norm == "full":
-        return solve_statistics(encoder, start, processes)
-    # Batch norm of torch rejects an empty chunk; ours normalizes it with its own statistics.
-    return [] if encoder.batch_norm == "chunk" and not encoder.call.size else None
+    first = first_pass.encode(encoder, recorder, processes)
+    return first.z, lambda cotangents: second_pass.back_propagate(encoder, first, cotangents, reductions, processes)
 
 
 def _differentiated(head: LossHead, z: Sequence[Any], processes: Processes) -> tuple[Tensor, Any, Any]:

@@ -54,17 +54,7 @@ def build_encoders(
     mode: str,
     batch_norm: str,
 ) -> tuple[list[Encoder], trees.TreeSpec]:
-    """Return the encoders and the structure of their container.
-
-    Args:
-        encode_fn: the user's encoder, or a dict, tuple or list of encoders.
-        params: the user's parameters, which every encoder receives.
-        inputs: the samples, or the same container with the samples of each encoder.
-        in_dims: the batch axes of ``params`` and of the inputs.
-        keep_batch_dim: each sample keeps an axis of 1.
-        chunk_size: how many samples are encoded at a time.
-        mode: as in ``Encoder``.
-        batch_norm: as in ``Encoder``.
+    """Return the encoders of a call of ``composite_grads`` and the structure of their container.
 
     Raises:
         ArgumentError: if an argument is of the wrong form.

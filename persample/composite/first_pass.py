@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample.composite.buffers import BufferRecorder
+from persample.composite.encode import encode_chunk
 from persample.composite.encoder import Encoder
-from persample.composite.interim import Call, diagnosed, no_rows, of_fake_sample, unwritten, vmapped
-from persample.errors import LossError
-from persample.inputs.loss import SampleLoss
-from persample.utils import trees
-from persample.utils.fallback import explained
-from persample.vmap_rules import rewritten
+from persample.composite.full_batch import solve_statistics
+from persample.composite.interim import unwritten
+from persample.composite.processes import Processes
+from persample.composite.statistics import Statistics, normalized
+from persample.utils import rng, trees
 
 
-def encode(encoder: Encoder, recorder: BufferRecorder | None) -> Any:
+@dataclass(frozen=True)
+class FirstPass:
+    """z of all samples, and what the second pass needs to compute the same z.
+
+    Args:
+        z: a tree of detached tensors ``[n, ...]`` in memory of their own.
+        start: where the random streams stood.
+        statistics: the statistics that batch norms are given; None for those of each chunk.
+    """
+
+    z: Any
+    start: rng.Streams
+    statistics: Sequence[Statistics] | None
+
+
+def encode(encoder: Encoder, recorder: BufferRecorder | None, processes: Processes) -> FirstPass:
     """Encode all samples, chunk by chunk.
 
     Args:
         encoder: the encoder and its samples.
         recorder: records the buffers after each chunk, if they are to be updated.
-
-    Returns:
-        z: a tree of detached tensors ``[n, ...]`` in memory of their own.
+        processes: the processes that the samples are spread over.
     """
-    encode_chunk = _MODES[encoder.mode]
-    with unwritten(encoder.call):
-        chunks = encoder.chunks() if recorder is None else map(recorder.recorded, encoder.chunks())
-        pieces = [trees.tree_map(compact, encode_chunk(chunk)) for chunk in chunks]
-    return trees.tree_map(lambda *rows: torch.cat(rows), *pieces)
+    start = rng.Streams.now()
+    statistics = _statistics(encoder, start, processes)
+    forward = normalized(encoder.call.loss.fn, statistics)
+    replaced = encoder.calling(lambda *args: forward(*args)[0])
+
+    def chunk_by_chunk() -> Any:
+        with unwritten(encoder.call):
+            chunks = replaced.chunks() if recorder is None else map(recorder.recorded, replaced.chunks())
+            pieces = [trees.tree_map(compact, encode_chunk(chunk, encoder.mode)) for chunk in chunks]
+        return trees.tree_map(lambda *rows: torch.cat(rows), *pieces)
+
+    return FirstPass(processes.together(chunk_by_chunk), start, statistics)
 
 
 def compact(z: Tensor) -> Tensor:
@@ -41,85 +62,8 @@ def compact(z: Tensor) -> Tensor:
     return z.detach() if alone else z.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _under_vmap(chunk: Call) -> Any:
-    encoder = chunk.loss
-
-    def one(params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        with rewritten():
-            return _checked(encoder, encoder.returned(params, leaves), one_row=encoder.keep_batch_dim)
-
-    if not chunk.size:
-        return _of_no_samples(chunk)
-    with diagnosed(chunk, batched=True), explained():
-        return _without_kept_axis(encoder, vmapped(one, chunk))
-
-
-def _one_by_one(chunk: Call) -> Any:
-    if not chunk.size:
-        return _of_no_samples(chunk)
-    encoder, rows = chunk.loss, []
-    for i in range(chunk.size):
-        with diagnosed(chunk, batched=False):
-            rows.append(_checked(encoder, encoder.returned(*chunk.at(i)), one_row=encoder.keep_batch_dim))
-    return _without_kept_axis(encoder, trees.tree_map(lambda *z: torch.stack(z), *rows))
-
-
-def of_chunk(chunk: Call) -> Any:
-    """Encode a chunk by one call of an encoder that takes chunks.
-
-    Args:
-        chunk: the samples.
-
-    Returns:
-        z, with a graph if gradients are enabled.
-
-    Raises:
-        LossError: if z does not hold one row per sample.
-    """
-    encoder = chunk.loss
-    with diagnosed(chunk, batched=False):
-        z = _checked(encoder, encoder.returned(chunk.params, chunk.leaves), one_row=False)
-    for path, leaf in _named(z):
-        if leaf.shape[:1] != (chunk.size,):
-            raise LossError(
-                f"{encoder.called}: with batched=True expected {path} to hold one row for each of the {chunk.size} "
-                f"samples of a chunk, received shape {list(leaf.shape)}. Return [chunk, ...], or write encode_fn for "
-                "one sample and leave batched=False."
-            )
-    return z
-
-
-_MODES = {"eager": _under_vmap, "loop": _one_by_one, "batched": of_chunk}
-
-
-def _checked(encoder: SampleLoss, z: Any, *, one_row: bool) -> Any:
-    named = _named(z)
-    for path, leaf in named:
-        if not isinstance(leaf, Tensor):
-            raise LossError(
-                f"{encoder.called}: expected {path} to be a tensor, received {type(leaf).__name__}. Return a tensor, "
-                "or a dict, tuple or list of tensors."
-            )
-        if one_row and leaf.shape[:1] != (1,):
-            raise LossError(
-                f"{encoder.called}: with keep_batch_dim=True expected {path} to keep the leading axis of 1, received "
-                f"shape {list(leaf.shape)}. Return [1, ...]."
-            )
-    if not named:
-        raise LossError(f"{encoder.called}: expected tensors, received an empty {type(z).__name__}. Return z.")
-    return z
-
-
-def _named(z: Any) -> list[tuple[str, Any]]:
-    return list(zip(trees.paths(z, "z"), trees.flatten(z)[0], strict=True))
-
-
-def _without_kept_axis(encoder: SampleLoss, rows: Any) -> Any:
-    return trees.tree_map(lambda x: x.squeeze(1), rows) if encoder.keep_batch_dim else rows
-
-
-def _of_no_samples(chunk: Call) -> Any:
-    """Return no rows; one fake sample determines their shapes."""
-    encoder = chunk.loss
-    z = _checked(encoder, of_fake_sample(encoder.returned, chunk), one_row=encoder.keep_batch_dim)
-    return _without_kept_axis(encoder, trees.tree_map(no_rows, z))
+def _statistics(encoder: Encoder, start: rng.Streams, processes: Processes) -> Sequence[Statistics] | None:
+    if encoder.batch_norm == "full":
+        return solve_statistics(encoder, start, processes)
+    # torch's batch norm rejects an empty chunk; ours normalizes it with the chunk's own statistics.
+    return [] if encoder.batch_norm == "chunk" and not encoder.call.size else None

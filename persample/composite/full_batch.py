@@ -57,22 +57,22 @@ def _moments(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments
 
 def solve_adjoint(
     contributions: Callable[[Sequence[Statistics]], Iterable[Call]],
-    statistics: Sequence[Statistics],
+    statistics: Sequence[Statistics] | None,
     processes: Processes,
-) -> Sequence[Statistics]:
+) -> Sequence[Statistics] | None:
     """Return the statistics with dL/d statistics; each pass determines one more, from the last to the first.
 
     Args:
         contributions: from statistics to the chunks of the second pass, whose last leaves are the statistics.
-        statistics: those of all batch norms.
+        statistics: those of all batch norms, perhaps none.
         processes: the processes that the samples are spread over.
     """
-    for _ in range(len(statistics)):
+    for _ in statistics or ():
         by = processes.merged(processes.together(lambda: _derivatives(contributions, statistics)))  # noqa: B023
         pairs = zip(by[::2], by[1::2], strict=True)
         statistics = [
             one._replace(by_mean=by_mean.value, by_variance=by_variance.value)
-            for one, (by_mean, by_variance) in zip(statistics, pairs, strict=True)
+            for one, (by_mean, by_variance) in zip(statistics or (), pairs, strict=True)
         ]
     return statistics
 

@@ -71,16 +71,7 @@ class LossHead:
 
 
 def build_loss_head(loss_fn: Any, loss_params: Any, container: trees.TreeSpec) -> LossHead:
-    """Return the loss and its parameters.
-
-    Args:
-        loss_fn: the user's loss.
-        loss_params: its own parameters, or None.
-        container: the structure of the encoders' container.
-
-    Raises:
-        ArgumentError: if the loss is no function, or a parameter cannot be differentiated.
-    """
+    """Return the loss and its parameters; reject anything but a function and floating parameters."""
     if not callable(loss_fn):
         fix = "Pass a function of z, or of (loss_params, z)."
         raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)

@@ -25,10 +25,6 @@ def tolerance(encoder: Encoder, z: Any) -> float:
     """Return √eps of the coarsest format among parameters, z and autocast.
 
     Another dropout mask moves z by a share of its size; kernels that differ with and without a graph by a few eps.
-
-    Args:
-        encoder: f and its parameters.
-        z: the result of the first pass.
     """
     leaves = trees.flatten(z)[0]
     dtypes = [*encoder.call.loss.spec.dtypes, *(leaf.dtype for leaf in leaves)]

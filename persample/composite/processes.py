@@ -98,11 +98,7 @@ class Processes:
         return everything.view(-1).view(x.dtype).view(sum(sizes), *x.shape[1:])
 
     def merged(self, leaves: Any) -> Any:
-        """Return a tree of mergeable leaves, merged over all processes.
-
-        Args:
-            leaves: the tree of this process, of the same structure on every process.
-        """
+        """Return a tree of mergeable leaves, of the same structure on every process, merged over all processes."""
         if self.group is None:
             return leaves
         return trees.tree_map(self._merged_leaf, leaves)
@@ -127,36 +123,19 @@ def _packed(leaf: Any) -> bytes:
 
 
 def check_group(group: Any) -> None:
-    """Reject anything but a process group that this process belongs to, or None.
-
-    Args:
-        group: the user's argument.
-
-    Raises:
-        ArgumentError: if it is neither.
-    """
-    if group is None:
+    """Reject anything but a process group that this process belongs to, or None."""
+    initialized = dist.is_available() and dist.is_initialized()
+    if group is None or (initialized and isinstance(group, dist.ProcessGroup)):
         return
-    fix = "Call torch.distributed.init_process_group first, and pass torch.distributed.group.WORLD for all processes."
-    if not (dist.is_available() and dist.is_initialized()):
-        received = f"{type(group).__name__} without initialized processes"
-    elif not isinstance(group, dist.ProcessGroup):
-        outside = group == dist.GroupMember.NON_GROUP_MEMBER
-        received = "a group without this process" if outside else repr(group)
-    elif dist.get_rank(group) < 0:
+    received = repr(group) if initialized else f"{type(group).__name__} without initialized processes"
+    if initialized and group == dist.GroupMember.NON_GROUP_MEMBER:
         received = "a group without this process"
-    else:
-        return
+    fix = "Call torch.distributed.init_process_group first, and pass torch.distributed.group.WORLD for all processes."
     raise ArgumentError.about("group", expected="a process group or None", received=received, fix=fix)
 
 
 def own_rows(tensors: Sequence[Tensor | None], sizes: Sequence[int], rank: int) -> list[Tensor | None]:
-    """Return the rows that belong to one process.
-
-    Args:
-        tensors: rows of all processes, by rank; None stays None.
-        sizes: the number of rows of each process.
-        rank: the process.
+    """Return the rows that belong to one process, from those of all processes by rank; None stays None.
 
     Examples:
         >>> own_rows([torch.tensor([1, 2, 3]), None], [1, 2], 1)

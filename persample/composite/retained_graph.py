@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from persample.composite.chunk_engine import one_row
-from persample.composite.first_pass import compact, of_chunk
+from persample.composite.encode import encode_chunk
+from persample.composite.first_pass import compact
 from persample.composite.interim import Call, unwritten
 from persample.gradients import Gradients
 from persample.utils import trees
@@ -19,17 +20,10 @@ BackPropagate = Callable[[Sequence[Tensor | None]], Gradients]
 
 
 def encode_with_graph(call: Call) -> tuple[Any, BackPropagate]:
-    """Encode a chunk and retain its graph.
-
-    Args:
-        call: the samples and their encoder, which takes chunks.
-
-    Returns:
-        z, detached; and the function from dL/dz (one per leaf of z, None for zero) to the gradient of the chunk.
-    """
+    """Encode a chunk; return z, detached, and the function from dL/dz (one per leaf of z) to the chunk's gradient."""
     with torch.enable_grad(), unwritten(call):
         params = tuple(param.detach().requires_grad_() for param in call.params)
-        z = of_chunk(replace(call, params=params))
+        z = encode_chunk(replace(call, params=params), "batched")
     outputs = trees.flatten(z)[0]
 
     def back_propagate(cotangents: Sequence[Tensor | None]) -> Gradients:

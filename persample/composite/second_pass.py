@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample.composite.chunk_engine import chunk_engine
 from persample.composite.encoder import Encoder
+from persample.composite.first_pass import FirstPass
 from persample.composite.full_batch import solve_adjoint
 from persample.composite.interim import Call, Engine, eager, lift_chunks, loop, unwritten
 from persample.composite.nondeterminism import check_same
@@ -19,7 +20,7 @@ from persample.composite.statistics import Statistics, normalized
 from persample.gradients import Gradients
 from persample.inputs.loss import NotConnectedError
 from persample.reductions.requested import Reductions
-from persample.utils import rng, trees
+from persample.utils import trees
 from persample.utils.numeric import accumulate_dtype, as_real
 
 _ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "batched": chunk_engine}
@@ -27,10 +28,8 @@ _ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "batched": chunk_en
 
 def back_propagate(
     encoder: Encoder,
-    z: Any,
+    first: FirstPass,
     cotangents: Sequence[Tensor | None],
-    statistics: Sequence[Statistics] | None,
-    start: rng.Streams,
     reductions: Reductions,
     processes: Processes,
 ) -> Any:
@@ -38,50 +37,43 @@ def back_propagate(
 
     Args:
         encoder: the encoder and its samples.
-        z: the result of the first pass.
+        first: the result of the first pass.
         cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
-        statistics: those of the full batch, or None.
-        start: where the random streams stood before the first pass.
         reductions: what is asked of the gradients.
         processes: the processes that the samples are spread over.
 
     Returns:
         The leaves of every reduction, merged over all chunks, and whether z depends on any parameter.
     """
-    used = any(cotangent is not None for cotangent in cotangents)
 
     def chunks(statistics: Sequence[Statistics] | None) -> Iterator[Call]:
-        replay = Replay(start)
-        call = contributions(encoder, trees.flatten(z)[0], cotangents, statistics, replay)
+        replay = Replay(first.start)
+        call = contributions(encoder.call, replace(first, statistics=statistics), cotangents, replay)
         return replay.over(call.chunks(encoder.chunk_size))
 
+    statistics, engine = first.statistics, _zeros
+    if any(cotangent is not None for cotangent in cotangents):
+        statistics, engine = solve_adjoint(chunks, statistics, processes), _checked_engine(encoder, first.z)
+
     def lift() -> Any:
-        engine = _checked_engine(encoder, z) if used else _zeros
         with unwritten(encoder.call):
             return lift_chunks(chunks(statistics), engine, reductions)
 
-    if statistics and used:
-        statistics = solve_adjoint(chunks, statistics, processes)
     return processes.together(lift)
 
 
-def contributions(
-    encoder: Encoder,
-    z: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    statistics: Sequence[Statistics] | None,
-    replay: Replay,
-) -> Call:
+def contributions(call: Call, first: FirstPass, cotangents: Sequence[Tensor | None], replay: Replay) -> Call:
     """Return the call whose sample i has the loss ⟨f(xᵢ), dL/dzᵢ⟩, and the leaves of f(xᵢ) as aux.
 
+    The leaves of its batch are those of the samples, dL/dz, z of the first pass, and the statistics.
+
     Args:
-        encoder: the encoder and its samples.
-        z: the leaves of the first pass's result, which become leaves of the batch beside the samples.
+        call: the encoder f and its samples.
+        first: the result of the first pass; where it has statistics, their contributions to L are added.
         cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
-        statistics: those of the full batch, whose contributions to L are added; or None.
         replay: records where each forward pass ends.
     """
-    call, f = encoder.call, encoder.call.loss
+    f, z = call.loss, trees.flatten(first.z)[0]
     used = [cotangent is not None for cotangent in cotangents]
     given = [cotangent for cotangent in cotangents if cotangent is not None]
 
@@ -89,12 +81,12 @@ def contributions(
         sample = trees.unflatten(list(leaves), f.batch)
         z, term = normalized(f.fn, statistics)(params, *(sample if f.unpack else (sample,)))
         replay.forward_done()
-        leaves = trees.flatten(z)[0]
-        moving = [leaf for leaf, counts in zip(leaves, used, strict=True) if counts]
-        return sum(map(inner_product, moving, given), start=term), leaves
+        found = trees.flatten(z)[0]
+        moving = [leaf for leaf, counts in zip(found, used, strict=True) if counts]
+        return sum(map(inner_product, moving, given), start=term), found
 
-    leaves, batch = trees.flatten((call.leaves, given, tuple(z), statistics))
-    rows = [*call.leaves_batched, *(True for _ in (*given, *z))]
+    leaves, batch = trees.flatten((call.leaves, given, z, first.statistics))
+    rows = (*call.leaves_batched, *(True for _ in (*given, *z)))
     batched = (*rows, *(False for _ in leaves[len(rows) :]))
     contribution = replace(f, fn=loss, batch=batch, batched=batched, unpack=True)
     return replace(call, loss=contribution, leaves=tuple(leaves), leaves_batched=batched)

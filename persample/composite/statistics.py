@@ -72,14 +72,11 @@ class FullBatch(TrainModeBatchNorm):
 def normalized(
     fn: Callable[..., Any], statistics: Sequence[Statistics] | None
 ) -> Callable[..., tuple[Any, Tensor | float]]:
-    """Return an encoder whose batch norms use given statistics, and that also returns ``FullBatch.term``.
+    """Return a function of the encoder's arguments that returns z, normalized with the statistics, and the term.
 
     Args:
         fn: the encoder.
         statistics: None leaves batch norm as it is.
-
-    Returns:
-        A function of the encoder's arguments that returns (z, term).
     """
 
     def encode(*args: Any) -> tuple[Any, Tensor | float]:

@@ -19,19 +19,7 @@ from persample.utils import trees
 def check_options(
     *, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool, group: Any
 ) -> None:
-    """Reject unknown options and combinations that exclude each other.
-
-    Args:
-        engine: name of an engine.
-        chunk_size: how many samples are processed at a time.
-        batch_norm: the statistics that batch norm in train mode uses.
-        batched: the encoder takes chunks.
-        keep_batch_dim: the encoder takes one sample with an axis of 1.
-        group: a process group, or None.
-
-    Raises:
-        ArgumentError: if an option is rejected.
-    """
+    """Reject unknown options and combinations that exclude each other."""
     inputs.check_choice("engine", engine, ("eager", "loop"))
     inputs.check_loop(engine)
     inputs.check_choice("batch_norm", batch_norm, RULES)
@@ -46,16 +34,7 @@ def check_options(
 
 
 def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[list[Reduction], trees.TreeSpec]:
-    """Return the reductions as a list, and the structure of their container.
-
-    Args:
-        reduce: a reduction, None, or a container of them.
-        batched: the encoder takes chunks.
-        accumulate: the result is added to ``.grad``.
-
-    Raises:
-        ArgumentError: if a reduction has no meaning for a loss of all samples, or with the other options.
-    """
+    """Return the reductions as a list, and the structure of their container."""
     wanted, container = inputs.reductions(reduce)
     for one in wanted:
         if isinstance(one, Loss | Aux):
@@ -76,17 +55,7 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
 def check_parameters(
     encoder: SampleLoss, loss_params: ParamTree | None, wanted: Sequence[Reduction], *, accumulate: bool
 ) -> None:
-    """Reject parameters that a reduction does not fit, or that have no ``.grad`` to accumulate into.
-
-    Args:
-        encoder: f with its parameters.
-        loss_params: the parameters of the loss, or None.
-        wanted: the reductions.
-        accumulate: the result is added to ``.grad``.
-
-    Raises:
-        ArgumentError: if a parameter is rejected.
-    """
+    """Reject parameters that a reduction does not fit, or that have no ``.grad`` to accumulate into."""
     for reduction in wanted:
         reduction.check(encoder.spec)
     for tree in (encoder.params, loss_params) if accumulate else ():
