@@ -11,11 +11,11 @@ from persample import inputs
 from persample.composite import first_pass, second_pass
 from persample.composite.buffers import BufferRecorder
 from persample.composite.encoder import Encoder
-from persample.composite.interim import merge_lifted
 from persample.composite.loss_head import LossHead
 from persample.composite.processes import Processes, own_rows
 from persample.composite.retained_graph import encode_with_graph
 from persample.errors import LossError
+from persample.pipeline import merge_lifted
 from persample.reductions.requested import Reductions
 from persample.utils import rng
 
@@ -74,7 +74,7 @@ def vjp(
     """Encode all samples; return z and the function that back-propagates dL/dz (vector-Jacobian products)."""
     if encoder.is_one_plain_chunk:
         z, back_propagate = processes.together(lambda: encode_with_graph(encoder.call))
-        return z, lambda cotangents: processes.together(lambda: reductions(back_propagate(cotangents)))
+        return z, lambda cotangents: processes.together(lambda: reductions.lift(back_propagate(cotangents)))
     first = first_pass.encode(encoder, recorder, processes)
     return first.z, lambda cotangents: second_pass.back_propagate(encoder, first, cotangents, reductions, processes)
 

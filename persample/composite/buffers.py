@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample.composite.interim import Call
 from persample.composite.processes import Processes
+from persample.inputs.call import Call
 from persample.merge import merge
 from persample.utils import trees
 from persample.utils.numeric import accumulate_dtype

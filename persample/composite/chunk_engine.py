@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from persample import naive
-from persample.composite.interim import Call, diagnosed
+from persample.engines.diagnosis import diagnosed
 from persample.gradients import Gradients
+from persample.inputs.call import Call
 from persample.utils.trees import tree_map
 
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.composite.interim import Call, diagnosed, no_rows, of_fake_sample, vmapped
+from persample.engines.diagnosis import diagnosed
+from persample.engines.empty import no_rows, of_fake_sample
+from persample.engines.vmap import vmapped
 from persample.errors import LossError
+from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
 from persample.utils.fallback import explained

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from persample.composite.batch_norm import guarded, refuse_batch_statistics
-from persample.composite.interim import Call, check_call
 from persample.errors import ArgumentError
+from persample.inputs import normalize
+from persample.inputs.call import Call
 from persample.utils import trees
 
 
@@ -70,7 +71,7 @@ def build_encoders(
     names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
     encoders = []
     for fn, batch, (called, given) in zip(functions, batches, names, strict=True):
-        call = check_call(
+        call = normalize(
             fn,
             params,
             batch,
@@ -81,6 +82,7 @@ def build_encoders(
             called=called,
             given=given,
             batch_statistics=batch_norm != "refuse",
+            randomness="different",
         )
         encoder = Encoder(call, chunk_size, mode, batch_norm)
         if mode == "batched":

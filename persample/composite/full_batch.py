@@ -13,11 +13,13 @@ from torch import Tensor
 
 from persample import naive
 from persample.composite.encoder import Encoder
-from persample.composite.interim import Call, diagnosed, merge_lifted
 from persample.composite.processes import Processes
 from persample.composite.statistics import FullBatch, Statistics
+from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
+from persample.inputs.call import Call
 from persample.merge import Moments, Summed
+from persample.pipeline import merge_lifted
 from persample.utils import rng, trees
 
 
@@ -57,22 +59,22 @@ def _moments(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments
 
 def solve_adjoint(
     contributions: Callable[[Sequence[Statistics]], Iterable[Call]],
-    statistics: Sequence[Statistics] | None,
+    statistics: Sequence[Statistics],
     processes: Processes,
-) -> Sequence[Statistics] | None:
+) -> Sequence[Statistics]:
     """Return the statistics with dL/d statistics; each pass determines one more, from the last to the first.
 
     Args:
         contributions: from statistics to the chunks of the second pass, whose last leaves are the statistics.
-        statistics: those of all batch norms, perhaps none.
+        statistics: those of all batch norms.
         processes: the processes that the samples are spread over.
     """
-    for _ in statistics or ():
+    for _ in range(len(statistics)):
         by = processes.merged(processes.together(lambda: _derivatives(contributions, statistics)))  # noqa: B023
         pairs = zip(by[::2], by[1::2], strict=True)
         statistics = [
             one._replace(by_mean=by_mean.value, by_variance=by_variance.value)
-            for one, (by_mean, by_variance) in zip(statistics or (), pairs, strict=True)
+            for one, (by_mean, by_variance) in zip(statistics, pairs, strict=True)
         ]
     return statistics
 

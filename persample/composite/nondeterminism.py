@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from persample.composite.encoder import Encoder
-from persample.composite.interim import Call
 from persample.errors import LossError
+from persample.inputs.call import Call
 from persample.utils import rng, trees
 from persample.utils.numeric import accumulate_dtype, as_real, is_autocast
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from persample.composite.chunk_engine import one_row
 from persample.composite.encode import encode_chunk
 from persample.composite.first_pass import compact
-from persample.composite.interim import Call, unwritten
+from persample.engines.diagnosis import unwritten
 from persample.gradients import Gradients
+from persample.inputs.call import Call
 from persample.utils import trees
 
 BackPropagate = Callable[[Sequence[Tensor | None]], Gradients]

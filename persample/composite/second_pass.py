@@ -12,18 +12,19 @@ from persample.composite.chunk_engine import chunk_engine
 from persample.composite.encoder import Encoder
 from persample.composite.first_pass import FirstPass
 from persample.composite.full_batch import solve_adjoint
-from persample.composite.interim import Call, Engine, eager, lift_chunks, loop, unwritten
 from persample.composite.nondeterminism import check_same
 from persample.composite.processes import Processes
 from persample.composite.replay import Replay
 from persample.composite.statistics import Statistics, normalized
+from persample.engines import ENGINES
+from persample.engines.diagnosis import unwritten
 from persample.gradients import Gradients
+from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
+from persample.pipeline import Engine, lift_chunks
 from persample.reductions.requested import Reductions
 from persample.utils import trees
 from persample.utils.numeric import accumulate_dtype, as_real
-
-_ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "batched": chunk_engine}
 
 
 def back_propagate(
@@ -51,9 +52,11 @@ def back_propagate(
         call = contributions(encoder.call, replace(first, statistics=statistics), cotangents, replay)
         return replay.over(call.chunks(encoder.chunk_size))
 
-    statistics, engine = first.statistics, _zeros
-    if any(cotangent is not None for cotangent in cotangents):
-        statistics, engine = solve_adjoint(chunks, statistics, processes), _checked_engine(encoder, first.z)
+    used = any(cotangent is not None for cotangent in cotangents)
+    engine = _checked_engine(encoder, first.z) if used else _zeros
+    statistics = first.statistics
+    if statistics and used:
+        statistics = solve_adjoint(chunks, statistics, processes)
 
     def lift() -> Any:
         with unwritten(encoder.call):
@@ -105,12 +108,13 @@ def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
 
 def _checked_engine(encoder: Encoder, z: Any) -> Engine:
     """Return the encoder's engine, which also compares z with that of the first pass."""
+    gradients_of = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode]
 
     def engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
         if not chunk.size:
             return _zeros(chunk, required_ops)
         try:
-            gradients = _ENGINES[encoder.mode](chunk, required_ops)
+            gradients = gradients_of(chunk, required_ops)
         except NotConnectedError:  # a frozen encoder beside others
             return _zeros(chunk, required_ops)
         _, _, before, _ = trees.unflatten(list(chunk.leaves), chunk.loss.batch)
