@@ -52,15 +52,14 @@ def loss_and_gradients(
     """
     sizes = list(zip(*processes.facts([encoder.call.size for encoder in encoders]), strict=True))  # each by rank
     inputs.check_averages(reductions.reductions, None, sum(map(sum, sizes)))
-    own, pullbacks = zip(*(vjp(encoder, reductions, recorder, processes) for encoder in encoders), strict=True)
-    z = [processes.gathered(rows, counts) for rows, counts in zip(own, sizes, strict=True)]
-    loss, loss_grads, by_z = processes.together(lambda: _differentiated(head, z, processes))
+    encoded, pullbacks = zip(*(vjp(encoder, reductions, recorder, processes) for encoder in encoders), strict=True)
+    z = [processes.gathered(*pair) for pair in zip(encoded, sizes, strict=True)]
+    loss, loss_grads, cotangents = processes.together(lambda: _differentiated(head, z, processes))
     after = rng.Streams.now()
     try:
-        cotangents = (own_rows(rows, counts, processes.rank) for rows, counts in zip(by_z, sizes, strict=True))
-        leaves, connected = processes.merged(
-            merge_lifted(back(rows) for back, rows in zip(pullbacks, cotangents, strict=True))
-        )
+        own = (own_rows(*pair, processes.rank) for pair in zip(cotangents, sizes, strict=True))
+        lifted = merge_lifted(pullback(rows) for pullback, rows in zip(pullbacks, own, strict=True))
+        leaves, connected = processes.merged(lifted)
     finally:
         after.go_back()
     if not connected.value and any(map(sum, sizes)):

@@ -27,23 +27,27 @@ _CHECKPOINTS = (
 
 
 class TrainModeBatchNorm(TorchFunctionMode):
-    """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input.
-
-    Args:
-        replacement: receives the arguments of ``F.batch_norm`` by name and returns its result.
-    """
-
-    def __init__(self, replacement: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._replacement = replacement
+    """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             bound = _SIGNATURE.bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             if bound.arguments["training"]:
-                return self._replacement(**bound.arguments)
+                return self.normalize(**bound.arguments)
         return func(*args, **(kwargs or {}))
+
+    def normalize(self, **arguments: Any) -> Tensor:
+        """Return the result of ``F.batch_norm``, from its arguments by name."""
+        raise NotImplementedError
+
+
+class _Rejecting(TrainModeBatchNorm):
+    def normalize(self, **_: Any) -> Tensor:
+        raise LossError(
+            "encode_fn normalizes with the statistics of a chunk (batch norm in train mode, or without running "
+            "statistics): its results depend on chunk_size. Use .eval(), or choose with batch_norm='chunk' or 'full'."
+        )
 
 
 def refuse_batch_statistics(params: Any) -> None:
@@ -73,24 +77,15 @@ def guarded(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
 
     Args:
         fn: the user's encoder.
-        rule: "refuse" rejects batch norm in train mode that no module of ``params`` shows; "chunk" and "full" reject
+        rule: "refuse" rejects batch norm in train mode outside of the modules in ``params``; "chunk" and "full" reject
             checkpoints, which would recompute activations from other statistics and buffers.
-
-    Returns:
-        The encoder, of the same arguments.
     """
     return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
 
 
 def _without_batch_statistics(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(**_: Any) -> Tensor:
-        raise LossError(
-            "encode_fn normalizes with the statistics of a chunk (batch norm in train mode, or without running "
-            "statistics): its results depend on chunk_size. Use .eval(), or choose with batch_norm='chunk' or 'full'."
-        )
-
     def encode(*args: Any) -> Any:
-        with TrainModeBatchNorm(refuse):
+        with _Rejecting():
             return fn(*args)
 
     return encode

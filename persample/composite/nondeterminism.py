@@ -11,7 +11,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from persample.composite.encoder import Encoder
 from persample.errors import LossError
+from persample.gradients import Gradients
 from persample.inputs.call import Call
+from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.numeric import accumulate_dtype, as_real, is_autocast
 
@@ -47,30 +49,39 @@ def deviation(z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     return difference, size
 
 
-def check_same(chunk: Call, now: Sequence[Tensor], before: Sequence[Tensor], encoder: Encoder, z: Any) -> None:
-    """Compare the results of both passes for one chunk.
+def checked(engine: Engine, encoder: Encoder, z: Any) -> Engine:
+    """Return an engine that also compares z of each chunk with z of the first pass.
 
     Args:
-        chunk: the chunk of the second pass.
-        now: the leaves of z in the second pass, whatever their leading axes.
-        before: the leaves of z in the first pass.
+        engine: an engine for the chunks of ``second_pass.contributions``, whose aux is z.
         encoder: the encoder.
-        z: the result of the first pass for all samples.
+        z: the result of the first pass.
 
     Raises:
-        LossError: if they differ; the message names the leaf and the first module whose output differs.
+        LossError: by the engine, if they differ; the message names the leaf and the first module that differs.
     """
-    numbers = [x for pair in zip(now, before, strict=True) for x in deviation(*pair)]
-    found = torch.stack(numbers).tolist()  # read together: a device waits once
-    for path, difference, size in zip(trees.paths(z, "z"), found[::2], found[1::2], strict=True):
-        if not difference <= tolerance(encoder, z) * size:
-            called, module = chunk.loss.called, _first_difference(chunk, batched=encoder.mode == "batched")
-            where = f"module {module}" if module else f"{called} itself, outside of any module,"
-            raise LossError(
-                f"{called}: expected the second pass to encode the samples as the first did, received another "
-                f"{path}, off by {difference:g} beside numbers up to {size:g}: {where} computes something else "
-                f"when it is called again. {_FIX}"
-            )
+    paths, bound, batched = trees.paths(z, "z"), tolerance(encoder, z), encoder.mode == "batched"
+
+    def checked_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
+        gradients = engine(chunk, required_ops)
+        _, _, before, _ = trees.unflatten(list(chunk.leaves), chunk.loss.batch)
+        numbers = [x for pair in zip(gradients.aux, before, strict=True) for x in deviation(*pair)]
+        found = torch.stack(numbers).tolist()  # read together: a device waits once
+        for path, difference, size in zip(paths, found[::2], found[1::2], strict=True):
+            if not difference <= bound * size:
+                off = f"{path}, off by {difference:g} beside numbers up to {size:g}"
+                raise LossError(_message(chunk.loss.called, off, _first_difference(chunk, batched=batched)))
+        return gradients
+
+    return checked_engine
+
+
+def _message(called: str, off: str, module: str | None) -> str:
+    where = f"module {module}" if module else f"{called} itself, outside of any module,"
+    return (
+        f"{called}: expected the second pass to encode the samples as the first did, received another {off}: {where} "
+        f"computes something else when it is called again. {_FIX}"
+    )
 
 
 def _first_difference(chunk: Call, *, batched: bool) -> str | None:

@@ -12,7 +12,7 @@ from persample.composite.chunk_engine import chunk_engine
 from persample.composite.encoder import Encoder
 from persample.composite.first_pass import FirstPass
 from persample.composite.full_batch import solve_adjoint
-from persample.composite.nondeterminism import check_same
+from persample.composite.nondeterminism import checked
 from persample.composite.processes import Processes
 from persample.composite.replay import Replay
 from persample.composite.statistics import Statistics, normalized
@@ -53,7 +53,7 @@ def back_propagate(
         return replay.over(call.chunks(encoder.chunk_size))
 
     used = any(cotangent is not None for cotangent in cotangents)
-    engine = _checked_engine(encoder, first.z) if used else _zeros
+    engine = _engine(encoder, first.z) if used else _zeros
     statistics = first.statistics
     if statistics and used:
         statistics = solve_adjoint(chunks, statistics, processes)
@@ -106,22 +106,18 @@ def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
     return (as_real(z).to(dtype) * as_real(cotangent).to(dtype)).sum()
 
 
-def _checked_engine(encoder: Encoder, z: Any) -> Engine:
-    """Return the encoder's engine, which also compares z with that of the first pass."""
-    gradients_of = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode]
+def _engine(encoder: Encoder, z: Any) -> Engine:
+    """Return the engine of the encoder's mode, extended to chunks that contribute nothing."""
+    engine = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode]
+    replayed = checked(engine, encoder, z)
 
-    def engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
-        if not chunk.size:
-            return _zeros(chunk, required_ops)
+    def gradients(chunk: Call, required_ops: frozenset[str]) -> Gradients:
         try:
-            gradients = gradients_of(chunk, required_ops)
+            return (replayed if chunk.size else _zeros)(chunk, required_ops)
         except NotConnectedError:  # a frozen encoder beside others
             return _zeros(chunk, required_ops)
-        _, _, before, _ = trees.unflatten(list(chunk.leaves), chunk.loss.batch)
-        check_same(chunk, gradients.aux, before, encoder, z)
-        return gradients
 
-    return engine
+    return gradients
 
 
 def _zeros(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)

@@ -49,12 +49,13 @@ class FullBatch(TrainModeBatchNorm):
     """
 
     def __init__(self, statistics: Sequence[Statistics]) -> None:
-        super().__init__(self._normalize)
+        super().__init__()
         self._statistics = statistics
         self.moments: list[Moments] = []
         self.term: Tensor | float = 0.0
 
-    def _normalize(self, **arguments: Any) -> Tensor:
+    def normalize(self, **arguments: Any) -> Tensor:
+        """Return the result of ``F.batch_norm`` with the given statistics."""
         x, momentum = arguments["input"], arguments["momentum"]
         values = x.to(accumulate_dtype(x.dtype))
         place = len(self.moments)
