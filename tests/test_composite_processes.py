@@ -87,7 +87,7 @@ def fails_on_one_rank(where):
                 raise ValueError("rank 1 cannot read its data")
             return w * x
 
-        x = draw(3, 5) if not (where == "door" and rank == 1) else "not a tensor"
+        x = draw(3, 5) if not (where == "arguments" and rank == 1) else "not a tensor"
         composite_grads(encode, uniformity, draw(5), x, group=group, engine="loop")
 
     return step
@@ -112,7 +112,7 @@ def second_pass_fails(rank, group):
 
 
 FAILURES = {
-    "door": fails_on_one_rank("door"),
+    "arguments": fails_on_one_rank("arguments"),
     "encode": fails_on_one_rank("encode"),
     "second-pass": second_pass_fails,
     "shapes": other_shapes,
@@ -195,7 +195,7 @@ def test_gradients_are_reduced_once(found):
 @pytest.mark.parametrize(
     ("name", "own", "others"),
     [
-        ("door", (1, "ArgumentError: inputs: expected at least one tensor"), (0, "failed on other processes.*1: 'Arg")),
+        ("arguments", (1, "ArgumentError: inputs: expected at least one tensor"), (0, "failed on other processes.*1: 'Arg")),
         ("encode", (1, "ValueError: rank 1 cannot read"), (0, "LossError: .*failed on other processes.*rank 1 cannot")),
         ("second-pass", (0, "LossError: encode_fn: expected the second pass"), (1, "other processes.*0: 'LossError")),
         ("shapes", (0, "LossError: encode_fn: expected z of one structure"), (1, "rank 1: .*4")),
@@ -220,6 +220,8 @@ class TestGroup:
             assert_same(contrastive([7], 0, dist.group.WORLD), expected)
             with pytest.raises(ArgumentError, match="group: expected a process group or None, received 'world'"):
                 contrastive([7], 0, "world")
+            with pytest.raises(ArgumentError, match="received a group without this process"):
+                contrastive([7], 0, dist.GroupMember.NON_GROUP_MEMBER)
         finally:
             dist.destroy_process_group()
 

@@ -99,6 +99,7 @@ def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
     """Return ⟨z, c⟩, whose gradient is c: complex numbers as pairs of reals, summed in float32 at least.
 
     Examples:
+        >>> import torch
         >>> inner_product(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
         tensor(11.)
     """
