@@ -87,7 +87,7 @@ def test_no_samples(way):
     assert [g.shape for g in grads.values()] == [p.shape for p in model.parameters()]
 
 
-class TestTowers:
+class TestSeveralEncoders:
     @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
     @pytest.mark.parametrize("way", WAYS)
     def test_of_pairs_with_a_temperature(self, way, tied):
@@ -178,7 +178,7 @@ class TestRandomness:
         other, _ = composite_grads(lambda m, x: m(x), uniformity, model, x, **WAYS[way])
         assert (other - expected[0]).abs() > 1e-3
 
-    def test_two_towers_with_dropout(self):
+    def test_two_encoders_with_dropout(self):
         model, inputs = mlp(dropout=0.4), (draw(4, 5), draw(6, 5, seed=1))
         encoders = (lambda m, x: m(x), lambda m, x: m(x) + 1)
         torch.manual_seed(3)
@@ -355,9 +355,9 @@ class TestInputs:
 
         options = {"mode": "cls", "scale": 2.0, "none": None}
         for extra in ({}, {"batched": True, "chunk_size": 2}, {"engine": "loop"}):
-            _, grads = composite_grads(encode, uniformity, draw(5), (draw(3, 5), options, "tower"), **extra)
+            _, grads = composite_grads(encode, uniformity, draw(5), (draw(3, 5), options, "name"), **extra)
             assert grads.shape == (5,)
-        assert seen == {("cls", 2.0, None, "tower")}
+        assert seen == {("cls", 2.0, None, "name")}
 
     @pytest.mark.parametrize("batched", [False, True])
     def test_what_all_samples_share(self, batched):

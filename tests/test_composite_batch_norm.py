@@ -79,7 +79,7 @@ class TestFull:
         found = composite_grads(encode, uniformity, build(Residual), X, batched=True, batch_norm="full", chunk_size=3)
         assert_same(found, expected)
 
-    def test_two_towers_each_with_its_own_statistics(self):
+    def test_two_encoders_each_with_its_own_statistics(self):
         ours, plain = clones()
         ours.drop.p = plain.drop.p = 0.0
         inputs = (X, X[:5] * 2 + 1)

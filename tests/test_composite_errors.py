@@ -128,7 +128,6 @@ class Growing(nn.Module):
 
 
 class GrowingForLarge(nn.Module):
-
     calls = 0
 
     def forward(self, x):

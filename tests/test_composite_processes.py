@@ -29,7 +29,7 @@ def contrastive(sizes, rank, group, **options):
     return composite_grads(encode_pair, info_nce, towers, inputs, loss_params=scale, group=group, **options)
 
 
-def separate_towers(sizes, rank, group):
+def several_encoders(sizes, rank, group):
     """As many queries as ``sizes`` say, passages the other way round."""
     towers, scale = two_towers(tied=True), draw(1)[0].requires_grad_()
     encoders = {"query": lambda towers, x: towers["query"](x), "passage": lambda towers, x: towers["passage"](x)}
@@ -72,7 +72,7 @@ CASES = {
     "contrastive": contrastive,
     "contrastive-batched": lambda *args: contrastive(*args, batched=True, chunk_size=2),
     "contrastive-loop": lambda *args: contrastive(*args, engine="loop", chunk_size=2),
-    "separate-towers": separate_towers,
+    "several-encoders": several_encoders,
     "reductions": reductions,
     "batch-norm-full": lambda *args: batch_norm(*args, "full"),
     "other-formats": other_formats,
@@ -195,7 +195,11 @@ def test_gradients_are_reduced_once(found):
 @pytest.mark.parametrize(
     ("name", "own", "others"),
     [
-        ("arguments", (1, "ArgumentError: inputs: expected at least one tensor"), (0, "failed on other processes.*1: 'Arg")),
+        (
+            "arguments",
+            (1, "ArgumentError: inputs: expected at least one tensor"),
+            (0, "failed on other processes.*1: 'ArgumentError"),
+        ),
         ("encode", (1, "ValueError: rank 1 cannot read"), (0, "LossError: .*failed on other processes.*rank 1 cannot")),
         ("second-pass", (0, "LossError: encode_fn: expected the second pass"), (1, "other processes.*0: 'LossError")),
         ("shapes", (0, "LossError: encode_fn: expected z of one structure"), (1, "rank 1: .*4")),
