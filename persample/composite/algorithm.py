@@ -50,10 +50,12 @@ def loss_and_gradients(
     Raises:
         LossError: if z depends on no parameter.
     """
-    sizes = list(zip(*processes.facts([encoder.call.size for encoder in encoders]), strict=True))  # each by rank
+    sizes = list(
+        zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)
+    )  # each by rank
     inputs.check_averages(reductions.reductions, None, sum(map(sum, sizes)))
     encoded, pullbacks = zip(*(vjp(encoder, reductions, recorder, processes) for encoder in encoders), strict=True)
-    z = [processes.gathered(*pair) for pair in zip(encoded, sizes, strict=True)]
+    z = [processes.gather_rows(*pair) for pair in zip(encoded, sizes, strict=True)]
     loss, loss_grads, cotangents = processes.together(lambda: _differentiated(head, z, processes))
     after = rng.Streams.now()
     try:

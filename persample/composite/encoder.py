@@ -68,22 +68,17 @@ def build_encoders(
         raise ArgumentError.about("inputs", expected=expected, received=f"{trees.structure(inputs)}", fix=fix)
     if batch_norm == "refuse":
         refuse_batch_statistics(params)
+    shared: dict[str, Any] = {
+        "weights": None,
+        "in_dims": in_dims,
+        "keep_batch_dim": keep_batch_dim,
+        "randomness": "different",
+        "batch_statistics": batch_norm != "refuse",
+    }
     names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
     encoders = []
     for fn, batch, (called, given) in zip(functions, batches, names, strict=True):
-        call = normalize(
-            fn,
-            params,
-            batch,
-            (),
-            weights=None,
-            in_dims=in_dims,
-            keep_batch_dim=keep_batch_dim,
-            called=called,
-            given=given,
-            batch_statistics=batch_norm != "refuse",
-            randomness="different",
-        )
+        call = normalize(fn, params, batch, (), called=called, given=given, **shared)
         encoder = Encoder(call, chunk_size, mode, batch_norm)
         if mode == "batched":
             _refuse_params_of_samples(call, in_dims)

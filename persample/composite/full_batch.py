@@ -7,6 +7,7 @@ norms, L passes solve it, and L more passes solve the adjoint system for dL/ds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes)
     """
     statistics: list[Statistics] = []
     while True:
-        moments = processes.merged(processes.together(lambda: _moments(encoder, statistics)))  # noqa: B023
+        moments = processes.merged(processes.together(partial(_moments, encoder, statistics)))
         start.go_back()
         statistics = [Statistics.of(one) for one in moments[: len(statistics) + 1]]
         if any(one.n == 1 for one in statistics):
@@ -70,7 +71,7 @@ def solve_adjoint(
         processes: the processes that the samples are spread over.
     """
     for _ in range(len(statistics)):
-        by = processes.merged(processes.together(lambda: _derivatives(contributions, statistics)))  # noqa: B023
+        by = processes.merged(processes.together(partial(_derivatives, contributions, statistics)))
         pairs = zip(by[::2], by[1::2], strict=True)
         statistics = [
             one._replace(by_mean=by_mean.value, by_variance=by_variance.value)

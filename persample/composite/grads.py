@@ -113,7 +113,7 @@ def composite_grads(
         keep_batch_dim=keep_batch_dim,
         group=group,
     )
-    wanted, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
+    requested, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
 
     def normalized() -> tuple[list[Encoder], LossHead]:
         encoders, container = build_encoders(
@@ -127,12 +127,12 @@ def composite_grads(
             batch_norm=batch_norm,
         )
         head = build_loss_head(loss_fn, loss_params, container)
-        check_parameters(encoders[0].call.loss, head.params, wanted, accumulate=accumulate)
+        check_parameters(encoders[0].call.loss, head.params, requested, accumulate=accumulate)
         return encoders, head
 
     def compute() -> tuple[Tensor, Any]:
         encoders, head = Processes(group).together(normalized)
-        own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(wanted)
+        own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(requested)
         processes = Processes(group, own[0].device)
         recorder = None if batch_norm == "refuse" else BufferRecorder()
         loss, loss_grads, leaves = loss_and_gradients(encoders, head, reductions, recorder, processes)

@@ -37,13 +37,13 @@ class Processes:
         """The rank of this process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def facts(self, fact: Any) -> list[Any]:
-        """Return the objects that the processes pass, by rank."""
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return the objects of all processes, by rank."""
         if self.group is None:
-            return [fact]
-        facts = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(facts, fact, group=self.group)
-        return facts
+            return [own]
+        objects = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(objects, own, group=self.group)
+        return objects
 
     def together(self, step: Callable[[], T]) -> T:
         """Run a step on every process; an error of one process is raised on all, so that no process waits for it.
@@ -62,14 +62,14 @@ class Processes:
         try:
             result = step()
         except Exception as error:
-            self.facts(f"{type(error).__name__}: {error}")
+            self.gather_objects(f"{type(error).__name__}: {error}")
             raise
-        failed = {rank: text for rank, text in enumerate(self.facts(None)) if text is not None}
+        failed = {rank: text for rank, text in enumerate(self.gather_objects(None)) if text is not None}
         if failed:
             raise LossError(f"composite_grads failed on other processes of the group, by rank: {failed}.")
         return result
 
-    def gathered(self, z: Any, sizes: Sequence[int]) -> Any:
+    def gather_rows(self, z: Any, sizes: Sequence[int]) -> Any:
         """Return the rows of all processes, in the order of their ranks.
 
         Args:
@@ -82,13 +82,13 @@ class Processes:
         if self.group is None:
             return z
         leaves, structure = trees.flatten(z)
-        formats = self.facts((str(structure), [(x.shape[1:], x.dtype) for x in leaves]))
+        formats = self.gather_objects((str(structure), [(x.shape[1:], x.dtype) for x in leaves]))
         if any(one != formats[0] for one in formats):
             listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(formats))
             raise LossError(f"encode_fn: expected z of one structure, shape and dtype on all ranks, received {listed}.")
-        return trees.tree_map(lambda x: self._gathered_rows(x, sizes), z)
+        return trees.tree_map(lambda x: self._gather_leaf(x, sizes), z)
 
-    def _gathered_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _gather_leaf(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         width = x.shape[1:].numel() * x.element_size()
         rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), width)  # every backend supports bytes
         padded = F.pad(rows, (0, 0, 0, max(sizes) - len(x)))
@@ -108,7 +108,7 @@ class Processes:
             value = leaf.value.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(value, group=self.group)
             return replace(leaf, value=value)
-        parts = [self._unpacked(part) for part in self.facts(_packed(leaf))]
+        parts = [self._unpacked(part) for part in self.gather_objects(_packed(leaf))]
         return functools.reduce(merge, parts)
 
     def _unpacked(self, data: bytes) -> Any:

@@ -35,8 +35,8 @@ def check_options(
 
 def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[list[Reduction], trees.TreeSpec]:
     """Return the reductions as a list, and the structure of their container."""
-    wanted, container = inputs.reductions(reduce)
-    for one in wanted:
+    requested, container = inputs.reductions(reduce)
+    for one in requested:
         if isinstance(one, Loss | Aux):
             fix = "Leave it out: the loss is returned beside the gradients."
             expected = "reductions of gradients (the samples have no losses of their own)"
@@ -49,14 +49,14 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
         fix = "Ask for Sum() (the default) or ClippedSum(C), or hand what you want of the result to set_grads."
         expected = "a single sum over the samples with accumulate=True"
         raise ArgumentError.about("reduce", expected=expected, received=repr(reduce), fix=fix)
-    return wanted, container
+    return requested, container
 
 
 def check_parameters(
-    encoder: SampleLoss, loss_params: ParamTree | None, wanted: Sequence[Reduction], *, accumulate: bool
+    encoder: SampleLoss, loss_params: ParamTree | None, requested: Sequence[Reduction], *, accumulate: bool
 ) -> None:
     """Reject parameters that a reduction does not fit, or that have no ``.grad`` to accumulate into."""
-    for reduction in wanted:
+    for reduction in requested:
         reduction.check(encoder.spec)
     for tree in (encoder.params, loss_params) if accumulate else ():
         for name, tensor in zip(tree.paths, tree.tensors, strict=True) if tree is not None else ():
