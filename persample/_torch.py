@@ -23,18 +23,19 @@ from persample.errors import TorchVersionError
 
 
 class _Missing(type):
-    """The class of stand-ins for names that the installed torch does not have."""
+    """The class of stand-ins for names that the installed torch does not have, and of the classes derived from them."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        raise TorchVersionError.about(cls.__name__)
+        raise cls._error()
 
     def __instancecheck__(cls, instance: object) -> NoReturn:
-        raise TorchVersionError.about(cls.__name__)
+        raise cls._error()
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python probes classes for optional methods
-            raise AttributeError(name)
-        raise TorchVersionError.about(f"{cls.__name__}.{name}")
+        raise AttributeError(name) if name.startswith("__") else cls._error()  # Python itself asks for the former
+
+    def _error(cls) -> TorchVersionError:
+        return TorchVersionError.about(cls.__mro__[-2].__name__)
 
 
 def private(path: str) -> Any:
