@@ -102,8 +102,7 @@ def test_who_computes(monkeypatch):
     assert not suits((64, 256), (256, 256), (1,))
     assert not suits((256,), (256, 256))
     assert not gemm.suits(torch.empty(64, 256), torch.empty(256, 256, dtype=torch.float64))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags(enabled=False)
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
         assert not suits((64, 256), (256, 256))
     monkeypatch.setattr(library, "is_ahead", lambda: False)
     assert not suits((64, 256), (256, 256))
