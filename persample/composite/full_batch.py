@@ -74,7 +74,7 @@ def solve_adjoint(
         by = processes.merged(processes.together(partial(_derivatives, contributions, statistics)))
         pairs = zip(by[::2], by[1::2], strict=True)
         statistics = [
-            one._replace(by_mean=by_mean.value, by_variance=by_variance.value)
+            Statistics(one.mean, one.variance, one.n, by_mean.value, by_variance.value)
             for one, (by_mean, by_variance) in zip(statistics, pairs, strict=True)
         ]
     return statistics
@@ -90,7 +90,7 @@ def _derivatives(
     def derivatives(chunk: Call) -> list[Summed]:
         def loss(values: Sequence[Tensor]) -> tuple[Tensor, object]:
             triples = zip(statistics, values[::2], values[1::2], strict=True)
-            moved = [one._replace(mean=mean, variance=variance) for one, mean, variance in triples]
+            moved = [Statistics(mean, variance, *one[2:]) for one, mean, variance in triples]
             return chunk.loss(chunk.params, [*chunk.leaves[:-count], *trees.flatten(moved)[0]])
 
         _, _, grads = naive.value_and_grad(loss, tensors)
