@@ -152,7 +152,7 @@ def test_parameters_of_the_loss_as_a_module():
 
 
 class TestRandomness:
-    """The second pass draws what the first drew, and leaves the streams where the first, and the loss, left them."""
+    """The second pass replays the first; afterwards the streams stand where the first pass and the loss left them."""
 
     @staticmethod
     def plain(model, x, way):
@@ -248,7 +248,7 @@ class TestRandomness:
 
 
 class TestReductions:
-    """Sample i's share is (dL/dzᵢ)(dzᵢ/dθ), and whatever is asked of it is asked of these."""
+    """Reductions of the contributions (dL/dzᵢ)(dzᵢ/dθ) of the samples."""
 
     @pytest.mark.parametrize("way", ["default", "chunks", "all-at-once", "keep_batch_dim", "loop"])
     def test_equal_those_of_the_shares(self, way):
@@ -290,7 +290,7 @@ class TestDtypes:
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
     def test_half_z_of_float32_parameters(self, dtype, way):
-        """The products with dL/dz, and the sums over samples, are float32: as exact as the plain graph's."""
+        """Products with dL/dz and sums over samples are float32, as in the plain graph."""
         model, x = mlp().float(), draw(7, 5, dtype=torch.float32)
 
         def encode(model, x):
@@ -559,7 +559,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
     def test_of_z_that_is_a_part_of_what_the_model_returns(self, batched):
-        """The first of 64 tokens, say: the others are gone after each chunk."""
+        """z is the first of 64 tokens; the other tokens are freed after each chunk."""
 
         def ours(model, x):
             tokens = x[..., None, :].expand(*x.shape[:-1], 64, 32)
@@ -572,7 +572,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
     def test_under_autocast(self, batched):
-        """Whose cache keeps casts of all parameters until it is left."""
+        """The cache of autocast, which keeps casts of all parameters until the context ends, is cleared."""
 
         def ours(model, x):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -30,7 +30,7 @@ def contrastive(sizes, rank, group, **options):
 
 
 def several_encoders(sizes, rank, group):
-    """As many queries as ``sizes`` say, passages the other way round."""
+    """``sizes`` are the numbers of queries; passages are split differently."""
     towers, scale = two_towers(tied=True), draw(1)[0].requires_grad_()
     encoders = {"query": lambda towers, x: towers["query"](x), "passage": lambda towers, x: towers["passage"](x)}
     passages = shard(draw(11, 5, seed=1), [11 - sum(sizes[1:]), *sizes[1:]], rank)
@@ -121,7 +121,7 @@ FAILURES = {
 
 
 def count_reductions(rank, group):
-    """How often gradients are reduced: once for each parameter, however many chunks there are."""
+    """Return how often gradients are reduced: once for each parameter, however many chunks there are."""
     calls, original = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].shape), original(*args, **kwargs))[1]
     try:
@@ -173,7 +173,7 @@ def test_two_processes_are_one(found, name, kind):
 
 
 def test_chunks_of_batch_norm_are_those_of_the_ranks(found):
-    """Each rank normalizes with its own; the running statistics are the mean over the samples of both."""
+    """Each rank normalizes with the statistics of its chunk; running statistics are the mean over all samples."""
     model = build(Residual)
     model.drop.p = 0.0
     z = torch.cat([model(chunk) for chunk in draw(7, 2, 4).split(4)])
