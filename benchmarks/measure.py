@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.cells import Cell
 from benchmarks.process import FailedError, Process
-from persample.bench.records import Record
+from benchmarks.report.records import Record
 
 # Resident memory that a method may take beyond what its process held.
 BUDGET = 4 * 2**30

@@ -10,14 +10,14 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.notes import NOTES
-from persample.bench.figures import draw, shown_by
-from persample.bench.files import read
-from persample.bench.plots import Curves, Dots, fingerprint, plots
-from persample.bench.records import Results
-from persample.bench.report import machine, report
-from persample.bench.standings import standings
-from persample.bench.tables import short_table
-from persample.bench.text import words
+from benchmarks.report.figures import draw, shown_by
+from benchmarks.report.files import read
+from benchmarks.report.page import machine, report
+from benchmarks.report.plots import Curves, Dots, fingerprint, plots
+from benchmarks.report.records import Results
+from benchmarks.report.standings import standings
+from benchmarks.report.tables import short_table
+from benchmarks.report.text import words
 from persample.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import measure, scaling
 from benchmarks.cells import cells
 from benchmarks.process import ROOT, FailedError
+from benchmarks.report.records import Record
 from benchmarks.session import Session
 from benchmarks.workers import Workers
-from persample.bench.records import Record
 from persample.errors import ArgumentError
 
 RESULTS = ROOT / "benchmarks/results"

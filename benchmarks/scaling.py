@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.cells import Cell, Listed
-from persample.bench.records import UNIT, Record, ScalingRecord
+from benchmarks.report.records import UNIT, Record, ScalingRecord
 
 BATCH_SIZES, HIDDEN = (1, 16, 256, 4096, 16384), 64
 WIDTHS, BATCH_SIZE = (16, 64, 256, 1024, 2048), 256

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.cells import Cell
 from benchmarks.measure import Pace, Turn, measure, set_up
+from benchmarks.report.files import merge, read, write
+from benchmarks.report.records import UNIT, Record, Results
 from benchmarks.scaling import Point, has_given_up
 from benchmarks.targets import TARGETS
 from benchmarks.workers import Workers, truth_of
-from persample.bench.files import merge, read, write
-from persample.bench.records import UNIT, Record, Results
 from persample.cli.environment import environment
 from persample.errors import ArgumentError
 

@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperGroup
 
 from persample.cli import baird, train
-from persample.cli.bench import bench
 from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
@@ -99,7 +98,6 @@ def root(
 
 app.command(help=train.HELP)(train.train)
 app.command(help=baird.HELP)(baird.baird)
-app.add_typer(bench, name="bench")
 
 
 @app.command(
