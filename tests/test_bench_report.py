@@ -154,6 +154,12 @@ class TestCommand:
         assert "results: expected a results file" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
 
+    def test_refuses_a_directory_that_cannot_be_written(self, tmp_path):
+        write(tmp_path / "run.json", SMALL)
+        result = CliRunner().invoke(app, [str(tmp_path / "run.json"), "--output", str(tmp_path / "run.json")])
+        assert result.exit_code == 2
+        assert "--output: expected a directory that can be written to" in result.stderr
+
 
 LOST = ("REINFORCE MLP 64, 32x200", "clipped_mean", "time")
 SMALL = Results(
