@@ -1,4 +1,4 @@
-"""Measure all methods on all workloads, and keep what was found as JSON: ``python -m benchmarks.run --help``."""
+"""Measure all methods on all workloads, and store the results as JSON: ``python -m benchmarks.run --help``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(
     """Measure every method against the batch gradient, in alternating rounds, after checking its result.
 
     Labels are "WORKLOAD, QUANTITY, METHOD" and "scaling, WORKLOAD, QUANTITY, METHOD". Ctrl-C stops at any time; the
-    same command goes on with what is missing.
+    same command measures the missing rows.
     """
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; leave it out to measure on the CPU", param_hint="--cuda")
