@@ -11,6 +11,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from persample._torch import BatchNormBase
 from persample.errors import ArgumentError, LossError
 from persample.utils import trees
 
@@ -59,10 +60,9 @@ def refuse_batch_statistics(params: Any) -> None:
     Raises:
         ArgumentError: if there is such a module; the message lists the choices.
     """
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     for module in trees.flatten(params)[0]:
         for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
-            if isinstance(part, kinds) and (part.training or part.running_mean is None):
+            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None):
                 mode = "in train mode" if part.training else "without running statistics"
                 raise ArgumentError.about(
                     "params",
