@@ -260,7 +260,6 @@ tree_map = private("torch.utils._pytree:tree_map")
 tree_is_leaf = private("torch.utils._pytree:tree_is_leaf")
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
 keystr = private("torch.utils._pytree:keystr")
-treespec_tuple = private("torch.utils._pytree:treespec_tuple")
 
 
 # --- The compiler, which torch.compile alone makes public.

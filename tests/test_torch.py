@@ -581,7 +581,6 @@ def test_trees():
     assert _torch.tree_unflatten([4, 5, 6], spec) == {"a": 4, "b": (5, [6])}
     assert _torch.tree_map(lambda x, y: x + y, tree, tree) == {"a": 2, "b": (4, [6])}
     assert _torch.tree_flatten([1, (2,)], lambda x: isinstance(x, tuple))[0] == [1, (2,)]
-    assert _torch.treespec_tuple([spec, spec]) == _torch.tree_structure((tree, tree))
 
 
 def test_leaves_and_paths_of_trees():

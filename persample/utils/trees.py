@@ -16,7 +16,6 @@ from persample import _torch
 
 TreeSpec = _torch.TreeSpec
 structure = _torch.tree_structure
-treespec_tuple = _torch.treespec_tuple
 _KINDS = {dict, tuple, list}
 _LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter}
 _Kind = TypeVar("_Kind", bound=type)
