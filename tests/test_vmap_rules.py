@@ -1,4 +1,4 @@
-"""Layers under vmap, rewritten, against a loop over samples of torch's own."""
+"""Layers under vmap with our rules, against a loop over samples in plain torch."""
 
 import functools
 
@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils import _pytree as pytree
 
 from persample import per_sample_grads
-from persample.vmap_rules import attention, classification, rewritten
-from persample.vmap_rules.rows import differentiated_once
+from persample.vmap_rules import VmapRules, attention, cross_entropy
+from persample.vmap_rules.derivatives import is_differentiated_once
 
 B = 3
 KINDS = {"gru": nn.GRU, "lstm": nn.LSTM, "tanh": nn.RNN, "relu": functools.partial(nn.RNN, nonlinearity="relu")}
@@ -68,7 +68,7 @@ def check(fn, params, batch, rtol=1e-9, recorded=False):
         return measure(fn(params["fn"], *scaled))
 
     def under(params, *sample):
-        with rewritten():
+        with VmapRules():
             return loss(params, *sample)
 
     rows = oracle(loss, params, batch)
@@ -175,7 +175,7 @@ def test_autocast(kind):
             return functional_call(layer, params, x)[0].float().sin().sum()
 
     def under(params, x):
-        with rewritten():
+        with VmapRules():
             return loss(params, x)
 
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_dropout_between_layers():
         return measure(functional_call(gru, params, x))
 
     def under(params, x):
-        with rewritten():
+        with VmapRules():
             return loss(params, x)
 
     params = {name: p.detach() for name, p in gru.named_parameters()}
@@ -239,7 +239,7 @@ def test_sequences_mapped_within_a_sample():
     x = draw(2, 4, 2)
 
     def mapped(params, x):
-        with rewritten():
+        with VmapRules():
             return measure(vmap(lambda x: functional_call(gru, params, x)[0])(x))
 
     def looped(params, x):
@@ -255,7 +255,7 @@ def test_when_constants_are_allowed():
     seen = []
 
     def probe(x):
-        seen.append(differentiated_once())
+        seen.append(is_differentiated_once("torch.func"))
         return x.sin()
 
     x = torch.ones(B)
@@ -297,7 +297,7 @@ def test_attention_without_a_mask_is_one_call_of_the_fused_kernel_for_all_sample
     monkeypatch.setattr(attention, "_forward", lambda *args, **kw: calls.append(args[0].shape) or kernel(*args, **kw))
 
     def loss(gain, x):
-        with rewritten():
+        with VmapRules():
             return F.scaled_dot_product_attention(gain * x, x, x, is_causal=True).sum()
 
     with torch.no_grad():
@@ -358,7 +358,7 @@ def test_operands_that_only_an_outer_vmap_batches(axes, inner):
 
 def test_attention_to_fewer_keys_than_values_is_refused():
     def loss(gain, x):
-        with rewritten():
+        with VmapRules():
             return F.scaled_dot_product_attention(gain * x, x[:, :3], x).sum()
 
     with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
@@ -378,7 +378,7 @@ def test_attention_under_autocast(mask):
         return out.float().sin().sum()
 
     def under(w, x):
-        with rewritten():
+        with VmapRules():
             return loss(w, x)
 
     with torch.no_grad():
@@ -427,7 +427,7 @@ def test_multihead_attention_under_autocast(need_weights):
             return module((x, x, x), {"need_weights": need_weights, "key_padding_mask": missing})[0].float().sin().sum()
 
     def under(params, x):
-        with rewritten():
+        with VmapRules():
             return loss(params, x)
 
     with torch.no_grad():
@@ -468,7 +468,7 @@ CROSS_ENTROPY = {
 @pytest.mark.parametrize("option", CROSS_ENTROPY)
 @pytest.mark.parametrize("lead", [(), (4,)], ids=str)
 def test_cross_entropy(lead, option, recorded, monkeypatch):
-    monkeypatch.setattr(classification, "_MANY", 0)
+    monkeypatch.setattr(cross_entropy, "_MANY", 0)
 
     def fn(gain, logits, target):
         return F.cross_entropy(gain * logits, target, **CROSS_ENTROPY[option])
@@ -518,7 +518,7 @@ def test_embedding_bags_left_alone(options):
     bag = nn.EmbeddingBag(5, 3, **options)
     index = torch.tensor([[1, 1, 4]])
     expected = bag(index)
-    with rewritten():
+    with VmapRules():
         assert torch.equal(bag(index), expected)
 
 
@@ -549,7 +549,7 @@ def test_lookups(get):
 
 def test_items_of_constants_stay_views():
     x = torch.zeros(2, 2)
-    with rewritten():
+    with VmapRules():
         x[torch.tensor(1)].add_(1)
         assert x.tolist() == [[0, 0], [1, 1]]
         assert F.one_hot(torch.tensor([0, 2])).tolist() == [[1, 0, 0], [0, 0, 1]]

@@ -17,7 +17,7 @@ from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
 from persample.utils.fallback import explained
-from persample.vmap_rules import rewritten
+from persample.vmap_rules import VmapRules
 
 Encode = Callable[[SampleLoss, Call], Any]  # from one chunk to its z, a tree of tensors ``[k, ...]``
 
@@ -55,7 +55,7 @@ def at_once(encoder: SampleLoss, samples: Call) -> Any:
     """
 
     def one(params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        with rewritten():
+        with VmapRules():
             return _checked(encoder, encoder.returned(params, leaves), one_row=encoder.keep_batch_dim)
 
     if not samples.size:

@@ -23,7 +23,7 @@ from persample.utils import rng
 from persample.utils.fallback import explained
 from persample.utils.numeric import full_precision, known_indices
 from persample.utils.trees import tree_map
-from persample.vmap_rules import SecondDerivativeError, composed, rewritten
+from persample.vmap_rules import SecondDerivativeError, VmapRules
 
 
 def eager(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str, *, shortly: bool = True) -> Any:
@@ -78,10 +78,11 @@ def batched_gradients(
     """
     has_aux = False
     forward_mode = kernels.expected(samples.params, samples.leaves)
+    rules = VmapRules()
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        with rewritten(), forward_mode:
+        with rules, forward_mode:
             value, (aux, has_aux) = loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
@@ -100,8 +101,8 @@ def batched_gradients(
         except SecondDerivativeError:
             if start is not None:
                 rng.rewind(start)
-            with composed():
-                grads, losses, aux = vmapped(one, samples, randomness)
+            rules = VmapRules(differentiated_by="any")
+            grads, losses, aux = vmapped(one, samples, randomness)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
 
 

@@ -1,4 +1,4 @@
-"""What torch.func gets wrong, or refuses, when a loss reads tensors past autograd: ``.data``, and ``linearize``."""
+"""Access to tensors past autograd: ``Tensor.data``, and the dual tensors of ``torch.func.linearize``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ _data = Tensor.data.__get__  # type: ignore[attr-defined]
 _make_dual = torch._VF._make_dual
 
 
+def _detached_data(x: Tensor, *rest: Any) -> Tensor:
+    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
+
+
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
-    # Traced into a graph, what the function closes over becomes constants, and so do parameters: zeros as gradients.
+    # In a graph that torch traces of the function, parameters are constants: their gradients would be zeros.
     top = peek_interpreter_stack()
     if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
         raise LossError(
@@ -27,7 +31,4 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     return _make_dual(tensor, tangent, level=level)
 
 
-READS: dict[Any, Callable[..., Any]] = {
-    _make_dual: _dual,
-    _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),  # refused of what vmap alone wraps
-}
+RULES: dict[Any, Callable[..., Any]] = {_data: _detached_data, _make_dual: _dual}

@@ -1,4 +1,4 @@
-"""Looking up rows and elements at per-sample places."""
+"""Indexing: reading, writing, selecting and rolling along an axis."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.vmap_rules.rows import is_batched
+from persample.vmap_rules.batched import is_batched
+
+_MASKS = {torch.bool, torch.uint8}
 
 
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
-    index = index.reshape(1) if index.ndim == 0 else index  # a scalar index has no gradient under vmap
+    index = index.reshape(1) if index.ndim == 0 else index  # under vmap a 0-d index has no gradient
     rows = input.ndim == 2 and dim in {0, -2} and input.is_floating_point() and index.ndim == 1
-    if rows and index.dtype == torch.long and not is_batched(input):  # whose own range it would not check
-        return F.embedding(index, input)  # whose gradient is twice as fast
+    # The gradient of an embedding is twice as fast. Of a table per sample, an embedding would not check the range.
+    if rows and index.dtype == torch.long and not is_batched(input):
+        return F.embedding(index, input)
     return torch.index_select(input, dim, index)
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    # Of an index i that is a scalar tensor torch asks the value: [i] has none, and leaves an axis of size 1 behind.
+    # torch reads the value of a 0-d index i, which vmap forbids. It does not read [i]: the axis of 1 is removed later.
     parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
     scalars = [isinstance(part, Tensor) and not part.ndim and is_batched(part) for part in parts]
     if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):
@@ -37,64 +40,67 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
     return x[tuple(parts)]
 
 
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    if num_classes <= 0 or tensor.dtype != torch.long:
-        return F.one_hot(tensor, num_classes)
-    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
+    # A tensor that all samples share is filled by torch.func with the last sample's value.
+    if not _takes_scalar_tensor(input, dim, value):
+        return torch.index_fill(input, dim, index, value)  # fills with a number, or raises
+    return torch.where(_mask_of_rows(input, dim, index), value.to(input.dtype), input)
 
 
-def _embedding_bag(  # noqa: PLR0917 - as torch's
-    input: Tensor,  # noqa: A002
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    given = dict(locals())
-    own = per_sample_weights is None or (
-        mode == "sum" and per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
-    )
-    bags = input.ndim == (2 if offsets is None else 1) and weight.ndim == 2 and not input.is_floating_point()
-    padded = padding_idx is None or -len(weight) <= padding_idx < len(weight)
-    known = own and bags and padded and mode in {"sum", "mean", "max"}
-    if not known or max_norm is not None or scale_grad_by_freq or sparse:
-        return F.embedding_bag(**given)  # raises, or is refused by vmap
-    rows = F.embedding(input, weight)  # [*, N, D]
-    members = _members(input, offsets, include_last_offset)
-    if padding_idx is not None:
-        kept = input != padding_idx % len(weight)
-        members, rows = members & kept, torch.where(kept.unsqueeze(-1), rows, 0)
-    if mode == "max":
-        best = torch.where(members.unsqueeze(-1), rows, -torch.inf).max(-2).values
-        return torch.where(members.any(-1, keepdim=True), best, 0)
-    scale = members.to(rows.dtype)
-    if mode == "mean":
-        scale = scale / scale.sum(-1, keepdim=True).clamp(min=1)
-    if per_sample_weights is not None:
-        scale = scale * per_sample_weights
-    return (scale.unsqueeze(-2) @ rows).squeeze(-2)
+def _index_fill_in_place(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
+    if not _takes_scalar_tensor(input, dim, value):
+        return input.index_fill_(dim, index, value)
+    return input.copy_(torch.where(_mask_of_rows(input, dim, index), value.to(input.dtype), input))
 
 
-def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
-    # Which places of the index belong to which bag, [bags, N].
-    if offsets is None:
-        return torch.ones_like(index, dtype=torch.bool)
-    ends = offsets[1:] if include_last_offset else F.pad(offsets[1:], (0, 1), value=len(index))
-    places = torch.arange(len(index), device=index.device)
-    return (places >= offsets[: len(ends), None]) & (places < ends[:, None])
+def _takes_scalar_tensor(x: Tensor, dim: Any, value: Any) -> bool:
+    scalar = isinstance(value, Tensor) and not value.ndim and (x.is_complex() or not value.is_complex())
+    axes = max(x.ndim, 1)
+    return scalar and isinstance(dim, int) and -axes <= dim < axes
 
 
-_MASKS = {torch.bool, torch.uint8}
-LOOKUPS: dict[Any, Callable[..., Any]] = {
+def _mask_of_rows(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return a mask of the indexed rows, of the size of x along one axis and of size 1 along the others."""
+    shape = [1] * x.ndim
+    if shape:
+        shape[dim] = x.shape[dim]
+    rows = torch.zeros(shape[dim] if shape else 1, dtype=torch.bool, device=x.device)
+    return rows.index_fill(0, index, True).view(shape)
+
+
+def _masked_select(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # torch.func's gradient keeps this shape
+    return torch.masked_select(input.expand(shape), mask.expand(shape))
+
+
+def _roll(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    if input.ndim:
+        return torch.roll(input, *args, **kwargs)
+    torch.roll(torch.zeros(()), *args, **kwargs)  # may raise
+    return input.clone()  # torch.func would roll the samples of a scalar
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002
+    if not isinstance(index, int) or src.shape != input.select(dim, index).shape:
+        return torch.select_scatter(input, src, dim, index)  # raises
+    size = input.shape[dim]
+    chosen = torch.arange(size, device=input.device) == index % size
+    shape = [1] * input.ndim
+    shape[dim] = size
+    return torch.where(chosen.view(shape), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,
     Tensor.__getitem__: _getitem,
-    F.one_hot: _one_hot,
-    F.embedding_bag: _embedding_bag,
+    torch.index_fill: _index_fill,
+    Tensor.index_fill: _index_fill,
+    Tensor.index_fill_: _index_fill_in_place,
+    torch.masked_select: _masked_select,
+    Tensor.masked_select: _masked_select,
+    torch.roll: _roll,
+    Tensor.roll: _roll,
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
 }

@@ -1,4 +1,4 @@
-"""``torch.nn.utils.rnn``: sequences padded, packed and unpacked by places that no sample determines."""
+"""``torch.nn.utils.rnn``: sequences are padded, packed and unpacked by indices that all samples share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _unpack(
     return out.transpose(0, 1) if batch_first else out, kept.sum(0).cpu()
 
 
-PACKING: dict[Any, Callable[..., Any]] = {
+RULES: dict[Any, Callable[..., Any]] = {
     pad_sequence: _pad,
     _pack_padded_sequence: _pack,
     _pad_packed_sequence: _unpack,

@@ -1,8 +1,9 @@
-"""Operations that torch.func batches well but for scalars, or but for one vmap inside of another."""
+"""Losses of predictions and targets of one shape: ``F.mse_loss``, ``F.huber_loss``, ``F.gaussian_nll_loss``, …."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,22 +14,22 @@ from torch.nn import functional as F
 from persample.utils.numeric import is_autocast
 
 
-def _reduced(
+def _difference_loss(
     function: Callable[..., Tensor],
-    each: Callable[..., Tensor],
+    of_difference: Callable[..., Tensor],
     input: Tensor,  # noqa: A002
     target: Tensor,
     reduction: str = "mean",
     **options: Any,
 ) -> Tensor:
-    # Below two vmaps torch.func takes both for one, which mostly shows as sizes that do not fit; and its gradient of
-    # smooth_l1_loss takes NaN for 0 (pytorch/pytorch#99429).
+    # Inside of two vmaps torch.func confuses their axes, which mostly shows as sizes that do not fit. Its gradient of
+    # smooth_l1_loss is 0 where it should be NaN (pytorch/pytorch#99429).
     given = {name: option for name, option in options.items() if option is not None}
     plain = given.keys() <= {"delta", "beta"} and all(x > 0 for x in given.values())
     floats = input.is_floating_point() and target.is_floating_point() and not is_autocast(input.device)
     if not plain or not floats or input.shape != target.shape or reduction not in _REDUCTIONS:
         return function(input, target, reduction=reduction, **options)  # warns, raises, or takes weights
-    return _REDUCTIONS[reduction](each(input - target, **given))
+    return _REDUCTIONS[reduction](of_difference(input - target, **given))
 
 
 def _huber(difference: Tensor, delta: float = 1.0) -> Tensor:
@@ -40,44 +41,34 @@ def _smooth_l1(difference: Tensor, beta: float = 1.0) -> Tensor:
     return _huber(difference, beta) / beta
 
 
-def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
-    channels = input.shape[1] if input.ndim > 1 else 1
-    if weight.ndim > 1 or weight.numel() not in {1, channels} or weight.dtype != input.dtype:
-        return torch.prelu(input, weight)  # raises
-    shape = [1] * input.ndim
-    if weight.numel() > 1:
-        shape[1] = channels
-    positive = input > 0
-    rest = torch.where(positive, 0, input)  # an infinite input times no gradient would be NaN
-    return torch.where(positive, input, weight.reshape(shape) * rest)
-
-
-def _roll(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    if input.ndim:
-        return torch.roll(input, *args, **kwargs)
-    torch.roll(torch.zeros(()), *args, **kwargs)  # may raise
-    return input.clone()  # of scalars torch.func rolls the samples
-
-
-def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002
-    if not isinstance(index, int) or src.shape != input.select(dim, index).shape:
-        return torch.select_scatter(input, src, dim, index)  # raises
-    size = input.shape[dim]
-    chosen = torch.arange(size, device=input.device) == index % size
-    shape = [1] * input.ndim
-    shape[dim] = size
-    return torch.where(chosen.view(shape), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
+def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compute ``F.gaussian_nll_loss`` without its check that a tensor of variances is not negative."""
+    sizes = {input.shape, input.shape[:-1], (*input.shape[:-1], 1)}
+    fits = var.shape in sizes if isinstance(var, Tensor) else var >= 0
+    if not fits or reduction not in _REDUCTIONS:
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)  # raises
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if input.shape != var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var.clamp(min=eps).detach() + (var - var.detach())  # the value is clamped, its gradient is not
+    loss = (var.log() + (input - target).square() / var) / 2
+    if full:
+        loss = loss + math.log(2 * math.pi) / 2
+    return _REDUCTIONS[reduction](loss)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": lambda x: x}
-NESTED: dict[Any, Callable[..., Any]] = {
-    F.mse_loss: functools.partial(_reduced, F.mse_loss, torch.square),
-    F.huber_loss: functools.partial(_reduced, F.huber_loss, _huber),
-    F.smooth_l1_loss: functools.partial(_reduced, F.smooth_l1_loss, _smooth_l1),
-    torch.prelu: _prelu,
-    Tensor.prelu: _prelu,
-    torch.roll: _roll,
-    Tensor.roll: _roll,
-    torch.select_scatter: _select_scatter,
-    Tensor.select_scatter: _select_scatter,
+RULES: dict[Any, Callable[..., Any]] = {
+    F.mse_loss: functools.partial(_difference_loss, F.mse_loss, torch.square),
+    F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber),
+    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, _smooth_l1),
+    F.gaussian_nll_loss: _gaussian_nll_loss,
 }

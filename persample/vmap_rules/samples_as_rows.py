@@ -1,102 +1,16 @@
-"""Leaving torch.func's levels: functions called once on plain tensors, the samples as more rows."""
+"""Functions of sequences ``[T, N, ·]`` that vmap calls once: the sequences of all samples are rows of one axis N."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch.autograd import Function
 
-from persample.utils.flags import flags
 
-
-class SecondDerivativeError(RuntimeError):
-    """Raised by a shortcut that is differentiated twice, which shows only then (``autograd.grad`` inside a loss)."""
-
-
-@contextmanager
-def plain_autograd() -> Iterator[None]:
-    """Say that plain autograd differentiates what is computed, below all levels, and once."""
-    flags.plain = True
-    try:
-        yield
-    finally:
-        flags.plain = False
-
-
-@contextmanager
-def composed() -> Iterator[None]:
-    """Replace operations by compositions only, which can be differentiated any number of times."""
-    flags.composed = True
-    try:
-        yield
-    finally:
-        flags.composed = False
-
-
-def refuse_graph() -> None:
-    """Refuse, in a backward pass, to be differentiated again.
-
-    Raises:
-        SecondDerivativeError: if the backward pass is recorded.
-    """
-    if torch.is_grad_enabled():
-        raise SecondDerivativeError
-
-
-def differentiated_once() -> bool:
-    """Return whether all that is around is vmap and one derivative, which nobody differentiates.
-
-    Returns:
-        Whether second derivatives, and derivatives in forward mode, are out of the question.
-    """
-    if getattr(flags, "composed", False):
-        return False
-    levels = retrieve_all_functorch_interpreters()
-    grads = [level for level in levels if isinstance(level, GradInterpreter)]
-    known = all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels)
-    if getattr(flags, "plain", False):
-        return known and not grads
-    return known and len(grads) == 1 and not grads[0].prev_grad_mode()
-
-
-def is_batched(x: Tensor) -> bool:
-    """Return whether a tensor varies from sample to sample.
-
-    Args:
-        x: a tensor.
-
-    Returns:
-        Whether any vmap batches it.
-    """
-    while is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
-
-
-def unwrapped(x: Tensor) -> Tensor:
-    """Return the tensor behind all levels of torch.func, with all samples in it.
-
-    Args:
-        x: a tensor.
-
-    Returns:
-        The plain tensor.
-    """
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return x
-
-
-class Rows(Function):
-    """A function of sequences ``[T, N, ·]`` and of weights that are not batched: for vmap, samples are more rows N."""
+class SamplesAsRows(Function):
+    """A function of tensors ``[T, N, ·]``, and of weights that all samples share. Subclasses define its gradient."""
 
     apply: Callable[..., tuple[Tensor, ...]]
 
@@ -105,12 +19,12 @@ class Rows(Function):
         """Call the function once for all samples.
 
         Args:
-            info: what vmap tells, among it the number of samples.
-            in_dims: where the samples are.
+            info: vmap's facts, among them the number of samples.
+            in_dims: the batch axis of each argument.
             *args: the arguments.
 
         Returns:
-            The results, and where their samples are.
+            The results, and the batch axis of each.
         """
 
         def merged(x: Any, dim: int | None) -> Any:
@@ -123,25 +37,25 @@ class Rows(Function):
         return tuple(x.unflatten(1, (info.batch_size, -1)) for x in out), (1,) * len(out)
 
 
-class Plain(Rows):
-    """Any such function, not differentiated."""
+class NotDifferentiated(SamplesAsRows):
+    """Calls any such function, given as the first argument, without recording a derivative."""
 
     @staticmethod
     def forward(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
         """Call the function.
 
         Args:
-            function: what to call.
+            function: the function.
             *args: its arguments.
 
         Returns:
-            What it returns.
+            Its results.
         """
         return function(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
-        """Keep nothing.
+        """Mark all results as constants.
 
         Args:
             ctx: autograd's context.

@@ -31,7 +31,6 @@ from persample.utils.interrupts import interrupts_first
 from persample.utils.numeric import is_autocast, is_traced
 from persample.utils.origin import is_users
 from persample.utils.trees import tree_map
-from persample.vmap_rules import plain_autograd
 
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
 # Of other vectors with so few numbers every sample may be given its own.
@@ -78,7 +77,7 @@ def gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradient
         Exception: what the loss itself raises.
     """
     try:
-        with interrupts_first(), explained(), plain_autograd():
+        with interrupts_first(), explained():
             return _gradients(loss, samples, uses)
     except Exception as error:
         if is_users(error):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from persample.cpu import gemm
 from persample.utils.numeric import is_autocast, is_wrapped
-from persample.vmap_rules.functional import linear
+from persample.vmap_rules.linear import linear
 
 
 class LayerParams(NamedTuple):
