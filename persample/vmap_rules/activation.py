@@ -17,7 +17,7 @@ from persample.vmap_rules.batched import unwrapped
 def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
     if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
         return function(input, **kwargs)
-    with Faster():  # type: ignore[no-untyped-call]
+    with Faster():
         return function(input, **kwargs)
 
 

@@ -7,18 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, _nested_tensor_from_mask_left_aligned
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from persample._torch import (
+    aten_attention_cpu,
+    aten_attention_cpu_backward,
+    aten_attention_math,
+    nested_tensor_from_mask_left_aligned,
+    temporarily_clear_interpreter_stack,
+)
 from persample.utils.numeric import full_precision, holds, is_autocast
 from persample.utils.trees import map_tensors
 from persample.vmap_rules.kernel_call import call_kernel
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_math = torch.ops.aten._scaled_dot_product_attention_math  # composed of operations
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _attention(
@@ -89,7 +91,7 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return attention, the logarithms of its normalizers, and which heads were computed without the kernel."""
     images = [_as_images(x) for x in (query, key, value)]
-    out, normalizers = _forward(*images, 0.0, is_causal, scale=scale)
+    out, normalizers = aten_attention_cpu(*images, 0.0, is_causal, scale=scale)
     composed = _is_irregular(*images[:2])
     if holds(composed.any()):
         out[composed] = _composed_heads(*(x[composed] for x in images), is_causal=is_causal, scale=scale)
@@ -102,7 +104,7 @@ def _gradients(grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | N
     *same, normalizers, composed = tensors
     images = [_as_images(x) for x in (grad, *same)]
     normalizers, composed = normalizers.reshape(images[0].shape[:-1]), composed.reshape(images[0].shape[:-2])
-    grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
+    grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, scale=scale)
     if holds(composed.any()):
         attend = functools.partial(_composed_heads, is_causal=is_causal, scale=scale)
         found = _gradients_by_autograd(attend, *(x[composed] for x in images[:4]))
@@ -116,7 +118,7 @@ def _is_irregular(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _composed_heads(*tensors: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    return _math(*tensors, None, 0.0, is_causal, scale=scale)[0]
+    return aten_attention_math(*tensors, None, 0.0, is_causal, scale=scale)[0]
 
 
 def _gradients_by_autograd(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -133,7 +135,7 @@ def _as_images(x: Tensor) -> Tensor:
 RULES: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: functools.partial(_attention, _composed_attention),
     F.multi_head_attention_forward: _multi_head,
-    _nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
+    nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
 }
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: functools.partial(_attention, _fused_attention),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+
+from persample._torch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 
 def is_batched(x: Tensor) -> bool:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import torch
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
+
+from persample._torch import GradInterpreter, TransformType, retrieve_all_functorch_interpreters
 
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
 

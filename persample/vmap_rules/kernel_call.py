@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _wrap_for_grad, get_unwrapped, maybe_get_bdim, maybe_get_level
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
-from torch.autograd.function import _SingleLevelFunction
 
+from persample._torch import (
+    DisableFuncTorch,
+    GradInterpreter,
+    SingleLevelFunction,
+    add_batch_dim,
+    enable_single_level_autograd_function,
+    get_unwrapped,
+    maybe_get_bdim,
+    maybe_get_level,
+    retrieve_all_functorch_interpreters,
+    unwrap_dead_wrappers,
+    wrap_for_grad,
+)
 from persample.vmap_rules.derivatives import SecondDerivativeError, reject_second_derivative
 
 # A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
@@ -40,7 +48,7 @@ def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: i
     level = next(grads, 0)  # 0: plain autograd differentiates
     inner, batch_levels = _samples_first(tensors, level)
     if level:
-        inner = tuple(x if maybe_get_level(x) == level else _wrap_for_grad(x, level) for x in inner)
+        inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
     with enable_single_level_autograd_function():
         out = _Node.apply(_Call(kernel, gradients, unneeded, level), *inner)
     return _batched(out[:1], batch_levels)[0]
@@ -53,7 +61,7 @@ class _Call(NamedTuple):
     level: int
 
 
-class _Node(_SingleLevelFunction):
+class _Node(SingleLevelFunction):
     """A kernel call as one node of the graph, at the level of the one derivative."""
 
     apply: Callable[..., tuple[Tensor, ...]]
@@ -61,7 +69,7 @@ class _Node(_SingleLevelFunction):
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         out = _called_on_plain_tensors(call.kernel, tensors)
-        return tuple(_wrap_for_grad(x, call.level) for x in out) if call.level else out
+        return tuple(wrap_for_grad(x, call.level) for x in out) if call.level else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -82,7 +90,7 @@ class _Node(_SingleLevelFunction):
 
 def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
-    with torch._C._DisableFuncTorch():
+    with DisableFuncTorch():
         plain, batch_levels = _samples_first(tensors, 0)
         out = function(*plain)
     return _batched(out, batch_levels)
@@ -118,5 +126,5 @@ def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Ten
 
 def _batched(tensors: tuple[Tensor | None, ...], levels: list[int]) -> tuple[Any, ...]:
     for level in levels:
-        tensors = tuple(None if x is None else _add_batch_dim(x, 0, level) for x in tensors)
+        tensors = tuple(None if x is None else add_batch_dim(x, 0, level) for x in tensors)
     return tensors

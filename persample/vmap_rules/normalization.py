@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample._torch import weight_norm
 from persample.utils.numeric import is_autocast
 
 
@@ -63,7 +64,7 @@ def _is_normalizable(x: Tensor, num_groups: int, *affine: Tensor | None) -> bool
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     if g.dtype != v.dtype:
-        return torch._weight_norm(v, g, dim)  # raises
+        return weight_norm(v, g, dim)  # raises
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
@@ -72,7 +73,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: functools.partial(_autocast, F.batch_norm),
     F.instance_norm: functools.partial(_autocast, F.instance_norm),
     F.group_norm: functools.partial(_autocast, _group_norm_of_copy),
-    torch._weight_norm: _weight_norm,
+    weight_norm: _weight_norm,
 }
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     F.group_norm: functools.partial(_autocast, _group_norm_by_layer_norm),
