@@ -1,4 +1,4 @@
-"""Everything the door refuses, one file per argument. What is past it is trusted."""
+"""Argument checking, one file per argument. It rejects invalid calls; later code trusts its arguments."""
 
 from persample.inputs.derivatives import check_derivatives
 from persample.inputs.normalize import check_call

@@ -73,9 +73,9 @@ def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
 
 def _rejected(function: Any) -> LossError:
     return LossError(
-        f"loss_fn: {function.__name__} reads memory by its place, and a sample has none of its own: under vmap it lies "
-        "among the others. Use an index, unfold, narrow or reshape (as_strided on a contiguous tensor, without "
-        "storage_offset, is taken), or pass engine='loop'."
+        f"loss_fn: {function.__name__} reads memory by strides or sizes, but under vmap a sample has no memory of its "
+        "own: that of the batch holds all samples. Use an index, unfold, narrow or reshape (as_strided on a contiguous "
+        "tensor, without storage_offset, is accepted), or pass engine='loop'."
     )
 
 

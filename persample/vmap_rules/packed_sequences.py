@@ -13,10 +13,11 @@ from persample._torch import pack_padded_sequence, pad_packed_sequence, pad_sequ
 
 
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Pack the indices of the rows, and look up the rows by these."""
     x = x.transpose(0, 1) if batch_first else x
-    places = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1)
-    places, batch_sizes = pack_padded_sequence(places, lengths, False)
-    return x.flatten(0, 1)[places.flatten()], batch_sizes
+    indices = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1)
+    indices, batch_sizes = pack_padded_sequence(indices, lengths, False)
+    return x.flatten(0, 1)[indices.flatten()], batch_sizes
 
 
 def _pad(
@@ -32,12 +33,13 @@ def _pad(
 def _unpack(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    members = torch.arange(int(batch_sizes[0]))
-    kept = members < batch_sizes[:, None]
-    places = torch.where(kept, members + (batch_sizes.cumsum(0) - batch_sizes)[:, None], 0)
-    rows, kept = (F.pad(x, (0, 0, 0, total_length - len(kept))).to(data.device) for x in (places, kept))
-    out = torch.where(kept[(..., *[None] * (data.ndim - 1))], data[rows], padding)
-    return out.transpose(0, 1) if batch_first else out, kept.sum(0).cpu()
+    sequences = torch.arange(int(batch_sizes[0]))
+    is_element = sequences < batch_sizes[:, None]  # [T, N]: whether sequence n has an element t
+    indices = torch.where(is_element, sequences + (batch_sizes.cumsum(0) - batch_sizes)[:, None], 0)
+    missing = 0, 0, 0, total_length - len(is_element)
+    indices, is_element = (F.pad(x, missing).to(data.device) for x in (indices, is_element))
+    out = torch.where(is_element[(..., *[None] * (data.ndim - 1))], data[indices], padding)
+    return out.transpose(0, 1) if batch_first else out, is_element.sum(0).cpu()
 
 
 RULES: dict[Any, Callable[..., Any]] = {
