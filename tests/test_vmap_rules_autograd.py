@@ -1,4 +1,4 @@
-"""Losses that read past autograd or over strided memory, under vmap, against the loop."""
+"""Under vmap, against the loop: access past autograd (.data, linearize), strided memory, inputs of another dtype."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Distances of all pairs, whose gradient torch.func takes of sample 0; and what torch refuses stays refused."""
+"""torch.cdist under vmap, against the loop; and arguments that torch rejects."""
 
 import pytest
 import torch

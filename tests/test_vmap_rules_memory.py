@@ -1,4 +1,4 @@
-"""What depends on how tensors lie in memory, under vmap; and other spellings of what is put off."""
+"""Memory layout under vmap: strides, formats, sizes; convolution settings; and operations that vmap cannot batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operations that torch.func batches wrongly, alone or where one vmap is inside of another, against the loop."""
+"""Operations that torch.func batches wrongly, in one vmap or in two nested ones, against the loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What torch refuses stays refused where an operation is rewritten, and what it takes stays taken."""
+"""Rules reject the arguments that torch rejects, and accept those that it accepts."""
 
 import pytest
 import torch

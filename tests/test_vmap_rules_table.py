@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional as F
 
 from persample import vmap_rules
@@ -43,6 +43,26 @@ def test_who_differentiates_decides(by, mapped, differentiated):
     assert called(by, vmap) == [mapped]
     assert called(by, lambda probe: vmap(grad(probe))) == [differentiated]
     assert called("any", lambda probe: vmap(grad(probe))) == called("any", vmap) == [False]
+
+
+def test_one_derivative_in_reverse_mode_that_is_not_recorded():
+    seen = []
+
+    def probe(x):
+        seen.append(is_differentiated_once("torch.func"))
+        return x.sin()
+
+    x = torch.ones(3)
+    with torch.no_grad():
+        vmap(grad(probe))(x)
+        vmap(lambda x: vjp(probe, x)[1](torch.ones(())))(x)
+        grad(lambda x: vmap(probe)(x).sum())(x)
+        vmap(grad(grad(probe)))(x)
+        vmap(lambda x: jvp(probe, (x,), (x,)))(x)
+        vmap(lambda x: jvp(grad(probe), (x,), (x,)))(x)
+        vmap(probe)(x)
+    vmap(grad(probe))(x)
+    assert seen == [True] * 3 + [False] * 5
 
 
 def test_only_losses_that_are_differentiated_once_reach_the_fused_kernel(monkeypatch):
