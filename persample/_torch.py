@@ -32,6 +32,11 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0 and not eager_transforms.JVP_NESTING
 
 
+def active_fake_mode() -> Any:
+    """Return the mode that makes this thread's tensors fake, or None; torch has no public name for it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
 def thread_state() -> list[Any]:
     """Return what transforms, modes and contexts of torch change for this thread until they are left."""
     return [read() for read, _ in _STATES]

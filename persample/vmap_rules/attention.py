@@ -12,7 +12,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from persample.utils.numeric import full_precision, holds, is_autocast
+from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
 from persample.vmap_rules.levels import differentiated
 from persample.vmap_rules.rows import differentiated_once

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.utils.numeric import full_precision, is_autocast
+from persample.utils.dtypes import full_precision, is_autocast
 from persample.vmap_rules.levels import differentiated
 from persample.vmap_rules.rows import differentiated_once
 

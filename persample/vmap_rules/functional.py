@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, _nested_tensor_from_mask_left_aligned
 from torch.nn import functional as F
 
-from persample.cpu import tanh
-from persample.cpu.mode import Faster
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.attention import attention, multi_head
 from persample.vmap_rules.classification import cross_entropy
 from persample.vmap_rules.rows import differentiated_once, is_batched, unwrapped
@@ -105,13 +103,6 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
-def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
-    if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
-        return function(input, **kwargs)
-    with Faster():  # type: ignore[no-untyped-call]
-        return function(input, **kwargs)
-
-
 def _normalized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
     if is_autocast(input.device):  # under which torch's kernels take inputs narrower than weights; torch.func does not
         dtypes = {x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
@@ -153,7 +144,6 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     _nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
     torch.bilinear: _bilinear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
-    **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},
     **{
         function: functools.partial(_normalized, function) for function in (F.layer_norm, F.batch_norm, F.instance_norm)
     },

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from persample.engines.compiled.kernels import kept
-from persample.engines.compiled.products import choose
-from persample.engines.compiled.streaming import stream
+from persample.engines.compiled.kernels import with_torch_kernels
 from persample.engines.compiled.tanh import tanh
 
 _aten = torch.ops.aten
@@ -66,7 +64,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = kept({**select_decomp_table(), _aten.tanh.default: tanh})
+    table = with_torch_kernels({**select_decomp_table(), _aten.tanh.default: tanh})
     if mode.shape_env is not None:  # those of products treat very small ones apart, and so split the sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
@@ -91,8 +89,6 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     # With channels last, which Inductor prefers on CPUs, convolutions of many groups take twice as long.
     layout = config.layout_optimization and not any(map(_is_grouped, graph.graph.nodes))
     with V.set_fake_mode(mode), config.patch(layout_optimization=layout):
-        choose(graph)
-        stream(graph)
         joint_graph_passes(graph)
         code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
     return code

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import drop_failed, pack
-from persample.utils.numeric import exceptions_noted, is_folded, untraced
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
+from persample.utils.strides import is_folded
+from persample.utils.tracing import Trace, untraced
 
 
 class TraceError(Exception):
@@ -60,6 +61,7 @@ class Traced:
         values: numbers that it read from such tensors, and relied on.
         outline: what makes the result of its tensors.
         noted: whether the last output tells of exceptional cases, in which the others do not count.
+        written: how many numbers it writes out at a time, if it is for any number of samples.
     """
 
     graph: GraphModule
@@ -67,6 +69,7 @@ class Traced:
     values: list[tuple[Tensor, Any]]
     outline: Any
     noted: bool
+    written: int = 0
 
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -135,12 +138,15 @@ class _Lists(TorchFunctionMode):
         return result
 
 
-def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]]) -> Traced:
+def trace(
+    function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]], *, any_size: bool = False
+) -> Traced:
     """Trace a function.
 
     Args:
         function: from tensors to a tree of tensors and of dataclasses that hold some.
         inputs: makes tensors of the formats that the function will be called with, in whose place fake ones are traced.
+        any_size: whether the graph will be one for any number of samples.
 
     Returns:
         Its graph.
@@ -150,11 +156,13 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # it takes half a second to import
 
-    outline, noted, values = None, False, _Values()
+    outline, noted, values, handled = None, False, _Values(), handled_error()
+    state = Trace(any_size)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with exceptions_noted() as exceptions, values, _Lists(values.read), Bounds(exceptions):
+        exceptions = state.exceptions
+        with values, _Lists(values.read), Bounds(exceptions):
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
@@ -164,15 +172,15 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
     # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
-    with FakeTensorMode(allow_non_fake_inputs=True), _force_original_view_tracking(True):
+    with state.fake_tensors(), _force_original_view_tracking(True):
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
-            if is_users(error):
+            if is_users(error, handled):
                 raise
             raise TraceError(said(error)) from error
     drop_failed(graph)
-    return Traced(graph, _lifted(graph), values.read, outline, noted)
+    return Traced(graph, _lifted(graph), values.read, outline, noted, max(state.block_sizes, default=0))
 
 
 def said(error: Exception) -> str:
