@@ -1,4 +1,4 @@
-"""``import persample`` leaves the process as it was: every setting is read before and after, in processes of their own."""
+"""``import persample`` leaves the process as it was: settings are read before and after, in processes of their own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_a_second_import():
     lines = (
         "import sys, torch, persample, gc",
         "w, x = torch.ones(2).double(), torch.ones(3, 2).double()",
-        "def norms(): return persample.per_sample_grads(lambda w, x: torch.tanh(w @ x), w, x, engine='compiled').norm()",
+        "def loss(w, x): return torch.tanh(w @ x)",
+        "def norms(): return persample.per_sample_grads(loss, w, x, engine='compiled').norm()",
         "first = norms()",
         "for name in [n for n in sys.modules if n.startswith('persample')]: del sys.modules[name]",
         "import persample; del name; gc.collect()",

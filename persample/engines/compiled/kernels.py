@@ -28,7 +28,7 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
     Args:
         table: the decompositions of all operations.
     """
-    return {**table, **{x: functools.partial(_decomposed, x, table[x]) for x in (*_FLOAT64, *_ALWAYS)}}
+    return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in (*_FLOAT64, *_ALWAYS)}}
 
 
 def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +36,10 @@ def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwa
     if first.device.type == "cpu" and (first.dtype == torch.float64 or operation in _ALWAYS):
         return _opaque(operation)(*args, **kwargs)
     return otherwise(*args, **kwargs)
+
+
+def _kept(*_args: Any, **_kwargs: Any) -> Any:
+    return NotImplemented  # make_fx then leaves the operation as it is
 
 
 @functools.cache
