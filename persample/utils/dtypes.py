@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from persample._torch import is_zerotensor
+
 
 @functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,7 +30,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as pairs of reals (one more axis of size 2), and any other tensor unchanged."""
-    x = x.clone() if x._is_zerotensor() else x  # torch's gradient of sgn has no memory: it cannot be read or written
+    x = x.clone() if is_zerotensor(x) else x  # torch's gradient of sgn has no memory: it cannot be read or written
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager, contextmanager, suppress
 from typing import TypeVar
 
-from persample import _torch
 from persample.utils.flags import flags
 from persample.utils.origin import handled_error, raised_since
+from persample.utils.thread_state import restore_shared_state, restore_thread_state, shared_state, thread_state
 
 T = TypeVar("T")
 _STEPS = {"__enter__", "__exit__"}
@@ -55,19 +55,19 @@ def in_same_state(body: Callable[[], T]) -> T:
 
     Examples:
         >>> import torch
-        >>> in_same_state(lambda: torch._C._set_grad_enabled(False)), torch.is_grad_enabled()
-        (None, True)
+        >>> in_same_state(lambda: torch.set_grad_enabled(False)).prev, torch.is_grad_enabled()
+        (True, True)
     """
     handled = handled_error()
-    state, shared, ours = _torch.thread_state(), _torch.shared_state(), dict(vars(flags))
+    state, shared, ours = thread_state(), shared_state(), dict(vars(flags))
 
     def undo() -> None:
         errors = list(raised_since(handled, sys.exc_info()[1]))
         for error in errors:
             _close_contexts(error)
-        _torch.restore_thread_state(state)
+        restore_thread_state(state)
         if any(map(_broke_off, errors)):  # otherwise another thread may have changed the shared state
-            _torch.restore_shared_state(shared)
+            restore_shared_state(shared)
         if vars(flags) != ours:
             vars(flags).clear()
             vars(flags).update(ours)

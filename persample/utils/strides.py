@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from persample._torch import keep_strides
 from persample.utils.tracing import is_traced
 
 
@@ -16,10 +17,7 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
             contiguous.
     """
     if is_traced(x):
-        from torch._inductor.inductor_prims import force_stride_order
-
-        x = x.contiguous()
-        return force_stride_order(x, x.stride())  # otherwise Inductor would leave the copy out
+        return keep_strides(x.contiguous())  # otherwise Inductor would leave the copy out
     if like is None:
         return x.contiguous()
     order = sorted(range(x.ndim), key=like.stride, reverse=True)

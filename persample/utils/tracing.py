@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from persample import _torch
+from persample._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_current_modes,
+    get_dispatch_mode_stack,
+    is_functorch_wrapped_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Trace:
 
 def current_trace() -> Trace | None:
     """Return the trace that runs in this thread, if one does."""
-    return getattr(_torch.active_fake_mode(), "persample_trace", None)
+    traces = (getattr(mode, "persample_trace", None) for mode in get_dispatch_mode_stack())
+    return next((trace for trace in traces if trace is not None), None)
 
 
 def holds(exceptional: Tensor) -> bool:
@@ -55,7 +59,7 @@ def holds(exceptional: Tensor) -> bool:
 
 
 # Whether a tensor belongs to a vmap or grad of the caller's, so that its values cannot be read.
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
 
 def is_traced(x: Tensor) -> bool:
@@ -66,5 +70,5 @@ def is_traced(x: Tensor) -> bool:
 @contextmanager
 def untraced() -> Iterator[None]:
     """Compute with real tensors inside of a trace."""
-    with _disable_current_modes():
+    with disable_current_modes():
         yield

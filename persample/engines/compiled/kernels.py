@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import schema
+
 _aten = torch.ops.aten
 _FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # in float32, speed is worth more
 _ALWAYS = {
@@ -49,7 +51,7 @@ def _opaque(operation: Any) -> Any:
     Args:
         operation: an operation of aten, which Inductor would replace.
     """
-    name, _, signature = str(operation._schema).removeprefix("aten::").partition("(")
+    name, _, signature = str(schema(operation)).removeprefix("aten::").partition("(")
     compute = functools.partial(_computed, operation)
     own = torch.library.custom_op(f"persample::{name}", compute, mutates_args=(), schema=f"({signature}")
     own.register_fake(_empty_like)

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from persample._torch import FakeTensorMode, aten_unsafe_index_put, compile_graph, decompositions, lacks_cpp_compiler
 from persample.engines.compiled.kernels import with_torch_kernels
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 # Inductor may compute these in place of their first argument, even where its rows share one memory (stride 0).
 _WRITTEN = {
-    *(_aten.index_put.default, _aten._unsafe_index_put.default),
+    *(_aten.index_put.default, aten_unsafe_index_put),
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
 }
 _warned: set[str] = set()
@@ -59,11 +59,9 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         mode: the mode of the inputs.
         inputs: fake tensors like those it will be called with.
     """
-    import torch._inductor.lowering  # decompositions of pooling rely on this import
-    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = with_torch_kernels(select_decomp_table())
+    table = with_torch_kernels(decompositions())
     if mode.shape_env is not None:  # decomposed products branch on sizes, and one program serves all sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
@@ -80,16 +78,9 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
-
     # Inductor prefers channels-last on CPUs, where convolutions of many groups take twice as long.
-    layout = config.layout_optimization and not any(map(_is_grouped, graph.graph.nodes))
-    with V.set_fake_mode(mode), config.patch(layout_optimization=layout):
-        joint_graph_passes(graph)
-        code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
+    grouped = any(map(_is_grouped, graph.graph.nodes))
+    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
     return code
 
 
@@ -102,9 +93,7 @@ def _is_grouped(node: Node) -> bool:
 
 
 def _advice(error: Exception) -> str:
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if isinstance(getattr(error, "inner_exception", error), InvalidCxxCompiler):
+    if lacks_cpp_compiler(error):
         reason = "found no C++ compiler. Install one (Debian: apt install g++), or point CXX to it"
     else:
         reason = f"failed in torch's compiler ({type(error).__name__}: {str(error).splitlines()[0]})"

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    aten_efficientzerotensor,
+    aten_local_scalar_dense,
+    force_original_view_tracking,
+)
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import drop_failed, pack
 from persample.utils.origin import handled_error, is_users
@@ -72,10 +76,6 @@ class Traced:
     written: int = 0
 
 
-_READ = torch.ops.aten._local_scalar_dense.default
-_ZEROS = torch.ops.aten._efficientzerotensor.default
-
-
 class _Values(TorchDispatchMode):
     """Lets values of tensors be read that are not traced: those that the loss closed over.
 
@@ -99,9 +99,9 @@ class _Values(TorchDispatchMode):
         Returns:
             What the operation returns.
         """
-        if func is _ZEROS:
+        if func is aten_efficientzerotensor:
             return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
-        if func is not _READ or isinstance(args[0], FakeTensor):
+        if func is not aten_local_scalar_dense or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with untraced():
             value = args[0].item()
@@ -172,7 +172,7 @@ def trace(
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
     # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
-    with state.fake_tensors(), _force_original_view_tracking(True):
+    with state.fake_tensors(), force_original_view_tracking(True):
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
