@@ -16,7 +16,6 @@ from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
-from persample.utils.fallback import explained
 from persample.vmap_rules import VmapRules
 
 Encode = Callable[[SampleLoss, Call], Any]  # from one chunk to its z, a tree of tensors ``[k, ...]``
@@ -60,7 +59,7 @@ def at_once(encoder: SampleLoss, samples: Call) -> Any:
 
     if not samples.size:
         return _of_no_samples(encoder, samples)
-    with diagnosed(samples, encoder, batched=True), explained():
+    with diagnosed(samples, encoder, batched=True):
         return _without_kept_axis(encoder, vmapped(one, samples, "different"))
 
 

@@ -15,7 +15,7 @@ from persample.inputs.loss import SampleLoss
 from persample.merge import AnyOf
 from persample.reductions import Reduction
 from persample.utils import rng, trees
-from persample.utils.numeric import accumulate_dtype, as_real, is_autocast
+from persample.utils.dtypes import accumulate_dtype, as_real, is_autocast
 
 T = TypeVar("T")
 

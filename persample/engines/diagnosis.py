@@ -15,7 +15,7 @@ from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
-from persample.utils.origin import OURS, is_users
+from persample.utils.origin import OURS, handled_error, is_users
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
@@ -99,12 +99,13 @@ def diagnosed(samples: Call, loss: SampleLoss, *, batched: bool) -> Iterator[Non
     Raises:
         LossError: instead of an error whose cause is known. Any other error passes unchanged.
     """
+    handled = handled_error()
     try:
         yield
     except LossError:
         raise
     except RuntimeError as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         text = str(error)
         module = _norm_module(error.__traceback__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from persample._torch import peek_interpreter_stack
-from persample.cpu import mode as kernels
 from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import diagnosed
 from persample.engines.layers import engine as layers
@@ -20,8 +19,7 @@ from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError, SampleLoss
 from persample.reductions.requested import Reductions
 from persample.utils import rng
-from persample.utils.fallback import explained
-from persample.utils.numeric import full_precision, known_indices
+from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, VmapRules
 
@@ -49,14 +47,13 @@ def eager(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str, *,
         return lift(found)
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
     whole = "materialize" in uses or transformed
-    mode = kernels.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
+    mode = nullcontext() if whole else Deferral(uses, samples.params)
     grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
     if short:
         layers.refuse(loss)
-    with known_indices():
-        with full_precision(losses.device):
-            factors = tuple(factor_of(grad, uses) for grad in grads)
-        return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
+    with full_precision(losses.device):
+        factors = tuple(factor_of(grad, uses) for grad in grads)
+    return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
 
 
 def batched_gradients(
@@ -77,12 +74,11 @@ def batched_gradients(
         LossError: if the loss depends on no parameter, or does what vmap cannot batch.
     """
     has_aux = False
-    forward_mode = kernels.expected(samples.params, samples.leaves)
     rules = VmapRules()
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        with rules, forward_mode:
+        with rules:
             value, (aux, has_aux) = loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
@@ -95,7 +91,7 @@ def batched_gradients(
         return grads, value, aux[0]
 
     start = rng.snapshot() if randomness != "error" else None
-    with diagnosed(samples, loss, batched=True), explained():
+    with diagnosed(samples, loss, batched=True):
         try:
             grads, losses, aux = vmapped(one, samples, randomness)
         except SecondDerivativeError:

@@ -1,24 +1,12 @@
-"""Activation functions: tanh and prelu."""
+"""Activation functions: ``F.prelu``."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from persample.cpu import tanh
-from persample.cpu.mode import Faster
-from persample.vmap_rules.batched import unwrapped
-
-
-def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
-    if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
-        return function(input, **kwargs)
-    with Faster():
-        return function(input, **kwargs)
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
@@ -35,8 +23,6 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
 
 
 RULES: dict[Any, Callable[..., Any]] = {
-    torch.tanh: functools.partial(_tanh, torch.tanh),
-    Tensor.tanh: functools.partial(_tanh, Tensor.tanh),
     torch.prelu: _prelu,
     Tensor.prelu: _prelu,
 }

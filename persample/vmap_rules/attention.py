@@ -18,7 +18,8 @@ from persample._torch import (
     nested_tensor_from_mask_left_aligned,
     temporarily_clear_interpreter_stack,
 )
-from persample.utils.numeric import full_precision, holds, is_autocast
+from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
 from persample.vmap_rules.kernel_call import call_kernel
 

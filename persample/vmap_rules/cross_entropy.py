@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.batched import is_batched
 from persample.vmap_rules.kernel_call import call_kernel
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._torch import aten_cdist_backward, aten_cdist_forward
-from persample.utils.numeric import full_precision, is_autocast
+from persample.utils.dtypes import full_precision, is_autocast
 from persample.vmap_rules.kernel_call import call_kernel
 
 # torch computes Euclidean distances by a matrix product if asked to, and of as many rows as these by default.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.errors import LossError
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.batched import is_batched, unwrapped
 
 _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample._torch import weight_norm
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 
 
 def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002

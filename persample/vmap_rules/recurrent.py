@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.recurrent_scan import Cell, Recurrence, scan, unrolled
 
 # (inputs [T, N, I], initial states [1, N, H], weights, whether there are biases) → states [T, N, H]

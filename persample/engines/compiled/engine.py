@@ -20,7 +20,7 @@ from persample.inputs.loss import SampleLoss
 from persample.merge import Stacked
 from persample.outputs import is_apart
 from persample.reductions.requested import Reductions
-from persample.utils.numeric import full_precision
+from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from persample.outputs import write_into
 from persample.reductions import Reduction
 from persample.reductions.requested import Reductions
 from persample.utils import trees
-
-_ONE = trees.structure(None)
 
 
 class UnfinishedError(Exception):
@@ -45,7 +43,7 @@ class Task:
     samples: Call
     randomness: str
     finishes: bool
-    container: trees.TreeSpec = _ONE
+    container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
     out: Any = None
 
     @property

@@ -24,10 +24,10 @@ from persample.engines.layers.interceptor import LayerInterceptor
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
-from persample.utils.fallback import explained
+from persample.utils.dtypes import is_autocast
 from persample.utils.interrupts import interrupts_first
-from persample.utils.numeric import is_autocast, is_traced
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
+from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
@@ -74,11 +74,12 @@ def gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradient
     Raises:
         Exception: what the loss itself raises.
     """
+    handled = handled_error()
     try:
-        with interrupts_first(), explained():
+        with interrupts_first():
             return _gradients(loss, samples, uses)
     except Exception as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         return None
 
