@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
+QUICK := imports public grid factors merge naive errors_door errors_loss explain defer direct
+# The run that `make bench-summary` reads.
+RUN ?= benchmarks/results/cpu.json
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench bench-peers bench-report docs
+.PHONY: help demo quick test slow lint bench bench-peers bench-report bench-summary docs
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +36,9 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+quick: lint ## lint, then the tests of the core: under 90 seconds, while you write
+	$(BIN)/python -m pytest --quiet $(QUICK:%=tests/test_%.py)
+
 test: lint ## lint, then all tests with warnings as errors, examples, notebooks, strict docs
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbmake notebooks
@@ -46,8 +53,11 @@ bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold
 bench-peers: $(INSTALLED) $(PEERS) ## measure every method and every peer, each in its own environment (resumes)
 	$(BIN)/python -m benchmarks.run
 
-bench-report: $(INSTALLED) ## write the tables and figures of README and docs/benchmarks.md from benchmarks/results
+bench-report: $(INSTALLED) ## write the tables and figures of README and docs/benchmarks.md from the committed runs
 	$(BIN)/python -m benchmarks.pages
+
+bench-summary: $(INSTALLED) ## summarize one run (RUN=FILE.json), and write its page and figures to bench-report/
+	$(BIN)/python -m benchmarks.report $(RUN)
 
 docs: $(INSTALLED) ## build the documentation and serve it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

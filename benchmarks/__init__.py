@@ -1,1 +1,1 @@
-"""The benchmark suite: persample, the naive loop and every peer, checked before they are timed."""
+"""The benchmark suite: persample, the naive loop and other libraries, each checked before it is timed."""

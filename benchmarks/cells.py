@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.quantities import QUANTITIES
 
-# Clipped means everywhere, stacks where others are made for them, every quantity once: the run takes long as it is.
+# Clipped means everywhere, stacks where other libraries aim at them, every quantity once: more would take too long.
 MEASURED: dict[str, tuple[str, ...]] = {
     "tutorial TD(0), B=2": ("stack",),
     "tutorial TD(0), B=4096": ("stack",),
@@ -31,14 +31,14 @@ QUICK: dict[str, tuple[str, ...]] = {"TD(0) MLP 64, B=256": ("clipped_mean",)}
 
 @dataclass(frozen=True)
 class Listed:
-    """A method as its environment's worker lists it.
+    """A method, as listed by the worker of its environment.
 
     Args:
-        name: of the method.
-        environment: where it runs.
-        shown_for: the quantities for which it has a row.
+        name: the name of the method.
+        environment: the environment it runs in.
+        shown_for: the quantities in whose tables it has a row.
         is_limit: whether it is a physical limit.
-        shown_on: what the names of the workloads begin with for which it has a row.
+        shown_on: the prefixes of the names of workloads in whose tables it has a row.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of the tables: a method on a workload's quantity."""
+    """One cell of the tables: a method, a workload and a quantity."""
 
     workload: str
     quantity: str
@@ -63,17 +63,17 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What it is called on the screen, and what --only looks into."""
+        """The label on the screen, which --only searches."""
         return ", ".join(self.key)
 
 
 def is_shown(method: Any, workload: str, quantity: str) -> bool:
-    """Tell whether a method, or one that is listed, has a row for a quantity of a workload."""
+    """Return whether a method has a row for a quantity of a workload."""
     return quantity in method.shown_for and workload.startswith(method.shown_on)
 
 
 def cells(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:
-    """List what a run measures, workload by workload; of it, the cells whose labels contain every text of ``only``."""
+    """List the cells of a run by workload, restricted to labels that contain every text of ``only``."""
     found = [
         Cell(workload, quantity, method)
         for workload, quantities in (QUICK if quick else MEASURED).items()

@@ -1,4 +1,4 @@
-"""How long the first compiled call takes: with an empty cache on disk, and in a second process. Without imports.
+"""The time of the first compiled call, without imports: with an empty cache on disk, and in a second process.
 
 Run as ``python -m benchmarks.compile_time``.
 """

@@ -1,4 +1,4 @@
-"""One cell: a method and the unit take turns, so that their ratio holds on a noisy machine."""
+"""Measures one cell: a method and the unit alternate, so that their ratio holds on a noisy machine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy as np
 
 from benchmarks.cells import Cell
 from benchmarks.process import FailedError, Process
-from persample.bench.records import Record
+from benchmarks.report.records import Record
 
-# Resident memory that a method may take beyond what its process held.
+# The resident bytes that a method may add to its process.
 BUDGET = 4 * 2**30
-# Where allocations fail: some memory is asked for and never touched, and only what is touched counts.
+# Allocations fail beyond this limit. It exceeds BUDGET, as memory that is allocated but never touched does not count.
 LIMIT = 2 * BUDGET
-# Shorter calls are preceded by one that is not timed: the other worker has been using the caches.
+# Shorter calls follow one untimed call, as the other worker has evicted the caches.
 _WARMED_UP = 0.1
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure.
+    """The duration of measurements.
 
     Args:
-        cell_s: seconds of all rounds together, where the fewest rounds do not take longer.
+        cell_s: seconds of all rounds together, unless the minimum number of rounds takes longer.
         turn_s: seconds of one turn; short calls are repeated until they fill it.
-        rounds: the fewest and the most.
-        first_timeout_s: limit of setting up, compiling, and two calls.
-        calls_timeout_s: limit of the fewest rounds.
+        rounds: the minimum and the maximum number of rounds.
+        first_timeout_s: the time limit of set-up, compilation, and two calls.
+        calls_timeout_s: the time limit of the minimum number of rounds.
     """
 
     cell_s: float = 1.0
@@ -45,14 +45,14 @@ QUICK = Pace(cell_s=0.1, turn_s=0.002, rounds=(3, 5))
 
 @dataclass(frozen=True)
 class Turn:
-    """A method that is set up in its worker, and takes its turns.
+    """A method that is set up in its worker.
 
     Args:
         worker: the process.
         pace: how long to measure.
-        first_call_s: what the first call took, compilation included.
-        call_s: what a call takes, roughly.
-        error: of its result.
+        first_call_s: seconds of the first call, compilation included.
+        call_s: approximate seconds of a call.
+        error: the largest relative error of its result.
     """
 
     worker: Process
@@ -63,12 +63,12 @@ class Turn:
 
     @property
     def times(self) -> int:
-        """Calls in a turn."""
+        """The number of calls in a turn."""
         return math.ceil(self.pace.turn_s / max(self.call_s, 1e-5))
 
     @property
     def seconds(self) -> float:
-        """What a turn takes, roughly."""
+        """Approximate seconds of a turn."""
         return self.call_s * (self.times + self._warm_up)
 
     @property
@@ -76,17 +76,17 @@ class Turn:
         return self.call_s < _WARMED_UP
 
     def time(self) -> float:
-        """Take a turn: the median seconds of its calls."""
+        """Take a turn, and return the median seconds of its calls."""
         facts = self.worker.ask("time", self.pace.calls_timeout_s, times=self.times, warm_up=self._warm_up)
         return statistics.median(facts["seconds"])
 
     def peak_bytes(self) -> int | None:
-        """Measure the memory of one call."""
+        """Return the peak bytes of one call."""
         return self.worker.ask("memory", self.pace.calls_timeout_s)["peak_bytes"]
 
 
 def set_up(cell: Cell, worker: Process, folder: str, pace: Pace) -> Turn:
-    """Let a worker set a method up and check its result; raises ``FailedError`` where that is all there is."""
+    """Let a worker set up a method and check its result; raises ``FailedError`` if the worker fails or is too slow."""
     asked = {"method": cell.method.name, "workload": cell.workload, "quantity": cell.quantity}
     facts = worker.ask("prepare", pace.first_timeout_s, **asked, folder=folder, limit=LIMIT)
     turn = Turn(worker, pace, facts["first_call_s"], facts["call_s"], facts.get("error"))
@@ -96,7 +96,7 @@ def set_up(cell: Cell, worker: Process, folder: str, pace: Pace) -> Turn:
 
 
 def measure(cell: Cell, worker: Process, folder: str, pace: Pace, unit: Turn | None = None) -> Record:
-    """Measure a cell, in turns with the unit where there is one."""
+    """Measure a cell, alternating with the unit if one is given."""
     try:
         turn = set_up(cell, worker, folder, pace)
         own, others = _take_turns(turn, unit)

@@ -1,7 +1,7 @@
-"""Why we lose where we lose: a line for every row of that table, by hand.
+"""The reasons of our losses, written by hand: one note per row of the table "Where we lose".
 
-``make bench-report`` fails while a row that is lost has no note here, and says which; and while a note is left whose
-row is no longer lost. The keys are (workload, quantity, "time" or "memory").
+``make bench-report`` fails with a message if a loss has no note here, or a note has no loss. The keys are (workload,
+quantity, "time" or "memory").
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The truth that every method is checked with: the plain loop over samples, in float64.
+"""The reference of all checks: the plain loop over samples in float64.
 
-``python -m benchmarks.oracle WORKLOAD FOLDER QUANTITY …`` writes the workload (``workload.npz``) and the truth of each
-quantity (``QUANTITY.npz``) into a folder, where the workers of all environments find them.
+``python -m benchmarks.oracle WORKLOAD FOLDER QUANTITY …`` writes the workload (``workload.npz``) and the reference of
+each quantity (``QUANTITY.npz``) to a folder that the workers of all environments read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _weighted_sum(work, weights):
 
 
 def write(name: str, folder: Path, quantities: list[str]) -> None:
-    """Write the workload, and what its quantities are in truth."""
+    """Write the workload and the references of its quantities."""
     build(name).save(folder / "workload.npz")
     work = build(name).to(torch.float64)
     for quantity in quantities:

@@ -1,6 +1,6 @@
-"""README's and the documentation's tables and figures, made of the committed results: `make bench-report`.
+"""Writes the tables and figures of README and docs/benchmarks.md from the committed results: ``make bench-report``.
 
-One results file per machine: ``results/cpu.json`` makes README's table, and each has its part of docs/benchmarks.md.
+There is one results file per machine. README shows ``results/cpu.json``; docs/benchmarks.md has a part for each file.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.notes import NOTES
-from persample.bench.figures import draw, shown_by
-from persample.bench.files import read
-from persample.bench.plots import Curves, Dots, fingerprint, plots
-from persample.bench.records import Results
-from persample.bench.report import machine, report
-from persample.bench.standings import standings
-from persample.bench.tables import short_table
-from persample.bench.text import words
+from benchmarks.report.figures import draw, shown_by
+from benchmarks.report.files import read
+from benchmarks.report.page import machine, report
+from benchmarks.report.plots import Curves, Dots, fingerprint, plots
+from benchmarks.report.records import Results
+from benchmarks.report.standings import standings
+from benchmarks.report.tables import short_table
+from benchmarks.report.text import words
 from persample.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- benchmarks: begin (made by `make bench-report`; edits are lost) -->"
 END = "<!-- benchmarks: end -->"
 README, DOCS, PICTURES = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/benchmarks")
-# What README's table and figure show, of which run.
+# The run, quantity and workloads of README's table and figure.
 MAIN, QUANTITY = "cpu", "clipped_mean"
 COLUMNS = (
     "TD(0) MLP 256, B=256",
@@ -38,13 +38,13 @@ _NOTHING = "No results are committed yet: `make bench-peers` measures, and `make
 
 
 def runs(root: Path) -> dict[str, Results]:
-    """Read the committed results, by the names of their files; README's first."""
+    """Read the committed results by file name, README's first."""
     files = sorted((root / "benchmarks" / "results").glob("*.json"), key=lambda path: (path.stem != MAIN, path.stem))
     return {path.stem: read(path) for path in files}
 
 
 def pages(root: Path, found: dict[str, Results]) -> dict[Path, str]:
-    """Return what the two pages should be."""
+    """Return the up-to-date text of the two pages."""
     inside = {README: readme_part(found.get(MAIN)), DOCS: docs_part(found)}
     return {root / page: between(root / page, part) for page, part in inside.items()}
 
@@ -66,7 +66,7 @@ def readme_part(run: Results | None) -> str:
 
 
 def docs_part(found: dict[str, Results]) -> str:
-    """Return a report per machine; the notes are on README's run."""
+    """Return one report per machine; the notes apply to README's run."""
     parts = [
         f"## {machine(run.environment)}\n\n"
         + report(run, f"{PICTURES.name}/{name}/", NOTES if name == MAIN else None, level=3)
@@ -76,7 +76,7 @@ def docs_part(found: dict[str, Results]) -> str:
 
 
 def between(page: Path, part: str) -> str:
-    """Return a page's text with another part between its markers."""
+    """Return the text of a page with ``part`` between its markers."""
     text = page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         received, fix = f"{text.count(BEGIN)} and {text.count(END)} of them", f"Write {BEGIN} and {END}."
@@ -86,7 +86,7 @@ def between(page: Path, part: str) -> str:
 
 
 def pictures(root: Path, found: dict[str, Results]) -> dict[Path, Dots | Curves]:
-    """Return what every picture should show."""
+    """Return the up-to-date data of every picture."""
     return {
         root / PICTURES / run / f"{name}.png": plot
         for run, results in found.items()
@@ -95,7 +95,7 @@ def pictures(root: Path, found: dict[str, Results]) -> dict[Path, Dots | Curves]
 
 
 def stale(root: Path = ROOT) -> list[Path]:
-    """List the pages and pictures that are not what the committed results make of them."""
+    """List the pages and pictures that do not match the committed results."""
     found = runs(root)
     drawn = pictures(root, found)
     return [
@@ -106,7 +106,7 @@ def stale(root: Path = ROOT) -> list[Path]:
 
 
 def write(root: Path = ROOT) -> list[Path]:
-    """Make the pages and pictures anew, and return those that were stale."""
+    """Write all pages and pictures, and return those that were stale."""
     found, before = runs(root), stale(root)
     for page, text in pages(root, found).items():
         page.write_text(text, encoding="utf-8")
@@ -120,7 +120,7 @@ def write(root: Path = ROOT) -> list[Path]:
 
 
 def main(root: Path = ROOT) -> None:
-    """Make the pages and pictures anew, and say what has changed; exit with an error if a note is missing."""
+    """Write all pages and pictures, and print those that changed; exit with an error if a note is missing."""
     try:
         changed = write(root)
     except ArgumentError as error:

@@ -1,4 +1,4 @@
-"""The runner's side of a worker: start it in its environment, ask it with a time limit, end it."""
+"""The runner's side of a worker: start it in its environment, send requests with a time limit, end it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Where `make bench-peers` puts the environments that cannot be this one.
+# `make bench-peers` creates these environments.
 PYTHONS = {
     "torch": Path(sys.executable),
     "torch-peers": ROOT / ".venv-peers/bin/python",
@@ -21,12 +21,12 @@ PYTHONS = {
     "mindspore": ROOT / ".venv-mindspore/bin/python",
 }
 
-# Seconds until a worker must have imported its methods.
+# Time limit in seconds of a worker's imports.
 _START_TIMEOUT = 120.0
 
 
 class FailedError(Exception):
-    """A worker could not do what it was asked, or gave no answer; status and reason are those of a record."""
+    """A worker failed or did not answer; status and reason are those of a record."""
 
     def __init__(self, status: str, reason: str, error: float | None = None):
         super().__init__(reason)
@@ -37,19 +37,19 @@ class Process:
     """A worker in a process of its own, in which nothing was measured before.
 
     Args:
-        environment: whose Python it runs.
-        cuda: whether it works on the GPU.
-        cache: folder for compiled code; the user's own without it.
+        environment: the environment of its Python.
+        cuda: whether it uses the GPU.
+        cache: the folder of compiled code; None: the user's folder.
 
     Attributes:
-        about: what the worker says of its environment.
-        used: whether anything ran in it since.
+        about: the worker's description of its environment.
+        used: whether any method ran in it.
     """
 
     def __init__(self, environment: str, *, cuda: bool = False, cache: str | None = None):
         self.environment = environment
         self.used = False
-        # Two streams, so that what libraries print cannot fill a pipe that nobody reads.
+        # Output of libraries goes to a stream of its own: a pipe without a reader would fill up.
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
         self._process = subprocess.Popen(
             [PYTHONS[environment], "-m", "benchmarks.worker", environment, *(["cuda"] if cuda else [])],
@@ -59,12 +59,12 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._words,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the runner
+            start_new_session=True,  # Ctrl-C reaches the runner only
         )
         self.about = self._answer(_START_TIMEOUT)
 
     def ask(self, do: str, timeout: float, **arguments: Any) -> dict[str, Any]:
-        """Ask for something; raises ``FailedError`` where it failed, or had no answer in time."""
+        """Send a request; raises ``FailedError`` if the worker fails, or does not answer in time."""
         self.used = True
         self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         facts = self._answer(timeout)

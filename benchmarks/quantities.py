@@ -1,4 +1,4 @@
-"""What is computed, and when a result is right. NumPy only, so that every environment can check itself."""
+"""The quantities, and the check of a result. NumPy only, so that workers of all environments can import it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Mapping
 import numpy as np
 
 QUANTITIES = ("stack", "mean", "norms", "clipped_mean", "gram", "variance")
-# Largest error, relative to the largest value of the parameter, that float32 explains: torch's own norm of 13 million
-# numbers errs by 1e-3, and a variance is a small difference.
+# The largest error, relative to the largest value of the parameter, that float32 explains: torch's own norm of 13
+# million numbers has an error of 1e-3, and a variance is a small difference.
 TOLERANCE = dict.fromkeys(QUANTITIES, 5e-3) | {"variance": 1e-2}
-# A stack that holds more numbers is checked in evenly spaced rows.
+# Larger stacks are checked in evenly spaced rows.
 CHECKED_NUMBERS = 2**24
 
 Arrays = Mapping[str, np.ndarray] | np.ndarray
 
 
 def checked_rows(batch_size: int, params: int) -> list[int]:
-    """Choose the rows of a stack that are checked: all, or evenly spaced ones, the first and the last among them."""
+    """Return the rows of a stack to check: all, or evenly spaced ones including the first and the last."""
     count = min(batch_size, max(2, CHECKED_NUMBERS // params))
     return [round(i) for i in np.linspace(0, batch_size - 1, count)]
 
 
 def agrees(result: Arrays, truth: Arrays, quantity: str) -> tuple[float, str | None]:
-    """Compare a result with the truth.
+    """Compare a result with the reference.
 
     Args:
         result: arrays by parameter name, or one array.
-        truth: the same in float64; of a stack, the rows of ``checked_rows``.
-        quantity: what they are.
+        truth: the reference in float64; for a stack, the rows of ``checked_rows``.
+        quantity: the name of the quantity.
 
     Returns:
         The largest error, relative to the largest value of each parameter (or to a thousandth of the largest value of
@@ -54,7 +54,7 @@ def _largest_error(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nd
     scales = {name: float(np.abs(value).max(initial=0.0)) for name, value in expected.items()}
     floor = 1e-3 * max(scales.values())
     errors = [_ratio(np.abs(found[name] - value), max(scales[name], floor)) for name, value in expected.items()]
-    return float(np.max(errors))  # NaN stays NaN, and is never small enough
+    return float(np.max(errors))  # NaN stays NaN, and fails every comparison
 
 
 def _ratio(differences: np.ndarray, scale: float) -> float:

@@ -1,4 +1,4 @@
-"""Measure all methods on all workloads, and keep what was found as JSON: ``python -m benchmarks.run --help``."""
+"""Measure all methods on all workloads, and store the results as JSON: ``python -m benchmarks.run --help``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import measure, scaling
 from benchmarks.cells import cells
 from benchmarks.process import ROOT, FailedError
+from benchmarks.report.records import Record
 from benchmarks.session import Session
 from benchmarks.workers import Workers
-from persample.bench.records import Record
 from persample.errors import ArgumentError
 
 RESULTS = ROOT / "benchmarks/results"
@@ -39,7 +39,7 @@ def run(
     """Measure every method against the batch gradient, in alternating rounds, after checking its result.
 
     Labels are "WORKLOAD, QUANTITY, METHOD" and "scaling, WORKLOAD, QUANTITY, METHOD". Ctrl-C stops at any time; the
-    same command goes on with what is missing.
+    same command measures the missing rows.
     """
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; leave it out to measure on the CPU", param_hint="--cuda")

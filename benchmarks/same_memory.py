@@ -1,6 +1,6 @@
-"""How long stacked gradients take that are written into ``out``, beside ``fill_`` over the very same bytes.
+"""The time of stacked gradients written into ``out``, beside ``fill_`` over the same bytes.
 
-Memory of another process may be twice as fast, so the two take turns in one.
+Memory of another process may be twice as fast, so both alternate in one process.
 Run as ``python -m benchmarks.same_memory``.
 """
 

@@ -1,4 +1,4 @@
-"""Workloads and true results as .npz files, which environments without torch can read. NumPy only."""
+"""Workloads and references as .npz files, which environments without torch can read. NumPy only."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-# The name of a true result that is one array.
+# The name of a reference that is one array.
 _ONE = "result"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a workload is made of, as arrays.
+    """A workload as arrays.
 
     Args:
-        name: of the workload.
-        kind: which model and loss to rebuild.
-        sizes: what the kind is parametrized by.
-        params: what is differentiated, by torch's names.
-        frozen: what is not (a target network, LoRA's bases), by torch's names.
+        name: the name of the workload.
+        kind: the model and loss to rebuild.
+        sizes: the sizes of the model and the batch.
+        params: the differentiated parameters, by torch's names.
+        frozen: the constant parameters (a target network, LoRA's bases), by torch's names.
         batch: arrays with a leading batch axis.
     """
 
@@ -57,7 +57,7 @@ def load(path: str | Path) -> Saved:
 
 
 def equal(one: Saved, other: Saved) -> bool:
-    """Tell whether two workloads have the same parameters and batch, number by number."""
+    """Return whether two workloads have equal parameters and batches."""
     if one.params.keys() != other.params.keys() or len(one.batch) != len(other.batch):
         return False
     pairs = [(one.params[name], other.params[name]) for name in one.params]
@@ -69,13 +69,13 @@ def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def save_truth(truth: Mapping[str, np.ndarray] | np.ndarray, path: str | Path) -> None:
-    """Write what a quantity is in truth."""
+    """Write the reference of a quantity."""
     arrays = truth if isinstance(truth, Mapping) else {_ONE: truth}
     np.savez(path, **arrays)  # type: ignore[arg-type]
 
 
 def load_truth(path: str | Path) -> dict[str, np.ndarray] | np.ndarray:
-    """Read what a quantity is in truth."""
+    """Read the reference of a quantity."""
     with np.load(path) as file:
         truth = dict(file)
     return truth[_ONE] if truth.keys() == {_ONE} else truth

@@ -1,4 +1,4 @@
-"""Time and memory of the TD(0) MLP over the batch size and over the width, until a method gives up."""
+"""Time and memory of the TD(0) MLP over the batch size and over the width, until a method fails."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.cells import Cell, Listed
-from persample.bench.records import UNIT, Record, ScalingRecord
+from benchmarks.report.records import UNIT, Record, ScalingRecord
 
 BATCH_SIZES, HIDDEN = (1, 16, 256, 4096, 16384), 64
 WIDTHS, BATCH_SIZE = (16, 64, 256, 1024, 2048), 256
 # (batch size, width)
 SIZES = tuple(dict.fromkeys([*((b, HIDDEN) for b in BATCH_SIZES), *((BATCH_SIZE, h) for h in WIDTHS)]))
 QUANTITIES = ("stack", "clipped_mean")
-# All that a smoke run measures.
+# The points of a smoke run.
 QUICK_SIZES, QUICK_QUANTITIES, QUICK_METHODS = ((8, HIDDEN),), ("clipped_mean",), (UNIT, "persample eager")
 
 
@@ -22,8 +22,8 @@ class Point:
     """One point of a curve.
 
     Args:
-        cell: what is measured: the unit computes the mean on either curve.
-        quantity: whose curve it is on.
+        cell: the measured cell; the unit computes the mean on every curve.
+        quantity: the quantity of the curve.
         batch_size: B.
         hidden: width of the hidden layers.
     """
@@ -40,11 +40,11 @@ class Point:
 
     @property
     def label(self) -> str:
-        """What it is called on the screen, and what --only looks into."""
+        """The label on the screen, which --only searches."""
         return f"scaling, {self.cell.workload}, {self.quantity}, {self.cell.method.name}"
 
     def record(self, record: Record) -> ScalingRecord:
-        """Turn what was measured into a point."""
+        """Return the record of the cell as a record of the point."""
         return ScalingRecord(*self.key, record.status, record.reason, record.median_s, record.peak_bytes)
 
 
@@ -62,7 +62,7 @@ def points(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str
 
 
 def has_given_up(point: Point, done: Iterable[ScalingRecord]) -> bool:
-    """Tell whether the method already failed at a size that is no larger. What cannot do B = 1 may do more."""
+    """Return whether the method failed at a smaller size; a method that refuses B = 1 may accept larger sizes."""
     return any(
         record.status != "ok"
         and (record.status != "cannot" or record.batch_size > 1)

@@ -1,4 +1,4 @@
-"""A run under way: measures what is missing in a results file, and keeps the file up to date."""
+"""A run: measures what a results file lacks, and updates the file after every measurement."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 
 from benchmarks.cells import Cell
 from benchmarks.measure import Pace, Turn, measure, set_up
+from benchmarks.report.files import merge, read, write
+from benchmarks.report.records import UNIT, Record, Results
 from benchmarks.scaling import Point, has_given_up
 from benchmarks.targets import TARGETS
 from benchmarks.workers import Workers, truth_of
-from persample.bench.files import merge, read, write
-from persample.bench.records import UNIT, Record, Results
 from persample.cli.environment import environment
 from persample.errors import ArgumentError
 
-# Measurements share a file only where these are the same: they are compared with one another.
+# All measurements of a file agree in these entries, as they are compared with each other.
 SAME = ("cpu", "logical_cores", "gpu", "torch", "torch_threads")
 T = TypeVar("T", Cell, Point)
 
@@ -32,11 +32,11 @@ class Session:
     Args:
         workers: the processes.
         path: the results file, read now and written after every measurement.
-        pace: how long to measure.
+        pace: the duration of measurements.
         report: called with each label and record.
 
     Raises:
-        ArgumentError: if the file is of another machine.
+        ArgumentError: if the results file comes from another machine.
     """
 
     def __init__(self, workers: Workers, path: Path, pace: Pace, report: Callable[[str, Record], object]):
@@ -48,7 +48,7 @@ class Session:
             self._results = merge([replace(before, targets=()), self._results])
 
     def missing(self, wanted: Sequence[T]) -> list[T]:
-        """Choose what has no record yet, and is not given up."""
+        """Return what has no record yet, without points beyond a failure."""
         done = {record.key for record in (*self._results.records, *self._results.scaling)}
         return [one for one in wanted if one.key not in done and not self._is_given_up(one)]
 
@@ -56,7 +56,7 @@ class Session:
         return isinstance(one, Point) and has_given_up(one, self._results.scaling)
 
     def measure_cells(self, cells: Sequence[Cell]) -> None:
-        """Measure cells, each in turns with the unit of its workload."""
+        """Measure cells, each alternating with the unit of its workload."""
         (unit,) = (method for method in self._workers.methods if method.name == UNIT)
         for workload, group in _grouped(cells, lambda cell: cell.workload):
             of_unit = Cell(workload, "mean", unit)
@@ -73,7 +73,7 @@ class Session:
         self._keep(Results(records=(record,)))
 
     def measure_points(self, points: Sequence[Point]) -> None:
-        """Measure points of scaling curves, small sizes first; a method that failed is not asked for larger ones."""
+        """Measure points of scaling curves, small sizes first; a method that fails is not tried at larger sizes."""
         for workload, group in _grouped(points, lambda point: point.cell.workload):
             with truth_of(workload, {point.cell.quantity for point in group}) as folder:
                 for point in group:

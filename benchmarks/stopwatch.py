@@ -1,4 +1,4 @@
-"""Time and memory of calls, measured within one process. No framework is imported but torch, for CUDA."""
+"""Time and memory of calls within one process. The only imported framework is torch, for CUDA."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Call = Callable[[], Any]
 
 
 def seconds(call: Call, times: int, *, warm_up: bool, cuda: bool = False) -> list[float]:
-    """Time calls one by one: freeing a result is not computing, and no garbage is collected meanwhile.
+    """Time calls one by one, without the freeing of results and without garbage collection.
 
     Args:
-        call: what is timed.
-        times: how often.
-        warm_up: whether a call that is not timed comes first (other processes have used the caches since the last).
-        cuda: whether the device's own events are the clock.
+        call: the function to time.
+        times: the number of calls.
+        warm_up: whether an untimed call comes first, as other processes may have evicted the caches.
+        cuda: whether to measure with events of the device.
     """
     gc.collect()
     gc.disable()
@@ -55,13 +55,13 @@ def _cuda_seconds(call: Call) -> float:
 
 
 def peak_bytes(call: Call, *, cuda: bool = False) -> int | None:
-    """Measure how many bytes a call holds at its peak beyond those held before it, its result included.
+    """Measure the peak bytes of a call, result included, minus the bytes held before it.
 
-    On the CPU these are resident bytes of the process, as Linux counts them: whatever library allocates them, and
-    memory that is never touched does not count. On CUDA they are those of torch's allocator.
+    On the CPU these are resident bytes of the process, as Linux counts them: allocations of all libraries, without
+    memory that is never touched. On CUDA they are the bytes of torch's allocator.
 
     Returns:
-        The bytes, or None where the system does not say.
+        The bytes, or None if the system does not report them.
     """
     gc.collect()
     return _cuda_peak(call) if cuda else _resident_peak(call)
@@ -82,7 +82,7 @@ def _cuda_peak(call: Call) -> int:
 def _resident_peak(call: Call) -> int | None:
     try:
         _give_back_freed_memory()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew from here
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
         before = _status("VmHWM")
     except OSError:  # not Linux
         return None
@@ -93,7 +93,7 @@ def _resident_peak(call: Call) -> int | None:
 
 
 def _give_back_freed_memory() -> None:
-    """Return what earlier calls have freed to the system, or this one's memory would seem to be there already."""
+    """Return memory freed by earlier calls to the system; the next call would otherwise reuse it unmeasured."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
@@ -106,7 +106,7 @@ def _status(field: str) -> int:
 
 
 def limit_memory(extra: int, *, cuda: bool = False) -> None:
-    """Let allocations fail that take the process more than so many bytes beyond what it holds now."""
+    """Limit the memory that the process may allocate beyond its current memory; further allocations fail."""
     if cuda:
         import torch
 
@@ -119,6 +119,6 @@ def limit_memory(extra: int, *, cuda: bool = False) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that memory ran out, in any library's words."""
+    """Return whether an error of any library means that memory ran out."""
     words = ("out of memory", "allocate memory", "bad_alloc", "resource_exhausted", "unable to allocate")
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)

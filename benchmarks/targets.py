@@ -1,13 +1,13 @@
-"""The numbers that the project's issues demand, as rows beside what was measured.
+"""The targets of the suite: ratios to the batch gradient, unless another method or a unit is named.
 
-Ratios are to the batch gradient unless another method is named. What the issues ask of compile times from a warm disk
-cache is shown by ``benchmarks/compile_time.py``, of writing into ``out=`` (at most 1.4 times ``fill_`` over the same
-bytes) by ``benchmarks/same_memory.py``, and memory by counted allocations in the tests.
+Other targets have scripts or tests of their own: compile times with a warm disk cache (``benchmarks/compile_time.py``),
+writes into ``out=``, at most 1.4 times ``fill_`` over the same bytes (``benchmarks/same_memory.py``), and allocated
+memory (``tests/test_memory.py``).
 """
 
 from __future__ import annotations
 
-from persample.bench.records import Target
+from benchmarks.report.records import Target
 
 EAGER, COMPILED = "persample eager", "persample compiled"
 JAX = "JAX jit(vmap(grad))"
@@ -52,5 +52,5 @@ TARGETS: tuple[Target, ...] = (
     Target("tutorial TD(0), B=65536", "stack", COMPILED, 1.1, 4, relative_to=JAX),
     Target("TD(0) MLP 256, B=256", "clipped_mean", COMPILED, 20.0, 4, "first call", relative_to=None),
 )
-# Their first call is measured with nothing compiled before.
+# The first call of these cells is measured with an empty compile cache.
 COLD = frozenset((t.workload, t.quantity, t.method) for t in TARGETS if t.measure == "first call")

@@ -1,4 +1,4 @@
-"""What chunks cost, and what several reductions of one call save: ``make bench``. Ratios hold within a group."""
+"""The cost of chunks, and the savings of several reductions in one call: ``make bench``. Ratios hold within a group."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from benchmarks.cells import MEASURED, is_shown
 from benchmarks.methods import load
 from benchmarks.oracle import oracle
 from benchmarks.quantities import agrees
+from benchmarks.report.records import UNIT
 from benchmarks.workloads import build
-from persample.bench.records import UNIT
 from persample.cli.measure import peak_memory
 
 METHODS = load("torch")

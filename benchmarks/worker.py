@@ -1,8 +1,8 @@
-"""A process that measures one method: it answers requests in lines of JSON, in any environment.
+"""A process that measures one method in any environment, and answers requests in lines of JSON.
 
 ``python -m benchmarks.worker ENVIRONMENT [cuda]`` first writes a line with its methods. Then it reads lines such as
-``{"do": "prepare", "method": …}`` and answers each with one line; one that failed has a ``status`` and a ``reason``.
-Between requests it only waits, so that other workers can take their turns. It ends when its input does.
+``{"do": "prepare", "method": …}`` and answers each with one line; after a failure, the answer has a ``status`` and a
+``reason``. Between requests it is idle, so that other workers can take their turns. It ends with its input.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from benchmarks.methods import load
 from benchmarks.methods.method import CannotError, Method, Prepared
 from benchmarks.quantities import agrees
 
-# Environments whose methods take the workload itself; the others take what was saved of it.
+# Environments whose methods take the workload itself; the others take saved workloads.
 WITH_TORCH = ("torch", "torch-peers")
-# What is looked up among the installed packages, for the record.
+# Packages whose versions are recorded.
 PACKAGES = ("opacus", "backpack-for-pytorch", "torchjd", "jax", "jax-privacy", "mindspore")
 
 
 @dataclass
 class Worker:
-    """What one process measures.
+    """The state of the process.
 
     Args:
-        methods: by name.
-        takes_saved: whether the methods take what was saved of the workload.
-        cuda: whether the workload goes to the GPU.
-        prepared: what is measured.
+        methods: the methods by name.
+        takes_saved: whether the methods take saved workloads.
+        cuda: whether the workload is moved to the GPU.
+        prepared: the prepared method.
     """
 
     methods: dict[str, Method]
@@ -45,7 +45,7 @@ class Worker:
     prepared: Prepared | None = None
 
     def about(self) -> dict[str, Any]:
-        """Say what there is in this environment."""
+        """Return the methods and packages of this environment."""
         methods = [[m.name, m.shown_for, m.is_limit, m.shown_on] for m in self.methods.values()]
         versions = {name: _version(name) for name in PACKAGES}
         return {"methods": methods, "packages": {name: v for name, v in versions.items() if v is not None}}
@@ -55,7 +55,7 @@ class Worker:
         stopwatch.limit_memory(limit, cuda=self.cuda)
         chosen = self.methods[method]
         self.prepared = prepared = chosen.prepare(self._workload(workload, Path(folder)), quantity)
-        first = _timed(prepared.run)[1]  # its result is gone before the second call
+        first = _timed(prepared.run)[1]  # the first result is freed before the second call
         result, second = _timed(prepared.run)
         facts = {"first_call_s": prepared.setup_seconds + first, "call_s": second}
         if chosen.is_limit:
@@ -65,11 +65,11 @@ class Worker:
         return {"status": "wrong" if wrong else "ok", "reason": wrong or "", "error": error, **facts}
 
     def time(self, times: int, *, warm_up: bool) -> dict[str, Any]:
-        """Time a few calls."""
+        """Return the seconds of a few calls."""
         return {"seconds": stopwatch.seconds(self.prepared.run, times, warm_up=warm_up, cuda=self.cuda)}
 
     def memory(self) -> dict[str, Any]:
-        """Measure the memory of a call."""
+        """Return the peak bytes of one call."""
         hidden = self.prepared.has_pool
         return {"peak_bytes": None if hidden else stopwatch.peak_bytes(self.prepared.run, cuda=self.cuda)}
 
@@ -97,7 +97,7 @@ def _version(package: str) -> str | None:
 
 
 def answer(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
-    """Do what is asked; of what fails, give the reason in the words it came with."""
+    """Answer a request; a failure is answered with its status and the original message."""
     requests = {"prepare": worker.prepare, "time": worker.time, "memory": worker.memory}
     try:
         return requests[do](**arguments)
@@ -118,7 +118,7 @@ def _first_words(text: str) -> str:
 
 
 def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
-    """Answer line by line."""
+    """Answer requests line by line."""
     print(json.dumps(worker.about()), file=answers, flush=True)
     for request in requests:
         print(json.dumps(answer(worker, **json.loads(request))), file=answers, flush=True)
@@ -127,7 +127,7 @@ def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
 def main() -> None:
     environment, *options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep output of libraries apart from the answers
     serve(Worker(load(environment), environment not in WITH_TORCH, "cuda" in options), sys.stdin, answers)
 
 

@@ -1,4 +1,4 @@
-"""All workers of a run: which environments are there, what they can do, and processes in which nothing ran yet."""
+"""The workers of a run: available environments, their methods, and fresh processes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks.worker import WITH_TORCH
 
 
 class Workers:
-    """Processes by environment; one that has only refused work is handed out again.
+    """Processes by environment; a process in which no method ran is reused.
 
     Args:
-        cuda: whether they work on the GPU; only environments with torch do.
-        cold: whether compiled code is kept in folders of this run's own, empty at its start.
+        cuda: whether they use the GPU, which only environments with torch can.
+        cold: whether the run uses compile caches of its own, initially empty.
 
     Attributes:
-        methods: what can be measured.
+        methods: the available methods.
         packages: versions of the peers.
-        missing: environments that are not there.
+        missing: the names of missing environments.
     """
 
     def __init__(self, *, cuda: bool = False, cold: bool = True):
@@ -43,7 +43,7 @@ class Workers:
 
     @contextlib.contextmanager
     def of(self, cell: Cell) -> Iterator[Process]:
-        """Hand out a process for one cell, and end it after use."""
+        """Yield a process for one cell, and end it after use."""
         if cell.key in COLD and self._cold:
             process = self._start(cell.method.environment, cache="cold")
         else:
@@ -75,8 +75,8 @@ class Workers:
 
 @contextlib.contextmanager
 def truth_of(workload: str, quantities: Iterable[str]) -> Iterator[str]:
-    """Write a workload and its true results into a folder, in a process of its own."""
+    """Write a workload and its references to a folder, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.oracle", workload, folder, *sorted({"mean", *quantities})]
-        subprocess.run(command, cwd=ROOT, check=True, start_new_session=True)  # Ctrl-C is for the runner
+        subprocess.run(command, cwd=ROOT, check=True, start_new_session=True)  # Ctrl-C reaches the runner only
         yield folder

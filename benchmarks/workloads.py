@@ -1,4 +1,4 @@
-"""What the benchmarks run on: seeded models, the loss of one sample, and the same loss batched by hand."""
+"""The workloads: seeded models, the loss of one sample, and the same loss written for the batch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Workload:
     """A model with its loss.
 
     Args:
-        kind: which model and loss, for those who rebuild them in another framework.
-        sizes: what the kind is parametrized by.
-        model: what is differentiated.
+        kind: the model and loss, by which other frameworks rebuild them.
+        sizes: the sizes of the model and the batch.
+        model: the differentiated module.
         loss_fn: the loss of one sample: (model, *sample) → ``[]``.
-        batch_loss: the mean loss, batched by hand as one would write it: (model, *batch) → ``[]``.
+        batch_loss: the mean loss, written for the batch: (model, *batch) → ``[]``.
         batch: tensors with a leading batch axis.
         name: key of WORKLOADS.
         functional: the loss of one sample as a function of the parameters, (params, *sample) → ``[]``, where that is

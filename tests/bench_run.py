@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from persample.bench.records import FILL, GEMMS, UNIT, Record, Results, ScalingRecord, Target
+from benchmarks.report.records import FILL, GEMMS, UNIT, Record, Results, ScalingRecord, Target
 
 QUANTITIES = ("stack", "mean", "norms", "clipped_mean", "gram", "variance")
 # Milliseconds and MiB of one batch gradient.

@@ -1,4 +1,4 @@
-"""The records of a benchmark run: kept, compared, and held against what was demanded."""
+"""The records of a benchmark run: kept, compared, and compared with targets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from bench_run import RUN, record
 
-from persample.bench.files import merge, read, write
-from persample.bench.records import FILL, GEMMS, UNIT, Record, Results, Target
-from persample.bench.report import report
-from persample.bench.standings import check_notes, losses, standings
-from persample.bench.summaries import losses_grid, standings_grid
-from persample.bench.targets import outcomes
+from benchmarks.report.files import merge, read, write
+from benchmarks.report.outcomes import outcomes
+from benchmarks.report.page import report
+from benchmarks.report.records import FILL, GEMMS, UNIT, Record, Results, Target
+from benchmarks.report.standings import check_notes, losses, standings
+from benchmarks.report.summaries import losses_grid, standings_grid
 from persample.errors import ArgumentError
 
 

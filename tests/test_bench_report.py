@@ -12,14 +12,14 @@ from bench_run import RUN, TD, record
 from typer.testing import CliRunner
 
 from benchmarks import pages
-from persample.bench.figures import draw, shown_by
-from persample.bench.files import read, write
-from persample.bench.plots import Curves, Dots, fingerprint, plots
-from persample.bench.records import FILL, GEMMS, UNIT, Results
-from persample.bench.report import report
-from persample.bench.styles import styles
-from persample.bench.tables import full_table, short_table
-from persample.cli.app import app
+from benchmarks.report.__main__ import app
+from benchmarks.report.figures import draw, shown_by
+from benchmarks.report.files import read, write
+from benchmarks.report.page import report
+from benchmarks.report.plots import Curves, Dots, fingerprint, plots
+from benchmarks.report.records import FILL, GEMMS, UNIT, Results
+from benchmarks.report.styles import styles
+from benchmarks.report.tables import full_table, short_table
 from persample.errors import ArgumentError
 
 
@@ -140,21 +140,25 @@ class TestPlots:
 class TestCommand:
     def test_writes_a_page_whose_pictures_are_there(self, tmp_path):
         write(tmp_path / "run.json", replace(SMALL, targets=RUN.targets))
-        result = CliRunner().invoke(
-            app, ["bench", "report", str(tmp_path / "run.json"), "--output", str(tmp_path / "r")]
-        )
+        result = CliRunner().invoke(app, [str(tmp_path / "run.json"), "--output", str(tmp_path / "r")])
         assert result.exit_code == 0, result.output
         page = (tmp_path / "r" / "report.md").read_text()
         assert set(re.findall(r"\]\((.*\.png)\)", page)) == {p.name for p in (tmp_path / "r").glob("*.png")}
-        for title in ("Where we stand", "Where we lose", "Demanded and measured"):
+        for title in ("Where we stand", "Where we lose", "Targets"):
             assert title in result.output
             assert f"## {title}\n" in page
 
     def test_refuses_what_is_no_results_file(self, tmp_path):
-        result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.json")])
+        result = CliRunner().invoke(app, [str(tmp_path / "none.json")])
         assert result.exit_code == 2
         assert "results: expected a results file" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
+
+    def test_refuses_a_directory_that_cannot_be_written(self, tmp_path):
+        write(tmp_path / "run.json", SMALL)
+        result = CliRunner().invoke(app, [str(tmp_path / "run.json"), "--output", str(tmp_path / "run.json")])
+        assert result.exit_code == 2
+        assert "--output: expected a directory that can be written to" in result.stderr
 
 
 LOST = ("REINFORCE MLP 64, 32x200", "clipped_mean", "time")

@@ -26,9 +26,9 @@ from benchmarks.cells import MEASURED, Cell, Listed, cells
 from benchmarks.methods.method import CannotError, Method, Prepared
 from benchmarks.oracle import write
 from benchmarks.process import ROOT, FailedError, Process
+from benchmarks.report.files import read
+from benchmarks.report.records import UNIT, ScalingRecord
 from benchmarks.worker import Worker, serve
-from persample.bench.files import read
-from persample.bench.records import UNIT, ScalingRecord
 from persample.errors import ArgumentError
 
 SMALL = "TD(0) MLP 16, B=5"

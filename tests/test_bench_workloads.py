@@ -13,9 +13,9 @@ from benchmarks.cells import MEASURED
 from benchmarks.methods import FILES, load
 from benchmarks.oracle import oracle, write
 from benchmarks.quantities import CHECKED_NUMBERS, QUANTITIES, agrees, checked_rows
+from benchmarks.report.records import UNIT
 from benchmarks.targets import JAX, TARGETS
 from benchmarks.workloads import WORKLOADS, build
-from persample.bench.records import UNIT
 
 LARGE = {"tutorial TD(0), B=65536", "transformer tied 32000, B=16", "wide MLP 5120, B=32"}
 SMALL = "TD(0) MLP 16, B=5"

@@ -7,8 +7,8 @@ import torch
 from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.method import Method, Prepared
 from benchmarks.quantities import QUANTITIES
+from benchmarks.report.records import FILL, GEMMS
 from benchmarks.workloads import Workload
-from persample.bench.records import FILL, GEMMS
 
 
 def prepare_fill(work: Workload, _quantity: str) -> Prepared:

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.method import Method, Prepared
+from benchmarks.report.records import UNIT
 from benchmarks.workloads import Workload
-from persample.bench.records import UNIT
 
 
 def prepare(work: Workload, _quantity: str) -> Prepared:

@@ -1,4 +1,4 @@
-"""The command line. It needs the extra ``persample[cli]``; everything else in the library works without it."""
+"""The command line, which needs the extra ``persample[cli]``; the rest of the library does not import it."""
 
 import sys
 
@@ -6,16 +6,16 @@ _EXTRAS = ("typer", "rich", "matplotlib", "PIL", "gymnasium")
 
 
 def main() -> None:
-    """Run the command line, or say in one line which extra is missing.
+    """Run the command line, or report a missing extra in one line.
 
     Raises:
-        SystemExit: always; its code is 2 where an extra is missing.
-        ImportError: if anything but an extra cannot be imported.
+        SystemExit: always; with code 2 if an extra is missing.
+        ImportError: if another module cannot be imported.
     """
     try:
         from persample.cli.app import app
     except ImportError as error:
-        # persample.rl replaces the error of a missing gymnasium by its own, which keeps it as the cause.
+        # persample.rl raises an error of its own for a missing gymnasium, with the original error as its cause.
         missing = error.name or getattr(error.__cause__, "name", None) or ""
         if missing.partition(".")[0] not in _EXTRAS:
             raise

@@ -1,4 +1,4 @@
-"""The commands."""
+"""The commands, and the command ``compare``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperGroup
 
 from persample.cli import baird, train
-from persample.cli.bench import bench
 from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
@@ -24,19 +23,19 @@ from persample.cli.settings import Settings
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 
-# typer raises click's errors, and newer ones have a click of their own: this names the class in both.
+# typer raises click's errors, and newer versions of typer vendor click: this is the class in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class OneLineErrors(TyperGroup):
-    """Commands that answer wrong input with one line on stderr and exit code 2, an interrupt with one and 130."""
+    """Commands that report invalid input (exit code 2) and interrupts (exit code 130) in one line on stderr."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit.
 
         Args:
-            *args: passed on.
-            **kwargs: passed on.
+            *args: passed to typer.
+            **kwargs: passed to typer.
         """
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
@@ -49,13 +48,13 @@ class OneLineErrors(TyperGroup):
         """Run a command.
 
         Args:
-            ctx: its context.
+            ctx: the context of the command.
 
         Returns:
-            What it returns.
+            The result of the command.
 
         Raises:
-            Exit: with code 2 after input that cannot be used, and 130 after an interrupt.
+            Exit: with code 2 after invalid input, with code 130 after an interrupt.
         """
         try:
             return super().invoke(ctx)
@@ -99,7 +98,6 @@ def root(
 
 app.command(help=train.HELP)(train.train)
 app.command(help=baird.HELP)(baird.baird)
-app.add_typer(bench, name="bench")
 
 
 @app.command(
@@ -120,20 +118,20 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
 ) -> None:
     """Compare per-sample gradients with the naive loop on a real environment.
 
-    A freshly initialized policy acts in the environment. Then the averaged update of TD(0) and of REINFORCE is
-    computed by the naive loop, by per_sample_grads with Mean(), and by the ordinary batch gradient.
+    A freshly initialized policy collects the data. The naive loop, per_sample_grads with Mean(), and the ordinary batch
+    gradient then compute the averaged updates of TD(0) and REINFORCE.
 
     Args:
-        env: id of the environment.
+        env: the id of the environment.
         episodes: number of episodes.
         hidden: width of the hidden layers.
         engine: persample's engine.
-        seed: of everything random.
+        seed: the seed of networks, environments and actions.
         rounds: how many times each method is timed.
-        output: where to write the report.
+        output: the directory of the report; None writes nothing.
 
     Raises:
-        Exit: with code 1 where an update differs from the loop's by more than rounding.
+        Exit: with code 1 if an update differs from the loop's by more than rounding.
     """
     settings = Settings(env, episodes, hidden, cast("Engine", engine), seed, rounds)
     directory = None if output is None else writable(output, "report.json", "compare.png")
@@ -164,7 +162,7 @@ def _compared(settings: Settings) -> list[Comparison]:
     finally:
         envs.close()
     cases = (td_case(rollout), reinforce_case(rollout))
-    # The bar that refreshes itself has a thread, which would take its time from what is being timed.
+    # A bar that refreshes itself has a thread, which would slow down the timed calls.
     with _progress(auto_refresh=False) as progress:
         task = progress.add_task("updates               ", total=len(cases) * calls(settings.rounds))
 

@@ -27,12 +27,12 @@ def baird(
     """Run the three methods and draw their errors.
 
     Args:
-        updates: number of updates.
-        seed: of the transitions.
+        updates: the number of updates.
+        seed: the seed of the transitions.
         output: the PNG file.
 
     Raises:
-        ArgumentError: if there are no updates, or the file cannot be written.
+        ArgumentError: if ``updates`` is less than 1, or the file cannot be written.
     """
     if updates < 1:
         fix = "Use 1 or more."

@@ -1,4 +1,4 @@
-"""The two losses of the comparison, each with its parameters, its batch, and four ways to its averaged gradient."""
+"""The two losses of the comparison, and four methods for the averaged gradient of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from persample.inputs import Engine
 from persample.losses import discounted_returns, reinforce_loss, td_loss
 
 LOOP, PERSAMPLE, FUSED, BATCH = METHODS = ("naive loop", "persample", "persample, fused", "batch gradient")
-# What the fused call returns beside the averaged gradient, all from one pass.
+# The clipping bound of the fused call, which returns mean, clipped mean and norms from one pass.
 BOUND = 1.0
 
 Params = dict[str, Tensor]
@@ -27,10 +27,10 @@ class Case:
     """One loss and its batch.
 
     Args:
-        name: of the loss.
-        unit: what one sample is.
+        name: the name of the loss.
+        unit: the word for one sample.
         loss_fn: the loss of one sample: (params, *sample) → ``[]``.
-        batch_loss: the losses of all samples, batched by hand: (params, *batch) → ``[B]``.
+        batch_loss: the losses of all samples, written for the batch: (params, *batch) → ``[B]``.
         params: the parameters.
         batch: tensors with a leading batch axis.
     """
@@ -54,7 +54,7 @@ class Case:
 
 
 def td_case(rollout: Rollout) -> Case:
-    """Set up TD(0): the squared TD error of one transition.
+    """Return the case of TD(0): the squared TD error of one transition.
 
     Args:
         rollout: value network and transitions.
@@ -69,12 +69,12 @@ def td_case(rollout: Rollout) -> Case:
         return td_loss(v_tm1, r_t, discount_t, v_t)
 
     batch = (transitions.obs_tm1, transitions.r_t, transitions.discount_t, transitions.obs_t)
-    # Network and loss are elementwise over the batch: the same lines compute one loss or all of them.
+    # Network and loss are elementwise over the batch: one function computes one loss or all of them.
     return Case("TD(0)", "transition", loss_fn, loss_fn, _params(network), batch)
 
 
 def reinforce_case(rollout: Rollout) -> Case:
-    """Set up REINFORCE: −Σₜ log π(aₜ|sₜ) Gₜ of one episode.
+    """Return the case of REINFORCE: −Σₜ log π(aₜ|sₜ) Gₜ of one episode.
 
     Args:
         rollout: policy network and episodes.
@@ -96,11 +96,11 @@ def reinforce_case(rollout: Rollout) -> Case:
 
 
 def methods(case: Case, engine: Engine) -> dict[str, Callable[[], Update]]:
-    """Write down the averaged gradient in four ways, one of which computes clipped mean and norms beside it.
+    """Return the four methods for the averaged gradient; the fused method also returns clipped mean and norms.
 
     Args:
         case: the loss and its batch.
-        engine: persample's engine.
+        engine: the engine of persample.
 
     Returns:
         Functions without arguments, in the order of METHODS.
@@ -128,7 +128,7 @@ def _fused(case: Case, engine: Engine) -> Update:
 
 
 def fused_by_loop(case: Case) -> Update:
-    """Compute what the fused call returns in the naive loop.
+    """Compute the results of the fused call with the naive loop.
 
     Args:
         case: the loss and its batch.

@@ -1,4 +1,4 @@
-"""The comparison: each method's time, memory and result, next to the naive loop's."""
+"""The comparison: time, memory and result of each method, beside those of the naive loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from persample.cli.cases import FUSED, LOOP, METHODS, Case, fused_by_loop, metho
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
 from persample.inputs import Engine
 
-# Largest relative difference that float32 rounding explains.
+# The largest relative difference that float32 rounding explains.
 TOLERANCE = 1e-5
 
 
@@ -20,11 +20,11 @@ class Row:
     """One method on one loss.
 
     Args:
-        loss: name of the loss.
+        loss: the name of the loss.
         method: one of METHODS.
-        seconds: of every round.
-        peak_bytes: held by torch's allocator at the peak of one call.
-        speedup: the loop's median time over this one's.
+        seconds: the seconds of every round.
+        peak_bytes: the peak bytes of torch's allocator in one call.
+        speedup: the loop's median time divided by this method's.
         difference: the largest relative difference from the loop's update.
     """
 
@@ -51,12 +51,12 @@ class Comparison:
     """All methods on one loss.
 
     Args:
-        loss: name of the loss.
-        unit: what one sample is.
+        loss: the name of the loss.
+        unit: the word for one sample.
         samples: number of samples B.
         parameters: number of parameters P.
         rows: one per method, in the order of METHODS.
-        norms: Euclidean norms of the per-sample gradients, ``B`` of them.
+        norms: Euclidean norms of the B per-sample gradients.
     """
 
     loss: str
@@ -68,13 +68,13 @@ class Comparison:
 
 
 def compare(case: Case, engine: Engine, rounds: int, progress: Callable[[int], object]) -> Comparison:
-    """Compute a loss's averaged gradient with every method, and measure them.
+    """Measure every method on the averaged gradient of one loss.
 
     Args:
         case: the loss and its batch.
-        engine: persample's engine.
+        engine: the engine of persample.
         rounds: how many times each method is timed.
-        progress: called with the number of calls that were measured; ``calls(rounds)`` in all.
+        progress: called with the number of new measured calls, ``calls(rounds)`` in total.
 
     Returns:
         The measurements.

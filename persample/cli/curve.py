@@ -17,10 +17,10 @@ _BLUE, _LIGHT, _ORANGE = "#0072b2", "#56b4e9", "#e69f00"
 
 
 def save_curve(trainer: Trainer, path: Path) -> None:
-    """Draw what was learned, and how large the per-sample gradients were.
+    """Draw returns or errors, and the norms of the per-sample gradients.
 
     Args:
-        trainer: after one update or more.
+        trainer: a trainer after at least one update.
         path: the PNG file to write.
     """
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -73,6 +73,6 @@ def _line(axes: Axes, history: list[Row], name: str, *, color: str, label: str) 
 
 
 def _log_scale(axes: Axes) -> None:
-    if axes.dataLim.y1 > 0:  # where nothing is learned, nothing has a logarithm
+    if axes.dataLim.y1 > 0:  # a logarithm needs a positive value
         axes.set_yscale("log")
         axes.set_ylabel(f"{axes.get_ylabel()}, log scale")

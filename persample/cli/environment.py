@@ -1,4 +1,4 @@
-"""What a measurement was made on: versions, processor, threads, revision."""
+"""The environment of a measurement: versions, processor, threads, revision."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CHECKOUT = Path(persample.__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str | int | None]:
-    """Record the environment that results depend on.
+    """Return the environment that results depend on.
 
     Returns:
-        Versions of persample, Python, torch, NumPy and gymnasium (None where one is not installed), the processor and
-        its logical cores, the threads torch uses, the platform, and the revision of the checkout (None if installed).
+        Versions of persample, Python, torch, NumPy and gymnasium (None if not installed), the processor and its logical
+        cores, torch's threads, the platform, and the revision of the checkout (None outside of a checkout).
 
     Examples:
         >>> sorted(environment())[:4]
@@ -42,7 +42,7 @@ def version(package: str) -> str | None:
     """Look up the version of an installed package.
 
     Args:
-        package: its name.
+        package: the name of the package.
 
     Returns:
         The version, or None if it is not installed.
@@ -67,8 +67,8 @@ def _cpu_model() -> str | None:
 
 
 def _git_revision() -> str | None:
-    # Asked for only beside the package itself: git would also find a checkout that merely contains a virtual
-    # environment in which persample is installed, and whose revision says nothing about it.
+    # Only a .git beside the package counts: git itself would also find a checkout around the virtual environment
+    # in which persample is installed.
     if not (_CHECKOUT / ".git").exists():
         return None
     command = ["git", "-C", str(_CHECKOUT), "rev-parse", "HEAD"]

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from persample.cli.cases import BATCH, FUSED, LOOP, PERSAMPLE
 from persample.cli.compare import Comparison, Row
 
-# Okabe, Ito, "Color Universal Design" (2008): told apart by everyone.
+# Okabe, Ito, "Color Universal Design" (2008).
 _COLORS = {LOOP: "#999999", PERSAMPLE: "#0072b2", FUSED: "#56b4e9", BATCH: "#e69f00"}
 
 
@@ -23,7 +23,7 @@ def save_figure(comparisons: Sequence[Comparison], title: str, path: Path) -> No
 
     Args:
         comparisons: one per loss.
-        title: of the whole.
+        title: the title of the figure.
         path: the PNG file to write.
     """
     figure = Figure(figsize=(12, 3.6 * len(comparisons)), layout="constrained")

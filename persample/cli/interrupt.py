@@ -1,4 +1,4 @@
-"""Ctrl-C as a request."""
+"""Ctrl-C as a request to stop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C ask for a stop, and the second one interrupt at once.
+    """Turn the first Ctrl-C into a request to stop; the second one interrupts at once.
 
     Yields:
-        A function that says whether a stop was asked for.
+        A function that returns whether a stop was requested.
 
     Examples:
         >>> with interruptible() as stop_asked:

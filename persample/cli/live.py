@@ -1,4 +1,4 @@
-"""A training as it is seen on a terminal: a progress bar over a table of the last updates."""
+"""The terminal display of a training: a progress bar above a table of the last updates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROWS = 8
 
 
 class Display:
-    """The live display; as a context manager it is on stderr, and redrawn after every update.
+    """The live display on stderr, a context manager; ``refresh`` redraws it after an update.
 
     Args:
-        trainer: what is shown.
+        trainer: the trainer to show.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -29,7 +29,7 @@ class Display:
         self.task = self.bar.add_task("steps", total=trainer.config.steps, completed=trainer.steps)
         # Wide enough for the table where there is no terminal to ask.
         console = Console(stderr=True, width=None if sys.stderr.isatty() else 110)
-        # Without a thread of its own: it is redrawn when there is something new.
+        # No thread: the display is redrawn after each update.
         self.live = Live(self._group(), console=console, auto_refresh=False)
 
     def __enter__(self) -> Display:
@@ -38,7 +38,7 @@ class Display:
 
     def __exit__(self, *_error: object) -> None:
         self.live.stop()
-        if not self.live.console.is_terminal:  # where rich leaves the last line open
+        if not self.live.console.is_terminal:  # rich leaves the last line open there
             self.live.console.line()
 
     def refresh(self) -> None:
@@ -51,13 +51,13 @@ class Display:
 
 
 def table(rows: list[Row]) -> Table:
-    """Lay updates out.
+    """Return a table of updates.
 
     Args:
-        rows: what was measured, of the same names each.
+        rows: the metrics of each update, all with the same names.
 
     Returns:
-        A table with a line for each.
+        A table with one line per update.
     """
     result = Table()
     for name in rows[0] if rows else ():

@@ -1,4 +1,4 @@
-"""Time and peak memory of function calls, measured in one way for the command line and the benchmarks."""
+"""Time and peak memory of function calls, for the command line and the benchmarks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def time_rounds(
 ) -> dict[str, list[float]]:
     """Time several functions side by side: one warm-up each, then rounds in which each runs once.
 
-    Taking turns spreads whatever slows the machine down over all of them, so that their ratios hold.
+    Alternating calls share the slow phases of the machine, so that the ratios of their times hold.
 
     Args:
         calls: the functions, by name.
         rounds: how many times each is timed.
-        device: where they compute; on CUDA the clock waits for the device.
+        device: the device of the computation; on CUDA the clock waits for the device.
         progress: called with 1 after every call that was timed.
 
     Returns:
@@ -58,7 +58,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
         result = call()
         _synchronize(device)
         elapsed = time.perf_counter() - start
-        del result  # outside the clock: freeing is not computing
+        del result  # the clock excludes freeing the result
         return elapsed
     finally:
         if collecting:
@@ -66,14 +66,14 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu") -> int:
-    """Measure how many bytes a call holds at its peak, beyond what was held before it.
+    """Measure the peak bytes of a call, minus the bytes held before it.
 
-    These are the bytes of torch's allocator (results included), not those of the process: exact, and the same in
+    The bytes are those of torch's allocator, results included, not those of the process: they are exact, and equal in
     every run. On the CPU they are the running sum of the profiler's memory events.
 
     Args:
         call: the function.
-        device: where it computes; only the memory of this device is counted.
+        device: the device whose memory is counted.
 
     Returns:
         The bytes.
@@ -92,7 +92,7 @@ def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu
 
 
 def largest_allocation(call: Callable[[], object]) -> int:
-    """Measure how many bytes the largest tensor that a call allocates on the CPU has.
+    """Measure the bytes of the largest tensor that a call allocates on the CPU.
 
     Args:
         call: the function.
@@ -108,8 +108,8 @@ def largest_allocation(call: Callable[[], object]) -> int:
 
 
 def _allocations(call: Callable[[], object]) -> list[int]:
-    """Return the bytes that were allocated (negative: freed) on the CPU, in their order."""
-    # Without this, kineto writes a line to stderr at every start and stop. It is read once, at the first use.
+    """Return the bytes of all allocations (negative: of deallocations) on the CPU, in order."""
+    # Otherwise kineto writes a line to stderr at every start and stop. It reads the variable once, at its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
@@ -140,10 +140,10 @@ def relative_difference(actual: Mapping[str, torch.Tensor], expected: Mapping[st
 
     Args:
         actual: the update a, one tensor per parameter.
-        expected: the update b it is compared with, of the same names and shapes.
+        expected: the update b, with the same names and shapes.
 
     Returns:
-        The difference: 0 where both are zero, ∞ where only b is, NaN where anything is NaN.
+        The difference: 0 if both are zero, ∞ if only b is zero, NaN if any entry is NaN.
 
     Examples:
         >>> relative_difference({"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0, 4.0])})

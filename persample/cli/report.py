@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: a table for the terminal, and a JSON file."""
+"""The report of a comparison: a table for the terminal, and a JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from persample.errors import ArgumentError
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """Lay all rows out in one table.
+    """Return one table with all rows.
 
     Args:
         comparisons: one per loss.
@@ -48,13 +48,13 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def notes(comparisons: Sequence[Comparison]) -> list[str]:
-    """Say what a reader of the table should know.
+    """Return notes on the table.
 
     Args:
         comparisons: one per loss.
 
     Returns:
-        One line each: the batches, and losses whose gradients are all zero, so that their differences mean nothing.
+        One line on the batches, and one per loss whose gradients are all zero, as its differences mean nothing.
     """
     batches = ", ".join(f"{c.loss}: {c.samples} {c.unit}s, {c.parameters} parameters" for c in comparisons)
     zeros = [c.loss for c in comparisons if not any(c.norms)]
@@ -65,10 +65,10 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def save_report(settings: Settings, comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write down everything that was measured, and on what.
+    """Write all measurements, with settings and environment.
 
     Args:
-        settings: what was compared.
+        settings: the settings of the comparison.
         comparisons: one per loss.
         path: the JSON file to write.
     """
@@ -94,17 +94,17 @@ def _record(comparison: Comparison) -> dict[str, Any]:
 
 
 def writable(directory: Path, *names: str) -> Path:
-    """Make a directory, and see that files can be written there.
+    """Make a directory, and check that files can be written to it.
 
     Args:
-        directory: where files shall go.
-        *names: their names.
+        directory: the directory.
+        *names: the names of the files.
 
     Returns:
         The directory.
 
     Raises:
-        ArgumentError: if it cannot be made or written to.
+        ArgumentError: if the directory cannot be made or written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -14,19 +14,19 @@ from persample.cli.settings import Settings
 from persample.errors import ArgumentError
 from persample.rl.networks import Features, count_actions, mlp
 
-# Longer episodes are cut: some environments have no time limit, and a padded batch is as long as its longest episode.
+# Episodes are truncated here: some environments have no time limit, and the longest episode sets the padded length.
 MAX_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Networks, and what happened when the policy acted.
+    """Networks, and the data that the policy collected.
 
     Args:
-        policy: from observations to logits of the actions.
-        value: from observations to one value.
-        transitions: for TD(0).
-        episodes: for REINFORCE.
+        policy: a network from observations to logits of the actions.
+        value: a network from observations to one value.
+        transitions: the batch of TD(0).
+        episodes: the batch of REINFORCE.
     """
 
     policy: nn.Sequential
@@ -36,12 +36,12 @@ class Rollout:
 
 
 def roll_out(settings: Settings, open_envs: VectorEnv, progress: Callable[[str, int], object]) -> Rollout:
-    """Let a freshly initialized policy act.
+    """Collect data with a freshly initialized policy.
 
     Args:
-        settings: what to compare.
-        open_envs: from ``make_envs``.
-        progress: called with "transitions" or "episodes" and the number of new ones.
+        settings: the settings of the comparison.
+        open_envs: the environments, from ``make_envs``.
+        progress: called with "transitions" or "episodes", and the number of new ones.
 
     Returns:
         The networks and the batches.
@@ -69,13 +69,13 @@ def make_envs(settings: Settings) -> VectorEnv:
     """Make environments that the comparison can use.
 
     Args:
-        settings: what to compare.
+        settings: the settings of the comparison.
 
     Returns:
         Up to 8 environments.
 
     Raises:
-        ArgumentError: if there is none of this name, or its spaces do not fit.
+        ArgumentError: if the environment is unknown, or its spaces are not supported.
     """
     try:
         envs = rl.make_envs(settings.env, min(8, settings.episodes))

@@ -11,18 +11,18 @@ from persample.inputs import Engine
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compare.
+    """The settings of a comparison.
 
     Args:
         env: the id of a gymnasium environment.
         episodes: number of episodes E for REINFORCE; TD(0) gets 8 transitions for each.
         hidden: width of the two hidden layers.
-        engine: persample's engine.
-        seed: of networks, environments and actions.
+        engine: the engine of persample.
+        seed: the seed of networks, environments and actions.
         rounds: how many times each method is timed.
 
     Raises:
-        ArgumentError: if one of them cannot be; it names the option.
+        ArgumentError: if a value is invalid; the message names the option.
     """
 
     env: str = "CartPole-v1"

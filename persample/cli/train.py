@@ -1,4 +1,4 @@
-"""``persample train``: a training with a live display, that can be interrupted and resumed."""
+"""``persample train``: a training with a live display, which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the directory's checkpoint.")] = False,
 ) -> None:
-    """Train, show it, and leave files behind.
+    """Train with a live display, and write metrics, a figure and a checkpoint.
 
     Args:
         algorithm: "td0", "reinforce" or "a2c".
-        env: id of the environment.
-        seed: of everything random.
-        steps: of the environments.
+        env: the id of the environment.
+        seed: the seed of network, environments and actions.
+        steps: the number of environment steps.
         reduce: "mean" or "clipped".
         max_norm: the bound of "clipped".
-        engine: persample's engine.
-        target: average return that ends the training.
-        learning_rate: of Adam.
+        engine: the engine of persample.
+        target: the average return that ends the training.
+        learning_rate: the initial learning rate of Adam.
         discount: γ.
         hidden: width of the hidden layers.
         batch: samples per update.
-        lambda_: of a2c's advantages.
-        epsilon: of td0's policy.
+        lambda_: the λ of a2c's advantages.
+        epsilon: the ε of td0's policy.
         checkpoint_every: updates between checkpoints.
-        output: directory of the files.
-        resume: go on from the checkpoint that is there.
+        output: the directory of the files.
+        resume: whether to resume from the checkpoint in ``output``.
 
     Raises:
-        ArgumentError: if an option cannot be.
+        ArgumentError: if an option is invalid.
         Exit: with code 130 after an interrupt.
     """
     if checkpoint_every < 1:
@@ -84,7 +84,7 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
     own |= {"lambda_": lambda_, "epsilon": epsilon}
     directory = Path("runs", re.sub(r"[^\w.-]", "-", f"{algorithm}-{env}-{seed}")) if output is None else output
     with _named_as_options():
-        known = cast("Engine", engine)  # or the configuration refuses it
+        known = cast("Engine", engine)  # TrainingConfig checks it
         config = TrainingConfig(_algorithm(algorithm, own), env, seed, steps, reduce, max_norm, known, target)
         trainer = Trainer(config)
         try:
@@ -115,7 +115,7 @@ def _run(trainer: Trainer, files: TrainingFiles, checkpoint_every: int) -> bool:
     """Train until the end or until Ctrl-C.
 
     Returns:
-        Whether it was Ctrl-C.
+        Whether Ctrl-C ended the training.
     """
     with interruptible() as stop_asked, Display(trainer) as display:
         while not (trainer.finished or stop_asked()):
@@ -142,7 +142,7 @@ def _report(trainer: Trainer) -> None:
 
 @contextmanager
 def _named_as_options() -> Iterator[None]:
-    """Name arguments in errors as the command line spells them: ``--learning-rate`` for ``learning_rate``."""
+    """Spell arguments in errors as command-line options: ``--learning-rate`` for ``learning_rate``."""
     try:
         yield
     except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""What a training leaves in its directory: metrics, a picture, a checkpoint."""
+"""The files of a training: metrics, a figure, a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ CHECKPOINT, METRICS, CURVE = "checkpoint.pt", "metrics.csv", "learning_curve.png
 
 
 class TrainingFiles:
-    """The files of one training, which agree with each other after ``save``.
+    """The files of one training, which are consistent after ``save``.
 
     Args:
-        trainer: new, or of a checkpoint's settings.
-        directory: where the files go.
-        resume: go on from the checkpoint that is there.
+        trainer: a new trainer, or one with a checkpoint's settings.
+        directory: the directory of the files.
+        resume: whether to resume from the checkpoint in ``directory``.
 
     Raises:
-        ArgumentError: if the directory cannot be written to, or a checkpoint is in the way or missing.
+        ArgumentError: if the directory cannot be written to, an existing checkpoint would be overwritten, or the
+            checkpoint to resume is missing.
     """
 
     def __init__(self, trainer: Trainer, directory: Path, *, resume: bool) -> None:
@@ -34,12 +35,12 @@ class TrainingFiles:
             expected, received = "a directory without a checkpoint", repr(str(directory))
             raise ArgumentError.about("--output", expected=expected, received=received, fix=fix)
         writable(directory, CHECKPOINT, METRICS, CURVE)
-        # Rows that an interrupted training wrote after its last checkpoint go.
+        # Drop rows that an interrupted training wrote after its last checkpoint.
         (directory / METRICS).write_text("", encoding="utf-8")
         self._append(trainer.history)
 
     def append(self) -> None:
-        """Write down the last update."""
+        """Append the last update to the metrics."""
         self._append(self.trainer.history[-1:])
 
     def _append(self, rows: list[dict[str, float]]) -> None:
@@ -50,7 +51,7 @@ class TrainingFiles:
             writer.writerows(rows)
 
     def save(self) -> None:
-        """Save the checkpoint and draw the curve."""
+        """Save the checkpoint and draw the learning curve."""
         save_checkpoint(self.trainer, self.directory / CHECKPOINT)
         if self.trainer.history:
             save_curve(self.trainer, self.directory / CURVE)

@@ -95,9 +95,8 @@ def contributions(
     )
     samples = tower.samples
     batched = (*samples.leaves_batched, *(True for _ in extra))
-    return replace(
-        tower, encoder=encoder, samples=replace(samples, leaves=(*samples.leaves, *extra), leaves_batched=batched)
-    )
+    leaves = (*samples.leaves, *extra)
+    return replace(tower, samples=replace(samples, loss=encoder, leaves=leaves, leaves_batched=batched))
 
 
 def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning, for one sample (a transition, an episode), with RLax's names and signs."""
+"""Losses of reinforcement learning for one sample (a transition or an episode), with the names and signs of RLax."""
 
 from persample.losses.actor_critic import advantage_actor_critic_loss
 from persample.losses.categorical import categorical_importance_sampling_ratios, categorical_log_prob

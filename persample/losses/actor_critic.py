@@ -28,28 +28,28 @@ def advantage_actor_critic_loss(
 ) -> Tensor:
     """Compute the loss of advantage actor-critic: Σₜ [−log π(aₜ|sₜ) Âₜ + c_v (Gₜ − v(sₜ))² − c_e H(π(·|sₜ))].
 
-    Âₜ are the generalized advantages, Gₜ = Âₜ + v(sₜ) the λ-returns. Both are constants: the policy's part sends no
-    gradient into ``values``, the critic's none through its target. Source: Mnih et al., "Asynchronous Methods for Deep
-    Reinforcement Learning" (2016), section 4; with λ, Schulman et al., "High-Dimensional Continuous Control Using
+    Âₜ are the generalized advantages, Gₜ = Âₜ + v(sₜ) the λ-returns. Both are constants: the policy term has no
+    gradient in ``values``, and the critic's target passes no gradient. Source: Mnih et al., "Asynchronous Methods for
+    Deep Reinforcement Learning" (2016), section 4; with λ, Schulman et al., "High-Dimensional Continuous Control Using
     Generalized Advantage Estimation" (2016).
 
     Args:
         logits_t: unnormalized log-probabilities of the actions at times 0 … T−1, ``[T, A]``.
-        values: values of the states at times 0 … T, ``[T + 1]``; the one after the last real step bootstraps.
+        values: values of the states at times 0 … T, ``[T + 1]``; the value after the last real step bootstraps.
         a_t: actions taken at times 0 … T−1, integers, ``[T]``.
         r_t: rewards at times 1 … T, ``[T]``.
-        discount_t: discounts at times 1 … T (0 where the episode terminated), ``[T]`` or one for all.
-        lambda_: λ, ``[T]`` or one for all; 1 takes whole returns, 0 single TD errors.
+        discount_t: discounts at times 1 … T (0 where the episode terminated), ``[T]`` or a number.
+        lambda_: λ, ``[T]`` or a number; 1 gives whole returns, 0 single TD errors.
         value_cost: c_v.
         entropy_cost: c_e.
-        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding adds nothing, whatever it holds.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding contributes exactly zero.
         reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
 
     Returns:
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, actions are no integers, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, actions are not integers, or ``reduction`` is unknown.
 
     Examples:
         >>> import torch

@@ -14,7 +14,7 @@ from persample.losses.steps import taken
 def categorical_log_prob(logits_t: Tensor, a_t: Tensor) -> Tensor:
     """Compute log π(aₜ|sₜ) of a categorical policy.
 
-    Finite for logits of any finite size; logits of −∞ are actions that cannot be taken.
+    The result is finite for all finite logits. A logit of −∞ gives its action probability 0.
 
     Args:
         logits_t: unnormalized log-probabilities of the actions, ``[*, A]``.
@@ -24,7 +24,7 @@ def categorical_log_prob(logits_t: Tensor, a_t: Tensor) -> Tensor:
         The log-probabilities, ``[*]``.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> categorical_log_prob(torch.tensor([[0.0, 0.0], [1000.0, -1000.0]]), torch.tensor([0, 1]))
@@ -38,18 +38,18 @@ def categorical_log_prob(logits_t: Tensor, a_t: Tensor) -> Tensor:
 def categorical_importance_sampling_ratios(pi_logits_t: Tensor, mu_logits_t: Tensor, a_t: Tensor) -> Tensor:
     """Compute the ratios π(aₜ|sₜ)/μ(aₜ|sₜ) of two categorical policies.
 
-    Name and argument order are RLax's.
+    Name and argument order follow RLax.
 
     Args:
         pi_logits_t: unnormalized log-probabilities under the target policy π, ``[*, A]``.
         mu_logits_t: unnormalized log-probabilities under the behaviour policy μ, ``[*, A]``.
-        a_t: actions that μ took, integers, ``[*]``.
+        a_t: actions taken by μ, integers, ``[*]``.
 
     Returns:
         The ratios, ``[*]``.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> pi, mu = torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2)

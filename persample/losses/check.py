@@ -1,4 +1,4 @@
-"""What the losses refuse: shapes that would broadcast into something else, actions that are no indices, bad options."""
+"""Checks of the arguments of losses: shapes, actions, options. Wrong shapes would broadcast silently."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the ba
 
 
 def check_same(**values: Any) -> None:
-    """Refuse tensors of unlike shapes, which would broadcast; a number or 0-d tensor stands for all entries.
+    """Check that all tensors have one shape; a number or a 0-d tensor applies to all entries.
 
     Args:
         values: the arguments by name.
 
     Raises:
-        ArgumentError: if two of them have unlike shapes.
+        ArgumentError: if two shapes differ.
     """
     first, common = "", None
     for name, value in values.items():
@@ -30,15 +30,15 @@ def check_same(**values: Any) -> None:
 
 
 def check_steps(name: str, steps: Tensor, **values: Any) -> None:
-    """Refuse what is not one entry per time step, or one for all.
+    """Check that each argument has one entry per time step, or is a number.
 
     Args:
-        name: of the argument that says how many steps there are.
-        steps: that argument, time first.
+        name: the name of ``steps``.
+        steps: the argument that defines the number of steps, time first.
         values: the other arguments by name.
 
     Raises:
-        ArgumentError: if the shape of one is not that of the first axes of ``steps``.
+        ArgumentError: if a shape differs from that of the first axes of ``steps``.
     """
     if steps.ndim == 0:
         raise _refused(name, "a sequence, shape [T]", steps)
@@ -48,15 +48,15 @@ def check_steps(name: str, steps: Tensor, **values: Any) -> None:
 
 
 def check_rows(name: str, rows: Tensor, **values: Any) -> None:
-    """Refuse what is not one entry per row of a table.
+    """Check that each argument has one entry per row of a table.
 
     Args:
-        name: of the table.
+        name: the name of the table.
         rows: the table, one number per action on its last axis.
-        values: the other arguments by name; None and numbers stand for all rows.
+        values: the other arguments by name; None and numbers apply to all rows.
 
     Raises:
-        ArgumentError: if a shape is not that of ``rows`` without its last axis.
+        ArgumentError: if a shape differs from that of ``rows`` without its last axis.
     """
     if rows.ndim == 0:
         raise _refused(name, "one number per action on the last axis", rows)
@@ -66,15 +66,15 @@ def check_rows(name: str, rows: Tensor, **values: Any) -> None:
 
 
 def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
-    """Refuse actions that are not one index per row of a table.
+    """Check that actions are one index per row of a table.
 
     Args:
-        name: of the table.
+        name: the name of the table.
         rows: the table, one number per action on its last axis.
         actions: the actions by name.
 
     Raises:
-        ArgumentError: if they are no integers, or not one per row.
+        ArgumentError: if actions are not integers, or not one per row.
     """
     check_rows(name, rows, **actions)
     for other, a in actions.items():
@@ -89,14 +89,14 @@ def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
 
 
 def check_axes(count: int, **values: Any) -> None:
-    """Refuse tensors with more or fewer axes.
+    """Check the number of axes of tensors.
 
     Args:
         count: the number of axes of one sample.
         values: the arguments by name.
 
     Raises:
-        ArgumentError: if one has another number of them.
+        ArgumentError: if a tensor has another number of axes.
     """
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim != count:
@@ -104,15 +104,15 @@ def check_axes(count: int, **values: Any) -> None:
 
 
 def check_not_negative(name: str, value: float, fix: str) -> None:
-    """Refuse a negative number; a tensor's value is not looked at.
+    """Check that a number is not negative; tensors are not checked.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         value: the number.
         fix: what to pass instead.
 
     Raises:
-        ArgumentError: if it is negative, or NaN.
+        ArgumentError: if the number is negative or NaN.
     """
     if not isinstance(value, Tensor) and not value >= 0:
         raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)

@@ -23,17 +23,17 @@ def categorical_td_learning(
 ) -> Tensor:
     """Compute the cross-entropy of a value distribution at time t−1 with its Bellman target, projected on its atoms.
 
-    The target distribution has atoms rₜ + γₜ zⱼ with the probabilities softmax(v_logits_t)ⱼ; each atom's probability is
-    shared between its two neighbours in ``v_atoms_tm1``, in proportion to its nearness. Name and argument order are
-    RLax's. Source: Bellemare, Dabney, Munos, "A Distributional Perspective on Reinforcement Learning" (2017).
+    The target distribution has atoms rₜ + γₜ zⱼ with probabilities softmax(v_logits_t)ⱼ. Each probability is split
+    between the two nearest atoms of ``v_atoms_tm1``, linearly in the distance. Name and argument order follow RLax.
+    Source: Bellemare, Dabney, Munos, "A Distributional Perspective on Reinforcement Learning" (2017).
 
     Args:
         v_atoms_tm1: atoms at time t−1 in ascending order, ``[K]``.
-        v_logits_tm1: unnormalized log-probabilities of them, ``[K]``.
+        v_logits_tm1: unnormalized log-probabilities of these atoms, ``[K]``.
         r_t: reward on the way to time t, ``[]``.
         discount_t: γ, or 0 where the episode terminated at time t, ``[]``.
         v_atoms_t: atoms at time t, ``[M]``.
-        v_logits_t: unnormalized log-probabilities of them, ``[M]``.
+        v_logits_t: unnormalized log-probabilities of these atoms, ``[M]``.
         stop_target_gradients: no gradient flows through the projected target.
 
     Returns:
@@ -67,8 +67,8 @@ def quantile_regression_loss(
 ) -> Tensor:
     """Compute Σᵢ meanⱼ |τᵢ − 1[δᵢⱼ < 0]| L(δᵢⱼ) with δᵢⱼ = targetⱼ − srcᵢ: L is |δ|, or the Huber loss.
 
-    Name, argument order and value are RLax's. So is the gradient, up to one point: here ``stop_target_gradients`` does
-    stop the gradient of ``dist_target``, while RLax 0.1.9 lets it through in both states. Source: Dabney et al.,
+    Name, argument order and value follow RLax. The gradient differs in one point: ``stop_target_gradients`` stops the
+    gradient of ``dist_target`` here, while RLax 0.1.9 passes it with either value of the flag. Source: Dabney et al.,
     "Distributional Reinforcement Learning with Quantile Regression" (2018), equation 10.
 
     Args:
@@ -100,7 +100,7 @@ def quantile_regression_loss(
 
 
 def _project(z_p: Tensor, probs: Tensor, z_q: Tensor) -> Tensor:
-    # The part of every gap between the atoms that lies below z: 1 … 1, a fraction, 0 … 0. Its falls are the shares.
+    # The fraction of each gap between atoms that lies below z: 1 … 1, a fraction, 0 … 0. Its decreases are the shares.
     gaps, offsets = z_q.diff()[:, None], z_p - z_q[:-1, None]
     below = torch.where(gaps > 0, offsets / torch.where(gaps > 0, gaps, 1), (offsets >= 0).to(offsets)).clamp(0, 1)
     first, last = torch.ones_like(z_p)[None], torch.zeros_like(z_p)[None]

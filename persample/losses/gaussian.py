@@ -22,7 +22,7 @@ def gaussian_log_prob(mu_t: Tensor, sigma_t: Tensor | float, a_t: Tensor) -> Ten
 
     Args:
         mu_t: means, ``[T, D]`` (any leading axes).
-        sigma_t: standard deviations, positive, ``[T, D]``, ``[D]`` or one for all.
+        sigma_t: standard deviations, positive, ``[T, D]``, ``[D]`` or a number.
         a_t: actions taken, ``[T, D]``.
 
     Returns:
@@ -55,15 +55,15 @@ def gaussian_policy_gradient_loss(
 ) -> Tensor:
     """Compute the policy-gradient loss −Σₜ wₜ log π(aₜ|sₜ) Aₜ of one episode with a diagonal Gaussian policy.
 
-    No gradient flows through the actions: they are what was sampled. Source: Williams, "Simple Statistical
+    No gradient flows through the sampled actions. Source: Williams, "Simple Statistical
     Gradient-Following Algorithms" (1992), section 6.
 
     Args:
         mu_t: means, ``[T, D]``.
-        sigma_t: standard deviations, positive, ``[T, D]``, ``[D]`` or one for all.
+        sigma_t: standard deviations, positive, ``[T, D]``, ``[D]`` or a number.
         a_t: actions taken, ``[T, D]``.
         adv_t: advantages (or returns) of the steps, ``[T]``.
-        w_t: weights of the steps, ``[T]`` or one for all.
+        w_t: weights of the steps, ``[T]`` or a number.
         use_stop_gradient: no gradient flows through the advantages.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
         reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
@@ -72,7 +72,7 @@ def gaussian_policy_gradient_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, or ``reduction`` is unknown.
 
     Examples:
         >>> mu, a_t = torch.zeros(2, 1), torch.tensor([[1.0], [2.0]])
@@ -95,7 +95,7 @@ def gaussian_entropy_loss(
 
     Args:
         sigma_t: standard deviations, positive, ``[T, D]``.
-        w_t: weights of the steps, ``[T]`` or one for all.
+        w_t: weights of the steps, ``[T]`` or a number.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
         reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
 
@@ -103,7 +103,7 @@ def gaussian_entropy_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, or ``reduction`` is unknown.
 
     Examples:
         >>> gaussian_entropy_loss(torch.ones(2, 1))

@@ -1,4 +1,4 @@
-"""Losses as torch's own functions are: to a mode that looks for functions of torch, one function each."""
+"""Makes each loss a single call for ``__torch_function__`` modes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 
 
 def overridable(loss: _Loss) -> _Loss:
-    """Make a function one that ``__torch_function__`` sees as a whole, as it sees those of ``torch.nn.functional``.
+    """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
 
-    Else the eager engine, which replaces functions of torch by such a mode, would see each look at a shape: 2 µs each.
+    The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
 
     Args:
         loss: a function of tensors.
 
     Returns:
-        The function.
+        The overridable function.
 
     Examples:
         >>> import torch

@@ -28,24 +28,24 @@ def sarsa_lambda(
 ) -> Tensor:
     """Compute the SARSA(λ) errors Gₜ^λ − q(sₜ₋₁, aₜ₋₁) of a sequence, with λ-returns over q(sₜ, aₜ).
 
-    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.7.
+    Name, argument order and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.7.
 
     Args:
         q_tm1: action values at times 0 … T−1, ``[T, A]``.
         a_tm1: actions taken at times 0 … T−1, integers, ``[T]``.
         r_t: rewards at times 1 … T, ``[T]``.
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         q_t: action values at times 1 … T, ``[T, A]``.
         a_t: actions taken at times 1 … T, integers, ``[T]``.
-        lambda_: λ at times 1 … T, ``[T]`` or one for all.
+        lambda_: λ at times 1 … T, ``[T]`` or a number.
         stop_target_gradients: no gradient flows through the returns.
-        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding returns 0, whatever it holds.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. The result is 0 at padding.
 
     Returns:
         The errors, ``[T]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> q, a = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 1])
@@ -72,25 +72,25 @@ def q_lambda(
 ) -> Tensor:
     """Compute the Q(λ) errors Gₜ^λ − q(sₜ₋₁, aₜ₋₁) of a sequence, with λ-returns over maxₐ q(sₜ, a).
 
-    One λ for all is Peng's Q(λ); λ that is 0 where the action was not greedy is Watkins's. Name, argument order and
-    sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.10; Peng, Williams, "Incremental
-    Multi-Step Q-Learning" (1996).
+    A constant λ gives Peng's Q(λ); λ = 0 after actions that were not greedy gives Watkins's Q(λ). Name, argument order
+    and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.10; Peng, Williams,
+    "Incremental Multi-Step Q-Learning" (1996).
 
     Args:
         q_tm1: action values at times 0 … T−1, ``[T, A]``.
         a_tm1: actions taken at times 0 … T−1, integers, ``[T]``.
         r_t: rewards at times 1 … T, ``[T]``.
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
-        q_t: action values at times 1 … T, ``[T, A]``. Where several are the largest, they share the gradient.
-        lambda_: λ at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
+        q_t: action values at times 1 … T, ``[T, A]``. Tied maxima share the gradient.
+        lambda_: λ at times 1 … T, ``[T]`` or a number.
         stop_target_gradients: no gradient flows through the returns.
-        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding returns 0, whatever it holds.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. The result is 0 at padding.
 
     Returns:
         The errors, ``[T]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> q, a = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 1])
@@ -121,7 +121,7 @@ def retrace(
     """Compute the Retrace(λ) errors Gₜ − q(sₜ₋₁, aₜ₋₁) of a sequence that another policy μ produced.
 
     Gₜ = rₜ₊₁ + γₜ₊₁ [Σₐ π(a|sₜ₊₁) q(sₜ₊₁, a) + cₜ₊₁ (Gₜ₊₁ − q(sₜ₊₁, aₜ₊₁))], cₜ = λ min(1, π(aₜ|sₜ)/(μ(aₜ|sₜ) + ε)),
-    the last c being 0. Name, argument order and sign are RLax's. Source: Munos et al., "Safe and Efficient Off-Policy
+    and c_T = 0. Name, argument order and sign follow RLax. Source: Munos et al., "Safe and Efficient Off-Policy
     Reinforcement Learning" (2016), equation 4.
 
     Args:
@@ -130,19 +130,19 @@ def retrace(
         a_tm1: actions taken at times 0 … T−1, integers, ``[T]``.
         a_t: actions taken at times 1 … T, integers, ``[T]``.
         r_t: rewards at times 1 … T, ``[T]``.
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         pi_t: probabilities of all actions under the target policy at times 1 … T, ``[T, A]``.
         mu_t: probabilities of the actions taken under the behaviour policy at times 1 … T, ``[T]``.
-        lambda_: λ, ``[T]`` or one for all.
+        lambda_: λ, ``[T]`` or a number.
         eps: ε.
         stop_target_gradients: no gradient flows through the returns.
-        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding returns 0, whatever it holds.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. The result is 0 at padding.
 
     Returns:
         The errors, ``[T]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> q, a, pi = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 1]), torch.full((2, 2), 0.5)
@@ -157,7 +157,7 @@ def retrace(
         mask, r_t, discount_t, mu_t, lambda_, _taken(mask, pi_t, a_t), _taken(mask, q_t, a_t)
     )
     c = mixing * (pi_a_t / (torch.where(mask, mu, 1) + eps)).clamp(max=1)
-    c = torch.where(shift(mask, 1), c, 0)  # nothing follows the last step
+    c = torch.where(shift(mask, 1), c, 0)  # the last step has no successor
     v_t = (unpadded(mask, pi_t).double() * unpadded(mask, q_t)).sum(-1)
     target_tm1, _ = compose(r + discounts * (v_t - c * qa_t), discounts * c, len(r_t))
     return error_of(target_tm1.to(q_tm1.dtype), _taken(mask, q_tm1, a_tm1), stop_target_gradients)

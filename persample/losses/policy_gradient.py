@@ -1,4 +1,4 @@
-"""Policy-gradient losses, for one episode. Padding contributes exactly zero to loss and gradient, whatever it holds."""
+"""Policy-gradient losses of one episode. Padding contributes exactly zero to loss and gradient, even if it is NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reinforce_loss(
 
     Its gradient with ``reduction="sum"`` is minus the REINFORCE estimator of Williams, "Simple Statistical
     Gradient-Following Algorithms" (1992). No gradient flows through ``return_t``. Padding contributes exactly zero to
-    loss and gradient, whatever it holds (NaN, ∞, an action of −1).
+    loss and gradient, even if it contains NaN, ∞ or an action of −1.
 
     Args:
         logits_t: unnormalized log-probabilities of the actions, ``[T, A]``.
@@ -33,7 +33,7 @@ def reinforce_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, actions are no integers, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, actions are not integers, or ``reduction`` is unknown.
 
     Examples:
         >>> logits, a_t = torch.zeros(3, 2), torch.tensor([0, 1, -1])
@@ -56,14 +56,14 @@ def policy_gradient_loss(
 ) -> Tensor:
     """Compute the policy-gradient loss −Σₜ wₜ log π(aₜ|sₜ) Aₜ of one episode.
 
-    Name and argument order are RLax's, whose value is that of ``reduction="mean"``. Source: Williams, "Simple
+    Name and argument order follow RLax, which returns the value of ``reduction="mean"``. Source: Williams, "Simple
     Statistical Gradient-Following Algorithms" (1992).
 
     Args:
         logits_t: unnormalized log-probabilities of the actions, ``[T, A]``.
         a_t: actions taken, integers, ``[T]``.
         adv_t: advantages (or returns) of the steps, ``[T]``.
-        w_t: weights of the steps, ``[T]`` or one for all.
+        w_t: weights of the steps, ``[T]`` or a number.
         use_stop_gradient: no gradient flows through the advantages.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
         reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
@@ -72,7 +72,7 @@ def policy_gradient_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, actions are no integers, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, actions are not integers, or ``reduction`` is unknown.
 
     Examples:
         >>> logits, a_t = torch.zeros(2, 2), torch.tensor([0, 1])
@@ -91,12 +91,13 @@ def entropy_loss(
 ) -> Tensor:
     """Compute minus the entropy, Σₜ wₜ Σₐ π(a|sₜ) log π(a|sₜ), of a categorical policy in one episode.
 
-    Name and argument order are RLax's, whose value is that of ``reduction="mean"``. Actions of probability 0 (logits of
-    −∞) add nothing. Source: Williams, Peng, "Function Optimization Using Connectionist RL Algorithms" (1991).
+    Name and argument order follow RLax, which returns the value of ``reduction="mean"``. Actions of probability 0
+    (logits of −∞) add nothing. Source: Williams, Peng, "Function Optimization Using Connectionist RL Algorithms"
+    (1991).
 
     Args:
         logits_t: unnormalized log-probabilities of the actions, ``[T, A]``.
-        w_t: weights of the steps, ``[T]`` or one for all.
+        w_t: weights of the steps, ``[T]`` or a number.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
         reduction: over time: "sum", "mean" over unmasked steps (0 if there are none) or "none".
 
@@ -104,7 +105,7 @@ def entropy_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, or ``reduction`` is unknown.
 
     Examples:
         >>> entropy_loss(torch.tensor([[0.0, 0.0], [1000.0, -1000.0]]), reduction="none")
@@ -129,8 +130,8 @@ def clipped_surrogate_pg_loss(
 ) -> Tensor:
     """Compute PPO's loss −Σₜ min(ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ) of one episode, ρₜ = π(aₜ|sₜ)/π_old(aₜ|sₜ).
 
-    Name and argument order are RLax's, whose value is that of ``reduction="mean"``. Source: Schulman et al., "Proximal
-    Policy Optimization Algorithms" (2017), equation 7.
+    Name and argument order follow RLax, which returns the value of ``reduction="mean"``. Source: Schulman et al.,
+    "Proximal Policy Optimization Algorithms" (2017), equation 7.
 
     Args:
         prob_ratios_t: the ratios ρ, ``[T]`` (``categorical_importance_sampling_ratios`` computes them).
@@ -144,7 +145,7 @@ def clipped_surrogate_pg_loss(
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if shapes do not fit, ``epsilon`` is negative, or ``reduction`` is none of these.
+        ArgumentError: if shapes do not fit, ``epsilon`` is negative, or ``reduction`` is unknown.
 
     Examples:
         >>> clipped_surrogate_pg_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), 0.25, reduction="none")
@@ -167,10 +168,10 @@ def score_loss(
     Args:
         log_pi_a_t: log-probabilities of the actions taken, ``[T]``.
         adv_t: advantages, ``[T]``.
-        w_t: weights, ``[T]`` or one for all.
+        w_t: weights, ``[T]`` or a number.
         mask: True at real steps, ``[T]``; None if all are.
         use_stop_gradient: no gradient flows through the advantages.
-        reduction: over time.
+        reduction: the reduction over time.
 
     Returns:
         The loss, ``[]``; ``[T]`` for "none".
@@ -183,7 +184,7 @@ def score_loss(
     adv = unpadded(mask, spread(adv_t, log_pi_a_t))
     if use_stop_gradient:
         adv = stop_gradient(adv)
-    loss_t = log_pi_a_t * -adv  # adv is a constant as a rule: the other way round there is a backward pass of the sign
+    loss_t = log_pi_a_t * -adv  # adv is usually a constant, so that its negation needs no backward pass
     if not (isinstance(w_t, int | float) and w_t == 1):
         loss_t = loss_t * unpadded(mask, spread(w_t, log_pi_a_t))
     return over_time(loss_t, mask, reduction)

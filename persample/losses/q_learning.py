@@ -22,7 +22,7 @@ def sarsa(
 ) -> Tensor:
     """Compute the SARSA error rₜ + γₜ q(sₜ, aₜ) − q(sₜ₋₁, aₜ₋₁).
 
-    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.7.
+    Name, argument order and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.7.
 
     Args:
         q_tm1: action values at time t−1, ``[A]`` (further axes in front: elementwise).
@@ -37,7 +37,7 @@ def sarsa(
         The error, ``[]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> import torch
@@ -62,7 +62,7 @@ def expected_sarsa(
 ) -> Tensor:
     """Compute the expected SARSA error rₜ + γₜ Σₐ π(a|sₜ) q(sₜ, a) − q(sₜ₋₁, aₜ₋₁).
 
-    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.9.
+    Name, argument order and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.9.
 
     Args:
         q_tm1: action values at time t−1, ``[A]`` (further axes in front: elementwise).
@@ -77,7 +77,7 @@ def expected_sarsa(
         The error, ``[]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> import torch
@@ -100,7 +100,7 @@ def q_learning(
 ) -> Tensor:
     """Compute the Q-learning error rₜ + γₜ maxₐ q(sₜ, a) − q(sₜ₋₁, aₜ₋₁).
 
-    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.8.
+    Name, argument order and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.8.
 
     Args:
         q_tm1: action values at time t−1, ``[A]`` (further axes in front: elementwise).
@@ -114,7 +114,7 @@ def q_learning(
         The error, ``[]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> import torch
@@ -138,7 +138,7 @@ def double_q_learning(
 ) -> Tensor:
     """Compute the double Q-learning error rₜ + γₜ q(sₜ, argmaxₐ q′(sₜ, a)) − q(sₜ₋₁, aₜ₋₁).
 
-    Name, argument order and sign are RLax's. Source: van Hasselt, "Double Q-learning" (2010); with a target network
+    Name, argument order and sign follow RLax. Source: van Hasselt, "Double Q-learning" (2010); with a target network
     van Hasselt, Guez, Silver, "Deep Reinforcement Learning with Double Q-learning" (2016), equation 4.
 
     Args:
@@ -146,15 +146,15 @@ def double_q_learning(
         a_tm1: action taken at time t−1, an integer, ``[]``.
         r_t: reward on the way to time t, ``[]``.
         discount_t: γ, or 0 where the episode terminated at time t, ``[]``.
-        q_t_value: the q that values the action at time t, ``[A]``.
-        q_t_selector: the q′ that selects it (the first of equals), ``[A]``; it receives no gradient.
+        q_t_value: the action values q at time t that evaluate the selected action, ``[A]``.
+        q_t_selector: the action values q′ that select it (the first of tied maxima), ``[A]``; without gradient.
         stop_target_gradients: no gradient flows through the target.
 
     Returns:
         The error, ``[]``, unreduced.
 
     Raises:
-        ArgumentError: if shapes do not fit, or actions are no integers.
+        ArgumentError: if shapes do not fit, or actions are not integers.
 
     Examples:
         >>> import torch

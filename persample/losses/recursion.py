@@ -1,7 +1,7 @@
-"""Gₜ = bₜ + aₜ Gₜ₊₁ for all t at once, by doubling: exact where a is 0, and vmap batches it.
+"""Solves Gₜ = bₜ + aₜ Gₜ₊₁ for all t at once by doubling: exact where a is 0, and supported by vmap.
 
-Everything here is float64: a float32 recursion over 10 000 steps (γ = 0.9999, λ = 0.999) erred by 8e-3 in advantages up
-to 464, this by 1.5e-5, the rounding of the result (torch 2.13, CPU).
+All numbers are float64. Over 10 000 steps (γ = 0.9999, λ = 0.999; advantages up to 464) the error is 1.5e-5, the
+rounding of the result; a float32 recursion has an error of 8e-3 (torch 2.13, CPU).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from persample.losses.steps import spread, unpadded
 
 
 def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
-    """Give every step its entries in float64, 0 at padding.
+    """Expand values to one float64 entry per step, with 0 at padding.
 
     Args:
         mask: True at real steps, ``[T, *]``.
-        values: numbers, ``[]``, or tensors of the first axes of ``mask``.
+        values: numbers, or tensors with the first axes of ``mask``.
 
     Returns:
         One tensor for each, ``[T, *]``.
@@ -32,11 +32,11 @@ def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
 
 
 def result_dtype(r_t: Tensor, *values: Tensor | float) -> torch.dtype:
-    """Return the dtype of what is computed from rewards and the rest, by torch's rules: numbers and 0-d adapt.
+    """Return the dtype of a result by torch's promotion rules: numbers and 0-d tensors adapt.
 
     Args:
         r_t: rewards.
-        values: the rest.
+        values: the other operands.
 
     Returns:
         The dtype.

@@ -1,7 +1,7 @@
 """Returns and advantages of trajectories, computed for all time steps at once.
 
-Names, argument order and meaning are RLax's; time is the first axis, and further axes are elementwise. All of them are
-the recursion Gₜ = bₜ + aₜ Gₜ₊₁, which ``persample.losses.recursion`` solves without a loop over time.
+Names, argument order and meaning follow RLax. Time is the first axis; further axes are elementwise. Every return is a
+recursion Gₜ = bₜ + aₜ Gₜ₊₁, which ``persample.losses.recursion`` solves without a loop over time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def discounted_returns(
 ) -> Tensor:
     """Compute the discounted returns Gₜ = rₜ₊₁ + γₜ₊₁ Gₜ₊₁ of a trajectory, bootstrapped at its end.
 
-    Exact where a discount is 0. Padding (where ``mask_t`` is False) returns 0, whatever it holds, and the last real
-    step bootstraps. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 3.9.
+    The result is exact where a discount is 0, and 0 at padding (where ``mask_t`` is False). The last real step
+    bootstraps. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 3.9.
 
     Args:
         r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values at times 1 … T, of which the last bootstraps, ``[T]``; or that last value alone, ``[]``.
         stop_target_gradients: no gradient flows through the returns.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
@@ -51,7 +51,7 @@ def discounted_returns(
     check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
     mask = real_steps(mask_t, r_t)
     r, discounts = entries(mask, r_t, discount_t)
-    (bootstrap,) = entries(mask & ~shift(mask, 1), v_t)  # values before the end are not even looked at
+    (bootstrap,) = entries(mask & ~shift(mask, 1), v_t)  # values before the end are not used
     returns, _ = compose(r + discounts * bootstrap, discounts, len(r_t))
     return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
@@ -68,14 +68,14 @@ def lambda_returns(
 ) -> Tensor:
     """Compute the λ-returns Gₜ = rₜ₊₁ + γₜ₊₁ [(1 − λₜ₊₁) vₜ₊₁ + λₜ₊₁ Gₜ₊₁], bootstrapped at the end: G_T = v_T.
 
-    Padding (where ``mask_t`` is False) returns 0, whatever it holds, and the last real step bootstraps from its own
-    v. Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.1 and equation 12.18.
+    The result is 0 at padding (where ``mask_t`` is False). The last real step bootstraps from its own v.
+    Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.1 and equation 12.18.
 
     Args:
         r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values at times 1 … T, ``[T]``.
-        lambda_: λ at times 1 … T, ``[T]`` or one for all: 0 is TD(0)'s target, 1 the discounted return.
+        lambda_: λ at times 1 … T, ``[T]`` or a number: 0 is TD(0)'s target, 1 the discounted return.
         stop_target_gradients: no gradient flows through the returns.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
 
@@ -107,16 +107,16 @@ def n_step_bootstrapped_returns(
 ) -> Tensor:
     """Compute n-step returns: Gₜ = rₜ₊₁ + γₜ₊₁ [(1 − λₜ₊₁) vₜ₊₁ + λₜ₊₁ Gₜ₊₁] iterated n times from Gₜ₊ₙ = vₜ₊ₙ.
 
-    With λ = 1 that is rₜ₊₁ + γₜ₊₁ (rₜ₊₂ + … + γₜ₊ₙ vₜ₊ₙ). Towards the end fewer steps are left, and the last value
-    bootstraps. Padding (where ``mask_t`` is False) returns 0, whatever it holds, and the last real step bootstraps from
-    its own v. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 7.1.
+    λ = 1 gives rₜ₊₁ + γₜ₊₁ (rₜ₊₂ + … + γₜ₊ₙ vₜ₊ₙ). With fewer than n steps left, the last value bootstraps. The result
+    is 0 at padding (where ``mask_t`` is False), and the last real step bootstraps from its own v. Source: Sutton,
+    Barto, "Reinforcement Learning" (2018), equation 7.1.
 
     Args:
         r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values at times 1 … T, ``[T]``.
         n: number of steps before bootstrapping, at least 1.
-        lambda_t: λ at times 1 … T, ``[T]`` or one for all.
+        lambda_t: λ at times 1 … T, ``[T]`` or a number.
         stop_target_gradients: no gradient flows through the returns.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
 
@@ -135,7 +135,7 @@ def n_step_bootstrapped_returns(
         raise ArgumentError.about("n", expected="a positive int", received=repr(n), fix="Use 1 for TD(0)'s target.")
     mask = real_steps(mask_t, r_t)
     r, discounts, values, mixing = entries(mask, r_t, discount_t, v_t, lambda_t)
-    mixing = torch.where(mask & ~shift(mask, 1), 0, mixing)  # nothing follows the last step, it takes all of its v
+    mixing = torch.where(mask & ~shift(mask, 1), 0, mixing)  # the last step has no successor: its weight of v is 1
     returns, product = compose(r + discounts * (1 - mixing) * values, discounts * mixing, n)
     returns = returns + product * shift(values, n - 1)
     return _finished(returns, result_dtype(r_t, discount_t, v_t, lambda_t), stop_target_gradients)
@@ -153,14 +153,14 @@ def truncated_generalized_advantage_estimation(
 ) -> Tensor:
     """Compute the advantages Âₜ = δₜ + γₜ₊₁ λₜ₊₁ Âₜ₊₁ with δₜ = rₜ₊₁ + γₜ₊₁ v(sₜ₊₁) − v(sₜ).
 
-    Padding (where ``mask_t`` is False) returns 0, whatever it holds; the value that follows the last real step
-    bootstraps. Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
-    (2016), equation 16; truncated as in "Proximal Policy Optimization Algorithms" (2017), equation 11.
+    The result is 0 at padding (where ``mask_t`` is False). The value after the last real step bootstraps. Source:
+    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2016), equation 16;
+    truncated as in "Proximal Policy Optimization Algorithms" (2017), equation 11.
 
     Args:
         r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
-        lambda_: λ at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
+        lambda_: λ at times 1 … T, ``[T]`` or a number.
         values: values at times 0 … T, ``[T + 1]``.
         stop_target_gradients: no gradient flows through the advantages.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.

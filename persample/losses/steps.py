@@ -1,4 +1,4 @@
-"""What all losses over time share: entries by action, padding, and the reduction over the steps of an episode."""
+"""Shared by all losses over time: entries by action, padding, and the reduction over the steps of an episode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from persample.errors import ArgumentError
 
 
 def taken(rows: Tensor, a: Tensor) -> Tensor:
-    """Pick the entry of the action taken from every row.
+    """Return the entry of the taken action from each row.
 
     Args:
         rows: one number per action, ``[*, A]``.
@@ -26,10 +26,10 @@ def taken(rows: Tensor, a: Tensor) -> Tensor:
 
 
 def spread(x: Tensor | float, like: Tensor) -> Tensor:
-    """Give every step its entry.
+    """Expand a value to one entry per step.
 
     Args:
-        x: a number, ``[]``, or a tensor of the first axes of ``like``, where broadcasting would take the last.
+        x: a number, or a tensor with the first axes of ``like`` (broadcasting would use the last axes).
         like: the steps, ``[T, *]``.
 
     Returns:
@@ -68,7 +68,7 @@ def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
 
 
 def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return which steps are real, or None if all are: what looks for no padding takes half of the operations.
+    """Return which steps are real, or None if all are: losses without padding need half of the operations.
 
     Args:
         mask_t: as in ``real_steps``.
@@ -81,12 +81,12 @@ def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
-    """Replace what padding holds, before it is used: multiplied by 0 later, its NaN would live on in the gradient.
+    """Overwrite padding before use: a product with 0 would keep its NaN in the gradient.
 
     Args:
         mask: True at real steps, ``[*]``; None if all are.
         x: entries of the steps, ``[*]``, or rows of them, ``[*, A]``.
-        fill: what padding holds then.
+        fill: the new content of padding.
 
     Returns:
         The entries, in the shape of ``x``.
@@ -97,7 +97,7 @@ def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
     """
     if mask is None:
         return x
-    if mask.ndim < x.ndim:  # written out: torch takes four times as long to repeat it number by number, twice
+    if mask.ndim < x.ndim:  # contiguous: repeating an expanded tensor twice takes torch four times as long
         mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)).expand_as(x).contiguous()
     return torch.where(mask, x, fill)
 
@@ -114,7 +114,7 @@ def over_time(loss_t: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
         The loss, ``[]``; ``[T]`` for "none".
 
     Raises:
-        ArgumentError: if ``reduction`` is none of these.
+        ArgumentError: if ``reduction`` is unknown.
 
     Examples:
         >>> over_time(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([True, True, False]), "mean")

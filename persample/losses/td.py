@@ -20,7 +20,7 @@ def td_learning(
 ) -> Tensor:
     """Compute the TD(0) error δ = rₜ + γₜ v(sₜ) − v(sₜ₋₁).
 
-    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.5.
+    Name, argument order and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 6.5.
 
     Args:
         v_tm1: value of the state at time t−1, ``[]`` (any shape: elementwise).
@@ -49,8 +49,8 @@ def td_loss(
 ) -> Tensor:
     """Compute the squared TD(0) error δ², as in MindSpore's tutorial on per-sample gradients.
 
-    With ``stop_target_gradients`` its gradient is −2δ ∇v(sₜ₋₁), TD(0)'s semi-gradient; without it the residual
-    gradient 2δ (γ ∇v(sₜ) − ∇v(sₜ₋₁)) of Baird, "Residual Algorithms" (1995).
+    The gradient is −2δ ∇v(sₜ₋₁), the semi-gradient of TD(0), with ``stop_target_gradients``; without, it is the
+    residual gradient 2δ (γ ∇v(sₜ) − ∇v(sₜ₋₁)) of Baird, "Residual Algorithms" (1995).
 
     Args:
         v_tm1: value of the state at time t−1, ``[]`` (any shape: elementwise).
@@ -83,18 +83,18 @@ def td_lambda(
     *,
     mask_t: Tensor | None = None,
 ) -> Tensor:
-    """Compute the TD(λ) errors Gₜ^λ − v(sₜ₋₁) of a sequence, G^λ being its λ-returns.
+    """Compute the TD(λ) errors Gₜ^λ − v(sₜ₋₁) of a sequence, where G^λ are its λ-returns.
 
-    Name, argument order and sign are RLax's. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 12.4.
+    Name, argument order and sign follow RLax. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 12.4.
 
     Args:
         v_tm1: values of the states at times 0 … T−1, ``[T]``.
         r_t: rewards at times 1 … T, ``[T]``.
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values of the states at times 1 … T, ``[T]``.
-        lambda_: λ at times 1 … T, ``[T]`` or one for all.
+        lambda_: λ at times 1 … T, ``[T]`` or a number.
         stop_target_gradients: no gradient flows through the returns.
-        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding returns 0, whatever it holds.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. The result is 0 at padding.
 
     Returns:
         The errors, ``[T]``, unreduced.
@@ -116,7 +116,7 @@ def td_lambda(
 def huber_loss(x: Tensor, delta: float = 1.0) -> Tensor:
     """Compute ½x² where |x| ≤ δ and δ(|x| − ½δ) elsewhere: the gradient is x clipped to [−δ, δ].
 
-    Name and argument order are RLax's. Source: Huber, "Robust Estimation of a Location Parameter" (1964).
+    Name and argument order follow RLax. Source: Huber, "Robust Estimation of a Location Parameter" (1964).
 
     Args:
         x: errors, any shape.

@@ -1,4 +1,4 @@
-"""V-trace: TD errors and advantages of a sequence that another policy produced."""
+"""V-trace: off-policy TD errors and advantages of a sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from persample.utils.trees import stop_gradient
 
 
 class VTraceOutput(NamedTuple):
-    """What ``vtrace_td_error_and_advantage`` returns; the names are RLax's.
+    """The result of ``vtrace_td_error_and_advantage``, with the names of RLax.
 
     Attributes:
         errors: V-trace targets minus values, for the loss of the critic, ``[T]``.
@@ -46,21 +46,21 @@ def vtrace_td_error_and_advantage(
 
     With δₜ = rₜ₊₁ + γₜ₊₁ v(sₜ₊₁) − v(sₜ), ρ̄ₜ = min(ρ̄, ρₜ) and cₜ = λₜ min(1, ρₜ); the advantage is
     min(ρ̄_pg, ρₜ) (qₜ − v(sₜ)) with qₜ = rₜ₊₁ + γₜ₊₁ [v(sₜ₊₁) + λₜ eₜ₊₁]; past the end e is 0. Names, argument order and
-    signs are RLax's (but for its ``sample_mask``). Source: Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with
+    signs follow RLax (without its ``sample_mask``). Source: Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with
     Importance Weighted Actor-Learner Architectures" (2018), section 4.
 
     Args:
         v_tm1: values of the states at times 0 … T−1, ``[T]``.
         v_t: values of the states at times 1 … T, ``[T]``.
         r_t: rewards at times 1 … T, ``[T]``.
-        discount_t: discounts at times 1 … T, ``[T]`` or one for all.
+        discount_t: discounts at times 1 … T, ``[T]`` or a number.
         rho_tm1: importance ratios π(a|s)/μ(a|s) at times 0 … T−1, ``[T]``.
-        lambda_: λ, ``[T]`` or one for all.
+        lambda_: λ, ``[T]`` or a number.
         clip_rho_threshold: ρ̄.
         clip_pg_rho_threshold: ρ̄_pg.
-        stop_target_gradients: the errors send a gradient to ``v_tm1`` only, as if their targets were constants. (The
-            advantage is left open, as in RLax: policy losses stop it.)
-        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. Padding returns 0, whatever it holds.
+        stop_target_gradients: the targets of the errors are constants: gradients reach ``v_tm1`` only. The advantages
+            pass gradients, as in RLax; policy losses stop them.
+        mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. The result is 0 at padding.
 
     Returns:
         Errors, advantages and action values.

@@ -1,4 +1,4 @@
-"""Rollouts: vectorized gymnasium environments and a policy make batches of transitions or whole episodes."""
+"""Rollouts of policies in vectorized gymnasium environments: batches of transitions or whole episodes."""
 
 try:
     import gymnasium  # noqa: F401 (asked for here, so that a missing extra is named)

@@ -1,4 +1,4 @@
-"""Baird's counterexample: off-policy, bootstrapping and linear, and semi-gradient TD(0) diverges."""
+"""Baird's counterexample: semi-gradient TD(0) diverges with off-policy data and a linear value function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_SIZES = {"td0": (0.01, 0.0), "gtd2": (0.005, 0.05), "tdc": (0.005, 0.05)}
 
 
 def baird_features() -> Tensor:
-    """Write down the features of the seven states: v(i) = 2θᵢ + θ₈ of the upper six, v(7) = θ₇ + 2θ₈.
+    """Return the features of the seven states: v(i) = 2θᵢ + θ₈ of the upper six, v(7) = θ₇ + 2θ₈.
 
     Returns:
         The features, ``[7, 8]``, float64.
@@ -38,9 +38,9 @@ class BairdRun(NamedTuple):
     """The errors before the first update and after each.
 
     Attributes:
-        value_error: root mean square of the seven values, whose true ones are 0, ``[n + 1]``.
-        bellman_error: root mean square of γ v(7) − v(s), ``[n + 1]``. It is the projected one, too: the features can
-            express every value function.
+        value_error: root mean square of the seven values, ``[n + 1]``; the true values are 0.
+        bellman_error: root mean square of γ v(7) − v(s), ``[n + 1]``. It equals the projected Bellman
+            error, as the features can express every value function.
     """
 
     value_error: Tensor
@@ -48,7 +48,7 @@ class BairdRun(NamedTuple):
 
 
 def baird_run(method: str, updates: int, *, batch: int = 32, discount: float = 0.99, seed: int = 0) -> BairdRun:
-    """Evaluate the policy that always goes to state 7 from the data of one that goes to all states alike.
+    """Evaluate the policy that always goes to state 7, with data of the policy that draws all states uniformly.
 
     Rewards are 0, and so are the true values. Source: Baird, "Residual Algorithms" (1995), as in Sutton and Barto,
     "Reinforcement Learning" (2nd edition, 2018), section 11.2.
@@ -58,13 +58,13 @@ def baird_run(method: str, updates: int, *, batch: int = 32, discount: float = 0
         updates: number of updates n.
         batch: transitions per update B.
         discount: γ.
-        seed: of the transitions.
+        seed: the seed of the transitions.
 
     Returns:
         The errors.
 
     Raises:
-        ArgumentError: if the method is none of these.
+        ArgumentError: if the method is unknown.
 
     Examples:
         >>> run = baird_run("td0", 50)
@@ -107,10 +107,10 @@ def _semi_gradient(theta: Tensor, transitions: tuple[Tensor, ...], ratio_t: Tens
 def _transitions(
     features: Tensor, batch: int, discount: float, generator: torch.Generator
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Draw transitions of the behaviour policy, under which all states are alike likely, before and after a step.
+    """Draw transitions of the behaviour policy: states before and after a step are uniform.
 
     Returns:
-        (s_tm1, r_t, discount_t, s_t) and the ratios: π/μ = 1/(1/7) on the way to state 7, 0 elsewhere.
+        (s_tm1, r_t, discount_t, s_t) and the ratios: π/μ = 1/(1/7) for steps to state 7, otherwise 0.
     """
     s_tm1, s_t = torch.randint(7, (2, batch), generator=generator)
     zeros = torch.zeros(batch, dtype=features.dtype)

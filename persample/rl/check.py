@@ -1,4 +1,4 @@
-"""What a rollout refuses: its arguments, environments it cannot step faithfully, and actions they would not take."""
+"""Checks of rollouts: arguments, environments and actions."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Multi
 
 
 def check_count(argument: str, count: int) -> None:
-    """Refuse a count that is not a positive int.
+    """Check that a count is a positive int.
 
     Args:
-        argument: its name.
-        count: its value.
+        argument: the name of the argument.
+        count: the value of the argument.
 
     Raises:
-        ArgumentError: if it is none.
+        ArgumentError: if the value is not a positive int.
     """
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ArgumentError.about(argument, expected="a positive int", received=repr(count), fix="Use 1 or more.")
 
 
 def check_rollout(envs: object, discount: float, seed: int) -> None:
-    """Refuse what no rollout can work with.
+    """Check the arguments that all rollouts share.
 
     Args:
         envs: vectorized environments.
         discount: γ.
-        seed: of environments and policy.
+        seed: the seed of environments and policy.
 
     Raises:
-        ArgumentError: if one of them does not fit; it says which and why.
+        ArgumentError: if an argument is invalid; the message names it and the reason.
     """
     if not isinstance(envs, VectorEnv):
         fix = "Use persample.rl.make_envs, or SyncVectorEnv([lambda: env]) for one environment."
@@ -78,7 +78,7 @@ def _check_autoreset(envs: Envs) -> None:
 
 
 def autoreset_mode(envs: Envs) -> AutoresetMode:
-    """Find out where the environments reset themselves.
+    """Return the autoreset mode of environments.
 
     Args:
         envs: vectorized environments.
@@ -87,10 +87,10 @@ def autoreset_mode(envs: Envs) -> AutoresetMode:
         The mode.
 
     Raises:
-        ArgumentError: if they do not say.
+        ArgumentError: if the environments do not name their mode.
     """
-    # In gymnasium 1.1 environments of a class share their metadata, so that it tells the mode of the last ones made;
-    # the attribute of SyncVectorEnv and AsyncVectorEnv is their own.
+    # In gymnasium 1.1 all environments of a class share their metadata, which names the mode of the newest;
+    # the attribute of SyncVectorEnv and AsyncVectorEnv belongs to each environment.
     mode = getattr(envs.unwrapped, "autoreset_mode", envs.metadata.get("autoreset_mode"))
     if mode not in [*AutoresetMode, *(known.value for known in AutoresetMode)]:
         fix = "It says which steps are resets: let the environments set it to a gymnasium.vector.AutoresetMode."
@@ -99,7 +99,7 @@ def autoreset_mode(envs: Envs) -> AutoresetMode:
 
 
 def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
-    """Copy a policy's actions to NumPy, if the environments can take them.
+    """Check a policy's actions against the action space, and copy them to NumPy.
 
     Args:
         envs: vectorized environments.
@@ -119,7 +119,7 @@ def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
         raise ArgumentError.about("policy", expected=expected, received=received, fix=fix)
     continuous = np.issubdtype(space.dtype, np.floating)
     chosen = actions.detach().to("cpu", torch.float32 if continuous else torch.int64).numpy().copy()
-    # Continuous actions out of bounds are left to the environment (many clip them); a discrete one is a plain mistake.
+    # Environments handle continuous actions out of bounds (many clip them); a discrete one is a mistake.
     if not continuous and (actions.is_floating_point() or not space.contains(chosen.astype(space.dtype))):
         received = f"{actions.dtype} actions {actions.tolist()}"
         fix = "Return integers of this range: the network's number of outputs must be the number of actions."

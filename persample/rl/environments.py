@@ -12,13 +12,13 @@ from persample.rl.check import Envs, check_count
 
 
 def make_envs(env_id: str, num_envs: int = 8, **kwargs: Any) -> Envs:
-    """Make copies of an environment that are stepped together, in this process.
+    """Make copies of an environment that are stepped together in this process.
 
     Args:
         env_id: a registered environment, such as "CartPole-v1" ("module:Name-v0" imports the module first).
         num_envs: number of copies N.
         kwargs: further arguments of ``gymnasium.make_vec``: ``max_episode_steps=100``, ``wrappers=[…]``,
-            ``vector_kwargs={"autoreset_mode": "SameStep"}``, or what the environment itself takes.
+            ``vector_kwargs={"autoreset_mode": "SameStep"}``, or arguments of the environment itself.
 
     Returns:
         The environments, a ``gymnasium.vector.SyncVectorEnv``.

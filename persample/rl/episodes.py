@@ -46,28 +46,28 @@ def collect_episodes(
     max_steps: int | None = None,
     progress: Progress | None = None,
 ) -> Episodes:
-    """Collect whole episodes of a policy, each as likely as in a loop over a single environment.
+    """Collect whole episodes of a policy, with the distribution of a loop over a single environment.
 
-    Taking whichever episodes finish first would prefer the short ones. Here the environments get their share in
-    advance: row e is episode e // N of environment e % N, however long it takes. Environments that are done with
-    theirs are stepped along without being recorded, and nothing of an unfinished episode is returned.
+    Row e is episode e // N of environment e % N: the first E episodes to finish would favour short episodes. An
+    environment that has finished its episodes is stepped along without being recorded. Unfinished episodes are not
+    returned.
 
     Args:
         envs: N environments with array observations and actions (see ``make_envs``).
         policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``.
         num_episodes: number of episodes E.
         discount: γ, from 0 to 1.
-        seed: of environments and policy: the same seed gives the same batch, bit for bit. The global generators are
-            neither used nor changed.
-        max_steps: cut episodes after this many steps, as truncations; without it, an environment that never ends an
-            episode is stepped forever.
-        progress: called with the number of new episodes after every step that finished some.
+        seed: the seed of environments and policy: equal seeds give equal batches, bit for bit. The global generators
+            are neither used nor changed.
+        max_steps: the number of steps after which episodes are truncated; without it, an episode that never ends is
+            stepped forever.
+        progress: called with the number of finished episodes after every step that finishes any.
 
     Returns:
         The episodes, on the CPU.
 
     Raises:
-        ArgumentError: if an argument does not fit; it says which and why.
+        ArgumentError: if an argument is invalid; the message names it and the reason.
 
     Examples:
         >>> from persample.rl import categorical_policy, make_envs
@@ -96,10 +96,10 @@ def collect_episodes(
 
 
 def _record(recorded: list[list[list[Row]]], shares: list[int], step: Step, max_steps: int | None) -> NDArray[np.bool_]:
-    """Append a step to the episodes under way (the last of each list).
+    """Append a step to the running episodes (the last of each list).
 
     Returns:
-        Which of the episodes that are wanted ended with it, ``[N]``.
+        The mask of the wanted episodes that ended with this step, ``[N]``.
     """
     ended = np.zeros_like(step.done_t)
     for i, (episodes, share) in enumerate(zip(recorded, shares, strict=True)):

@@ -1,4 +1,4 @@
-"""Gradient TD: GTD2 and TDC, which converge off-policy, for any differentiable value function."""
+"""Gradient TD for any differentiable value function: GTD2 and TDC, which converge off-policy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from persample.utils import trees
 
 
 class GradientTDStep(NamedTuple):
-    """What one step of gradient TD gives: two gradients, to be subtracted with step sizes of their own.
+    """The gradients of one step of gradient TD; each is subtracted with its own step size.
 
     Attributes:
-        params: for the parameters θ, a tree like them.
-        weights: for the auxiliary weights w, a tree like them.
+        params: the gradient for the parameters θ, a tree like θ.
+        weights: the gradient for the auxiliary weights w, a tree like w.
     """
 
     params: Any
@@ -40,14 +40,14 @@ def gradient_td_step(
 ) -> GradientTDStep:
     """Make one step of TDC or GTD2 on B transitions.
 
-    Averaged over them, with φ = ∇v(s) and φ′ = ∇v(s′):
+    The means over the transitions, with φ = ∇v(s) and φ′ = ∇v(s′):
 
     - GTD2: θ ← θ + α [ρ (φ − γφ′)(φᵀw) − h]
     - TDC: θ ← θ + α [ρ (δφ − γφ′(φᵀw)) − h]
     - both: w ← w + β (ρδ − φᵀw) φ
 
-    The products φᵀw are those of every sample's own gradient. h = (ρδ − φᵀw) ∇²v(s) w is the curvature of the value
-    function, 0 for linear ones. Sources: Sutton et al., "Fast Gradient-Descent Methods for Temporal-Difference Learning
+    φᵀw uses the gradient of each sample. h = (ρδ − φᵀw) ∇²v(s) w is the curvature term, which is 0 for linear value
+    functions. Sources: Sutton et al., "Fast Gradient-Descent Methods for Temporal-Difference Learning
     with Linear Function Approximation" (2009); Maei et al., "Convergent Temporal-Difference Learning with Arbitrary
     Smooth Function Approximation" (2009).
 
@@ -58,7 +58,7 @@ def gradient_td_step(
         transitions: (s_tm1, r_t, discount_t, s_t), ``[B, …]``.
         ratio_t: importance sampling ratios ρ = π(a|s)/μ(a|s), ``[B]``; ones on-policy.
         method: "tdc" or "gtd2".
-        engine: persample's engine.
+        engine: the engine of ``per_sample_grads``.
 
     Returns:
         The gradients, with signs for descent: θ − α·params, w − β·weights.

@@ -12,13 +12,13 @@ from persample.errors import ArgumentError
 
 
 class Features(nn.Module):
-    """Turns observations into vectors: states of a Discrete space one-hot, those of a flat Box as they are.
+    """Turns observations into vectors: states of a Discrete space become one-hot, those of a flat Box are unchanged.
 
     Args:
         space: the space of one observation.
 
     Raises:
-        ArgumentError: if it is neither.
+        ArgumentError: if the space is neither.
     """
 
     def __init__(self, space: spaces.Space[Any]) -> None:
@@ -44,7 +44,7 @@ class Features(nn.Module):
         """
         dtype = torch.get_default_dtype()
         if self.one_hot:
-            # F.one_hot looks at values, which vmap cannot batch.
+            # F.one_hot reads values, which vmap cannot batch.
             states = torch.arange(self.start, self.start + self.size, device=observations.device)
             return (observations[..., None] == states).to(dtype)
         return observations.to(dtype)
@@ -73,7 +73,7 @@ def mlp(space: spaces.Space[Any], hidden: int, outputs: int) -> nn.Sequential:
 
 
 def linear(space: spaces.Space[Any]) -> nn.Sequential:
-    """Make a linear function of the features that begins at zero: of a Discrete space, a table.
+    """Make a linear function of the features, initialized to zero; for a Discrete space, it is a table.
 
     Args:
         space: the space of one observation.
@@ -88,11 +88,11 @@ def linear(space: spaces.Space[Any]) -> nn.Sequential:
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value function, two perceptrons that share nothing.
+    """A policy and a value function: two perceptrons without shared parameters.
 
     Args:
         space: the space of one observation.
-        hidden: width of their hidden layers.
+        hidden: width of the hidden layers.
         actions: number of actions A.
     """
 
@@ -120,7 +120,7 @@ def count_actions(space: spaces.Space[Any]) -> int:
         space: the space of one action.
 
     Returns:
-        The number of actions A: they are 0 … A−1.
+        The number of actions A; the actions are 0 … A−1.
 
     Raises:
         ArgumentError: if the space is of another kind, or does not start at 0.

@@ -1,4 +1,4 @@
-"""Policies: any callable from observations and a generator to actions; here those of a network."""
+"""Policies of networks. A policy is a callable from observations and a generator to actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from persample.rl.check import Policy
 def categorical_policy(network: nn.Module) -> Policy:
     """Make the policy that samples actions from softmax(network(observations)).
 
-    The network is called without grad, in the train or eval mode it is in, on its own device. All randomness of the
+    The network is called without grad, in its current mode (train or eval), on its own device. All randomness of the
     sampling comes from the generator (a network with active dropout draws from the global one).
 
     Args:
@@ -49,9 +49,9 @@ def categorical_policy(network: nn.Module) -> Policy:
 def gaussian_policy(network: nn.Module) -> Policy:
     """Make the policy that samples actions from N(μ, diag σ²) with (μ, σ) = network(observations).
 
-    The network is called without grad, in the train or eval mode it is in, on its own device; the noise comes from the
-    generator. Actions beyond the bounds of an environment are left to it (many clip them). The matching losses are
-    ``persample.losses.gaussian_policy_gradient_loss`` and its kin.
+    The network is called without grad, in its current mode (train or eval), on its own device; the noise comes from the
+    generator. Actions may exceed the bounds of an environment (many environments clip them). The matching losses are
+    those of ``persample.losses`` named ``gaussian_…``.
 
     Args:
         network: maps observations ``[N, *obs]`` to means ``[N, D]`` and positive standard deviations ``[N, D]``,

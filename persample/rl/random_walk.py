@@ -11,16 +11,16 @@ from persample.errors import ArgumentError
 
 
 class RandomWalk(gymnasium.Env[Any, Any]):
-    """A row of states with an end on either side; only stepping off to the right is rewarded, with 1.
+    """A row of states between two terminal states; the reward is 1 for reaching the right one, otherwise 0.
 
-    Action 0 goes left, action 1 right. Under the uniformly random policy and γ = 1, the values of the n states are
+    Action 0 moves left, action 1 right. Under the uniformly random policy and γ = 1, the values of the n states are
     1/(n+1), …, n/(n+1). Registered with gymnasium as ``persample/RandomWalk-v0``.
 
     Args:
-        states: number of states n between the ends; episodes begin in the middle.
+        states: number of states n between the terminal states; episodes begin in the middle.
 
     Raises:
-        ArgumentError: if there are none.
+        ArgumentError: if ``states`` is less than 1.
 
     Examples:
         >>> env = gymnasium.make("persample/RandomWalk-v0", states=1)
@@ -46,27 +46,27 @@ class RandomWalk(gymnasium.Env[Any, Any]):
         return 1.0, s_t, float(s_t == end), s_t in {0, end}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Begin in the middle.
+        """Begin an episode in the middle.
 
         Args:
-            seed: of the environment, which has no randomness of its own.
+            seed: unused, as the environment is deterministic.
             options: none.
 
         Returns:
-            The state, and nothing to add.
+            The state, and an empty info.
         """
         super().reset(seed=seed, options=options)
         self.state = self.middle
         return self.state, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        """Go left or right.
+        """Move left or right.
 
         Args:
             action: 0 or 1.
 
         Returns:
-            The state, the reward, whether an end is reached, False, and nothing to add.
+            The state, the reward, whether the episode terminated, False, and an empty info.
         """
         _, self.state, reward, terminated = self.P[self.state][int(action)][0]
         return self.state, reward, terminated, False, {}

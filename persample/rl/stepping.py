@@ -1,8 +1,8 @@
 """One step of all environments under a policy, the same for each of gymnasium's autoreset modes.
 
-The modes differ in where the last observation of an episode and the first of the next are found (gymnasium 1.4,
-``vector/sync_vector_env.py``): NEXT_STEP returns the last one, and the following step is a reset whose action and
-reward mean nothing; SAME_STEP returns the first one and hides the last in ``infos["final_obs"]``; DISABLED returns the
+The modes differ in the place of an episode's last and first observation (gymnasium 1.4,
+``vector/sync_vector_env.py``): NEXT_STEP returns the last one, and the following step is a reset without valid action
+or reward; SAME_STEP returns the first one, and the last one in ``infos["final_obs"]``; DISABLED returns the
 last one and waits for ``reset(options={"reset_mask": …})``.
 """
 
@@ -20,14 +20,14 @@ from persample.rl.check import Envs, Policy, autoreset_mode, checked_actions
 
 
 class State(NamedTuple):
-    """Where the environments stand: what the policy sees next, and which rows only reset when stepped."""
+    """The state of a rollout: the policy's next observations, and the rows whose next step is only a reset."""
 
     obs: NDArray[Any]
     resets: NDArray[np.bool_]
 
 
 class Step(NamedTuple):
-    """What one step of all environments brought, a row each; rows that are not ``real_t`` mean nothing."""
+    """One step of all environments, one row each; rows that are not ``real_t`` are invalid."""
 
     obs_tm1: NDArray[Any]
     a_tm1: NDArray[Any]
@@ -43,7 +43,7 @@ def start(envs: Envs, seed: int) -> tuple[State, torch.Generator]:
 
     Args:
         envs: N environments.
-        seed: of both.
+        seed: the seed of both.
 
     Returns:
         The first state and the policy's generator.
@@ -54,16 +54,16 @@ def start(envs: Envs, seed: int) -> tuple[State, torch.Generator]:
 
 
 def seeds(seed: int) -> tuple[int, int]:
-    """Derive unrelated seeds for the environments and the policy.
+    """Derive independent seeds for the environments and the policy.
 
-    Environment i is seeded with the first plus i, so that ``seed`` itself would give the batches of seeds 0 and 1 all
-    but one of their environments in common.
+    Environment i is seeded with the first seed plus i: without this derivation, the batches of seeds 0 and 1 would
+    share all but one of their environments.
 
     Args:
-        seed: the user's.
+        seed: the seed of the user.
 
     Returns:
-        The environments' seed, 31 bits, and the policy's.
+        The environments' seed, 31 bits, and the policy's seed.
     """
     envs_seed, policy_seed = np.random.SeedSequence(int(seed)).generate_state(2)
     return int(envs_seed >> 1), int(policy_seed)
@@ -78,11 +78,11 @@ def advance(
         envs: N environments.
         policy: chooses the actions.
         generator: the policy's randomness.
-        state: where the environments stand.
+        state: the state of the rollout.
         discount: γ.
 
     Returns:
-        The next state, in which every environment that finished begins anew, and the step taken.
+        The next state, in which all finished environments are reset, and the step.
 
     Raises:
         ArgumentError: if the policy's actions do not fit, or a final observation is missing.
@@ -107,14 +107,14 @@ def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:
 
     Args:
         envs: N environments.
-        state: where they stand.
-        mask: which to reset, ``[N]``.
+        state: the state of the rollout.
+        mask: the environments to reset, ``[N]``.
 
     Returns:
-        The state after that.
+        The state after the reset.
 
     Raises:
-        ArgumentError: if environments outside the mask moved too.
+        ArgumentError: if environments outside the mask changed.
     """
     observed, _ = envs.reset(options={"reset_mask": mask.copy()})
     obs = _copy(envs, observed)
@@ -138,7 +138,7 @@ def _with_final(obs_t: NDArray[Any], done: NDArray[np.bool_], infos: dict[str, A
 
 
 def _copy(envs: Envs, observed: Any) -> NDArray[Any]:
-    # A copy always: environments may hand out the buffer that their next step overwrites.
+    # Always copy: environments may return a buffer that their next step overwrites.
     kind = envs.single_observation_space.dtype
     if np.issubdtype(kind, np.floating):
         return np.array(observed, np.float32)

@@ -1,4 +1,4 @@
-"""Exact values of small environments, whose tables of transitions are known, from the linear system."""
+"""Exact values of small environments with known transition tables."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Table = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
 
 
 def transition_table(envs: Envs) -> Table | None:
-    """Find the table of transitions, which gymnasium's toy environments and ``RandomWalk`` keep in ``P``.
+    """Return the transition table, which gymnasium's toy environments and ``RandomWalk`` have as ``P``.
 
     Args:
         envs: N environments.
 
     Returns:
-        The table of the first, or None if there is none.
+        The table of the first environment, or None if it has none.
 
     Examples:
         >>> from persample.rl import make_envs
@@ -72,7 +72,7 @@ def optimal_actions(table: Table, discount: float) -> Tensor:
         discount: γ, from 0 to 1.
 
     Returns:
-        One action per state, ``[S]``, int64; the first of equals.
+        One action per state, ``[S]``, int64; the first of tied actions.
 
     Examples:
         >>> from persample.rl import make_envs
@@ -86,12 +86,12 @@ def optimal_actions(table: Table, discount: float) -> Tensor:
         values, previous = action_values.amax(1), values
         if (values - previous).abs().max() <= 1e-12:
             break
-    # Rounding must not choose between equals.
+    # Rounding must not choose between tied actions.
     return (action_values >= values[:, None] - 1e-9).int().argmax(1)
 
 
 def _model(table: Table) -> tuple[Tensor, Tensor]:
-    """Return expected rewards ``[S, A]`` and the probabilities of going on in a state ``[S, A, S]``."""
+    """Return expected rewards ``[S, A]`` and the probabilities of non-terminal next states ``[S, A, S]``."""
     states, actions = len(table), len(table[0])
     rewards = torch.zeros(states, actions, dtype=torch.float64)
     following = torch.zeros(states, actions, states, dtype=torch.float64)

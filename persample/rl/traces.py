@@ -1,4 +1,4 @@
-"""TD(λ) with eligibility traces, for any differentiable value function and many streams of experience at once."""
+"""TD(λ) with eligibility traces, for any differentiable value function and many streams of experience."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from persample.utils import trees
 
 
 class TDLambdaStep(NamedTuple):
-    """What one step of TD(λ) gives.
+    """The result of one step of TD(λ).
 
     Attributes:
-        update: −(1/B) Σᵢ δᵢ eᵢ, a tree like the parameters: a gradient, for ``set_grads`` or ``θ − α·update``.
+        update: −(1/B) Σᵢ δᵢ eᵢ, a tree like the parameters: the gradient for ``set_grads`` or ``θ − α·update``.
         traces: γᵢ λ eᵢ, for the next step; a tree with leaves ``[B, *shape]``.
         td_errors: δᵢ, ``[B]``.
     """
@@ -41,18 +41,18 @@ def td_lambda_step(
 ) -> TDLambdaStep:
     """Make one step of TD(λ) with accumulating traces in B streams: eᵢ ← γᵢ λ eᵢ + ∇v(sᵢ), θ ← θ + α (1/B) Σᵢ δᵢ eᵢ.
 
-    Every stream has a trace of its own, so the gradient of every stream's own value is needed. Source: Sutton and
+    Every stream has its own trace, which needs the gradient of the stream's own value. Source: Sutton and
     Barto, "Reinforcement Learning" (2nd edition, 2018), section 12.2.
 
     Args:
         value_fn: ``value_fn(params, s)``, the value of one state, ``[]``.
         params: a pytree of tensors, or an ``nn.Module``, as in ``per_sample_grads``.
-        traces: those that the previous step returned; None at the beginning.
-        transitions: (s_tm1, r_t, discount_t, s_t), a row for each stream: ``[B, …]``. A discount of 0 ends a trace.
+        traces: the traces of the previous step; None at the beginning.
+        transitions: (s_tm1, r_t, discount_t, s_t), one row per stream: ``[B, …]``. A discount of 0 ends a trace.
         lambda_: λ, from 0 to 1.
-        done_t: where the stream goes on with a new episode, ``[B]``, bool; needed for episodes that were cut short,
-            whose discount is not 0.
-        engine: persample's engine.
+        done_t: True where the stream continues with a new episode, ``[B]``, bool; needed for truncated episodes, whose
+            discount is not 0.
+        engine: the engine of ``per_sample_grads``.
 
     Returns:
         The update, the next traces, and the TD errors.

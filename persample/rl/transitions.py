@@ -20,10 +20,10 @@ class Transitions(NamedTuple):
             for images, else int64.
         a_tm1: actions, ``[N, *act]``, int64 (discrete) or float32 (continuous).
         r_t: rewards, ``[N]``, float32.
-        discount_t: γ, or 0 where the environment terminated, ``[N]``, float32. A truncated episode (a time limit)
-            goes on beyond the rollout, so its last transition keeps γ and bootstraps.
-        obs_t: the observations that followed, ``[N, *obs]``; at the end of an episode its true last observation,
-            never the first one of the next episode.
+        discount_t: γ, or 0 where the environment terminated, ``[N]``, float32. The last transition of a
+            truncated episode (a time limit) keeps γ and bootstraps.
+        obs_t: the next observations, ``[N, *obs]``: at the end of an episode its last observation, not the first one
+            of the next episode.
     """
 
     obs_tm1: Tensor
@@ -42,10 +42,10 @@ def collect_transitions(
     seed: int,
     progress: Progress | None = None,
 ) -> Transitions:
-    """Collect transitions of a policy: exactly as many as asked for, whatever the environments' autoreset mode.
+    """Collect a given number of transitions of a policy, in every autoreset mode of the environments.
 
-    The environments are reset and then stepped together, beginning new episodes as old ones end. Rows are ordered by
-    step, then by environment; of the last step only the first environments are taken. Steps that are resets (the step
+    The environments are reset once and stepped together; a new episode follows each finished one. Rows are ordered by
+    step, then by environment; of the last step, only the first environments are taken. Steps that are resets (the step
     after the end of an episode under NEXT_STEP autoreset) are dropped.
 
     Args:
@@ -53,15 +53,15 @@ def collect_transitions(
         policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``.
         num_transitions: number of transitions.
         discount: γ, from 0 to 1.
-        seed: of environments and policy: the same seed gives the same batch, bit for bit. The global generators are
-            neither used nor changed.
+        seed: the seed of environments and policy: equal seeds give equal batches, bit for bit. The global generators
+            are neither used nor changed.
         progress: called with the number of new transitions after every step.
 
     Returns:
         The transitions, on the CPU.
 
     Raises:
-        ArgumentError: if an argument does not fit; it says which and why.
+        ArgumentError: if an argument is invalid; the message names it and the reason.
 
     Examples:
         >>> from persample.rl import categorical_policy, make_envs

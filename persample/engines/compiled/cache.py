@@ -110,7 +110,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
         kinds = tuple((len(f.shape), f.dtype, f.device) for f in formats)
         family = _kept(_families, (now.facts, task.structure, kinds, settings(formats[0].device.type)), Family)
         found = next((p for p in reversed(family.programs) if p.fits(task, formats) and p.holds(now)), None)
-        if found is None and not (family.is_frozen and full_size(task.samples.size) > task.samples.size):
+        if found is None and not (family.is_frozen and full_size(task.call.size) > task.call.size):
             if family.failure:
                 raise UntraceableError(family.failure)
             _notice(task, now)
@@ -138,7 +138,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
         program = None if varying is None or (family.is_frozen and by_batch) else _dynamic(task, now, varying)
         if program is None and by_batch:
             family.is_frozen = True
-            if full_size(task.samples.size) > task.samples.size:
+            if full_size(task.call.size) > task.call.size:
                 return None
         program = static(task, now) if program is None else program
     except Warning:  # which somebody made an error
@@ -166,8 +166,8 @@ def _dynamic(task: Task, now: Reads, varying: Varying) -> Program | None:
 
 def _notice(task: Task, now: Reads) -> None:
     """Warn if one loss is compiled again and again for the same reductions, and say what changes."""
-    code = getattr(task.loss.fn, "__code__", type(task.loss.fn))
-    history = _kept(_histories, (code, tuple(map(type, task.lift.reductions)), task.finishes), list)
+    code = getattr(task.call.loss.fn, "__code__", type(task.call.loss.fn))
+    history = _kept(_histories, (code, tuple(map(type, task.reductions.reductions)), task.finishes), list)
     history.append(now.facts)
     if len(history) == _OFTEN:
         warnings.warn(

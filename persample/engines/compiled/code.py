@@ -11,10 +11,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-import persample
-
 _INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
-_OURS = Path(persample.__file__).resolve().parent
+_OURS = Path(__file__).resolve().parents[2]
 
 
 class Names(NamedTuple):

@@ -1,4 +1,4 @@
-"""What per-sample gradients tell about policy gradients: spread, baselines, agreement, batch size."""
+"""Diagnostics of policy gradients from per-sample gradients: variance, baselines, agreement, batch size."""
 
 from persample.rl.diagnostics.episodes import EpisodeGradients, episode_gradients
 from persample.rl.diagnostics.variance import estimator_variances, optimal_baseline

@@ -1,4 +1,4 @@
-"""The episodes of a batch by their gradients: how large, how alike, and how many are enough."""
+"""Norms, cosines and noise scale of the gradients of a batch of episodes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from persample.rl.episodes import Episodes
 
 
 class EpisodeGradients(NamedTuple):
-    """What ``episode_gradients`` returns.
+    """The result of ``episode_gradients``.
 
     Attributes:
         norms: Euclidean norms of the episodes' gradients, ``[E]``.
-        cosines: cosines between them, ``[E, E]``: near 0 where episodes have nothing to tell each other.
-        noise: variance of one episode's gradient, squared norm of the mean one, and their ratio.
-        batch_size: the batch size that the ratio suggests, in episodes, ``[]``: with as many, noise and signal are
-            equal; ∞ where the noise of this batch drowns the signal.
+        cosines: cosines between the episodes' gradients, ``[E, E]``.
+        noise: variance of one episode's gradient, squared norm of the mean gradient, and their ratio.
+        batch_size: the number of episodes, ``[]``, at which noise and signal are equal, from this ratio; ∞ where the
+            signal of this batch is not measurable.
     """
 
     norms: Tensor
@@ -48,13 +48,13 @@ def episode_gradients(
     Args:
         log_prob_fn: ``(params, obs_t [T, *obs], a_t [T, *act]) → [T]``, log π(aₜ|sₜ) of one episode's actions.
         params: the policy: an ``nn.Module`` or a tree of tensors.
-        episodes: E ≥ 2 episodes, padded to T steps; what padding holds does not matter.
+        episodes: E ≥ 2 episodes, padded to T steps; the content of padding has no effect.
         weight_t: w, ``[E, T]``; None for ``reward_to_go(episodes)``.
-        chunk_size: how many episodes are processed at a time.
-        engine: of ``per_sample_grads``.
+        chunk_size: the number of episodes processed at a time.
+        engine: the engine of ``per_sample_grads``.
 
     Returns:
-        Norms, cosines, noise scale and the batch size it suggests.
+        Norms, cosines, noise scale and the batch size that follows from it.
 
     Raises:
         ArgumentError: if shapes do not fit, or there are fewer than 2 episodes.

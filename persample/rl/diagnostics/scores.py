@@ -1,4 +1,4 @@
-"""What all diagnostics share: the loss Σₜ wₜ log π(aₜ|sₜ) of one episode, and weights that come out of a loss."""
+"""Shared by all diagnostics: the loss Σₜ wₜ log π(aₜ|sₜ) of one episode, and sample weights taken from aux."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LogProbFn = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class WeightedByAux(Reduction):
-    """Another reduction, of samples weighted by what the loss returned beside its value.
+    """A reduction of samples weighted by the aux output of the loss.
 
-    So one pass answers for several weightings, which ``per_sample_grads(weights=…)`` cannot.
+    One pass computes several weightings; ``per_sample_grads(weights=…)`` takes one.
 
     Args:
-        reduction: the other one.
-        column: which of the weights ``[K]`` that the loss returned, none of them negative.
+        reduction: the reduction to apply.
+        column: the index into the weights ``[K]`` that the loss returns, which are not negative.
     """
 
     reduction: Reduction
@@ -33,22 +33,22 @@ class WeightedByAux(Reduction):
     uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
 
     def lift(self, gradients: Gradients) -> Any:
-        """Return what the other reduction makes of the samples, weighted.
+        """Lift the weighted samples with the inner reduction.
 
         Args:
             gradients: the gradients of one chunk.
 
         Returns:
-            Its mergeable tree.
+            The mergeable tree of the inner reduction.
         """
         weights = gradients.aux[:, self.column].double()
         return self.reduction.lift(replace(gradients, weights=weights))
 
     def finish(self, merged: Any) -> Any:
-        """Return the other reduction's result.
+        """Return the result of the inner reduction.
 
         Args:
-            merged: its tree, merged over all chunks.
+            merged: the tree of ``lift``, merged over all chunks.
 
         Returns:
             The result.
@@ -80,15 +80,15 @@ def score_fn(log_prob_fn: LogProbFn) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor) -> tuple[Tensor, ...]:
-    """Put together the batch of ``score_fn``.
+    """Return the batch of ``score_fn``.
 
     Args:
-        episodes: E episodes, padded to T steps; what padding holds is replaced by 0.
+        episodes: E episodes, padded to T steps; padding is replaced by 0.
         weight_t: the weights, ``[E, T]``.
-        aux: numbers that the loss returns beside its value, ``[E, K]``.
+        aux: the aux output of the loss, ``[E, K]``.
 
     Returns:
-        Observations, actions, weights and numbers.
+        Observations, actions, weights and ``aux``.
 
     Raises:
         ArgumentError: if the weights do not fit the episodes.
@@ -103,7 +103,7 @@ def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor) -> tuple[Tens
 
 
 def check_enough(episodes: Episodes) -> None:
-    """Refuse fewer than two episodes.
+    """Check that there are at least two episodes.
 
     Args:
         episodes: the episodes.

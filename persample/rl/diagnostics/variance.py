@@ -1,4 +1,4 @@
-"""The variance of policy-gradient estimators, and the constant baseline that makes it smallest."""
+"""The variance of policy-gradient estimators, and the constant baseline that minimizes it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def estimator_variances(
 ) -> dict[str, NoiseScaleEstimate]:
     """Compare estimators Σₜ wₜ ∇log π(aₜ|sₜ) of the policy gradient on the same episodes, in one pass.
 
-    ``covariance_trace`` is the variance of one episode's estimate, summed over all parameters; that of a mean over E
-    episodes is E times smaller.
+    ``covariance_trace`` is the variance of one episode's estimate, summed over all parameters. The variance of a
+    mean over E episodes is E times smaller.
 
     Args:
         log_prob_fn: ``(params, obs_t [T, *obs], a_t [T, *act]) → [T]``, log π(aₜ|sₜ) of one episode's actions.
         params: the policy: an ``nn.Module`` or a tree of tensors.
-        episodes: E ≥ 2 episodes, padded to T steps; what padding holds does not matter.
+        episodes: E ≥ 2 episodes, padded to T steps; the content of padding has no effect.
         weights_t: the w of each estimator, ``[E, T]``, by name; None for "total reward", "reward-to-go" and "baseline",
-            which is reward-to-go less the mean of the other episodes (``leave_one_out``).
-        chunk_size: how many episodes (times estimators) are processed at a time.
-        engine: of ``per_sample_grads``.
+            which is reward-to-go minus the mean of the other episodes (``leave_one_out``).
+        chunk_size: the number of episodes (times estimators) processed at a time.
+        engine: the engine of ``per_sample_grads``.
 
     Returns:
         Variance, squared norm of the mean, and noise scale of each estimator, by name.
@@ -64,7 +64,7 @@ def estimator_variances(
     if not weights_t:
         fix = "Leave it out for the usual three."
         raise ArgumentError.about("weights_t", expected="weights by name", received=repr(weights_t), fix=fix)
-    # Every estimator has its own copy of the episodes in the batch; who is whose comes out beside the loss.
+    # The batch holds one copy of the episodes per estimator; aux tells which estimator a copy belongs to.
     members = torch.eye(len(weights_t), device=episodes.r_t.device)
     parts = [
         score_batch(episodes, weight_t, row.expand(len(episodes.mask_t), -1))
@@ -84,9 +84,9 @@ def optimal_baseline(
     chunk_size: int | None = None,
     engine: Engine = "eager",
 ) -> Any:
-    """Compute the constant baseline b that makes E‖(R − b) s‖² smallest, s = Σₜ ∇log π(aₜ|sₜ), in one pass.
+    """Compute the constant baseline b that minimizes E‖(R − b) s‖², with s = Σₜ ∇log π(aₜ|sₜ), in one pass.
 
-    b = E[‖s‖² R] / E[‖s‖²]; ``per_param`` gives every entry k its own, E[sₖ² R] / E[sₖ²]. R is the discounted reward of
+    b = E[‖s‖² R] / E[‖s‖²]; ``per_param`` gives one per entry k, E[sₖ² R] / E[sₖ²]. R is the discounted reward of
     an episode. Use it as weights ``total_reward(episodes) - b``, or per entry as Σᵢ (Rᵢ − bₖ) sᵢₖ.
 
     Source: Weaver, Tao, "The Optimal Reward Baseline for Gradient-Based Reinforcement Learning" (2001); per parameter
@@ -95,13 +95,13 @@ def optimal_baseline(
     Args:
         log_prob_fn: ``(params, obs_t [T, *obs], a_t [T, *act]) → [T]``, log π(aₜ|sₜ) of one episode's actions.
         params: the policy: an ``nn.Module`` or a tree of tensors.
-        episodes: E ≥ 2 episodes, padded to T steps; what padding holds does not matter.
+        episodes: E ≥ 2 episodes, padded to T steps; the content of padding has no effect.
         per_param: one baseline per entry of the parameters.
         chunk_size: how many episodes are processed at a time.
-        engine: of ``per_sample_grads``.
+        engine: the engine of ``per_sample_grads``.
 
     Returns:
-        The baseline, ``[]``; with ``per_param`` a tree like the parameters. Where no gradient arrives, the mean of R.
+        The baseline, ``[]``; with ``per_param`` a tree like the parameters. The mean of R where the gradient is 0.
 
     Raises:
         ArgumentError: if shapes do not fit, or there are fewer than 2 episodes.

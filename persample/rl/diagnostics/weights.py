@@ -1,4 +1,4 @@
-"""The weights w of the policy-gradient estimator Σₜ wₜ ∇log π(aₜ|sₜ) of one episode; all estimate the same gradient."""
+"""Weights w of the policy-gradient estimator Σₜ wₜ ∇log π(aₜ|sₜ) of one episode; all estimate the same gradient."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reward_to_go(episodes: Episodes, baseline_t: Tensor | float = 0.0) -> Tensor
     """Weight every step with the rewards that follow it: wₜ = Σₖ₌ₜ γᵏ rₖ₊₁ − γᵗ bₜ = γᵗ (Gₜ − bₜ).
 
     Earlier rewards, and any baseline that does not depend on the action, have expectation 0. With discounts below 1 the
-    factor γᵗ belongs to the gradient of the discounted return; ``reinforce_loss`` on Gₜ leaves it out, as is usual.
+    factor γᵗ belongs to the gradient of the discounted return; ``reinforce_loss`` on Gₜ omits it, as is common.
 
     Source: Williams (1992); Sutton et al., "Policy Gradient Methods for Reinforcement Learning with Function
     Approximation" (2000).
@@ -62,9 +62,10 @@ def reward_to_go(episodes: Episodes, baseline_t: Tensor | float = 0.0) -> Tensor
 
 
 def leave_one_out(episodes: Episodes) -> Tensor:
-    """Average the returns of the other episodes at the same time step: a baseline that biases nothing.
+    """Average the returns of the other episodes at the same time step: an unbiased baseline.
 
-    The mean over all episodes would contain an episode's own actions. Where no other episode is running it is 0.
+    The mean over all episodes would be biased, as it depends on the episode's own actions. The baseline is 0 where no
+    other episode is running.
     Source: Kool, van Hoof, Welling, "Buy 4 REINFORCE Samples, Get a Baseline for Free!" (2019).
 
     Args:

@@ -20,21 +20,21 @@ from persample.rl.training.episodic import Episodic
 class A2C(Episodic):
     """Advantage actor-critic with generalized advantages; a sample is an episode.
 
-    The loss is ``persample.losses.advantage_actor_critic_loss``. Of an episode that a time limit cut, the last state
-    bootstraps: its step is not learned from.
+    The loss is ``persample.losses.advantage_actor_critic_loss``. The last state of a truncated
+    episode bootstraps, and its last step has no loss.
 
     Args:
         discount: γ.
         hidden: width of the two hidden layers of policy and value function.
         batch: episodes per update B.
-        learning_rate: of Adam, at the beginning.
+        learning_rate: the initial learning rate of Adam.
         lambda_: λ of the advantages.
-        reward_scale: rewards are multiplied by it; the critic learns fast where values are about 1.
+        reward_scale: factor of the rewards; the critic learns fast where values are about 1.
         value_cost: weight of the critic's squared error.
         entropy_cost: weight of the policy's entropy.
 
     Raises:
-        ArgumentError: if one of them is out of range.
+        ArgumentError: if a value is out of range.
 
     Examples:
         >>> A2C().lambda_
@@ -64,12 +64,12 @@ class A2C(Episodic):
         )
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
-        """Play episodes.
+        """Collect episodes.
 
         Args:
             network: policy and value function.
             envs: N environments.
-            seed: of environments and policy.
+            seed: the seed of environments and policy.
 
         Returns:
             Observations, actions, rewards, discounts and masks, ``[B, T, …]``.
@@ -93,7 +93,7 @@ class A2C(Episodic):
         v_t = network.value(obs_t)
         return advantage_actor_critic_loss(
             network.policy(obs_t),
-            torch.cat([v_t, v_t.new_zeros(1)]),  # nothing but a terminated episode needs the value after the last step
+            torch.cat([v_t, v_t.new_zeros(1)]),  # read by terminated episodes only, at discount 0
             a_t,
             self.reward_scale * r_t,
             discount_t,
@@ -105,13 +105,13 @@ class A2C(Episodic):
 
 
 def bootstrapped(episodes: Episodes) -> Tensor:
-    """Leave the last step out of episodes that did not terminate.
+    """Mask the last step of episodes that did not terminate.
 
     Args:
         episodes: E episodes.
 
     Returns:
-        The mask of the others, ``[E, T]``.
+        The mask of the remaining steps, ``[E, T]``.
     """
     following = torch.nn.functional.pad(episodes.mask_t, (0, 1))[:, 1:]
     return episodes.mask_t & (following | (episodes.discount_t == 0))

@@ -1,4 +1,4 @@
-"""What an algorithm is: a network, batches of data for it, and the loss of one sample."""
+"""The interface of an algorithm: a network, its batches, and the loss of one sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Batch(NamedTuple):
 
     Attributes:
         samples: the arguments of the loss after the network, each with a leading axis of B samples.
-        steps: how many steps of the environments they took.
+        steps: the number of environment steps of the batch.
         returns: undiscounted returns of the episodes, for algorithms that collect whole ones.
     """
 
@@ -26,12 +26,12 @@ class Batch(NamedTuple):
 
 
 class Algorithm(Protocol):
-    """Anything that learns from per-sample gradients.
+    """An algorithm that learns from per-sample gradients.
 
     Attributes:
         num_envs: number of environments N that are stepped together.
         batch: number of samples per update B.
-        learning_rate: of Adam; it falls linearly to zero.
+        learning_rate: the initial learning rate of Adam, which decreases linearly to zero.
 
     Examples:
         >>> from persample.rl.training import Reinforce
@@ -48,7 +48,7 @@ class Algorithm(Protocol):
     def learning_rate(self) -> float: ...  # noqa: D102
 
     def network(self, envs: Envs) -> nn.Module:
-        """Make what is trained.
+        """Make the network to train.
 
         Args:
             envs: N environments.
@@ -61,9 +61,9 @@ class Algorithm(Protocol):
         """Collect the data of one update.
 
         Args:
-            network: what is trained.
+            network: the network.
             envs: N environments.
-            seed: of environments and policy; all randomness.
+            seed: the seed of environments and policy, and so of all randomness.
 
         Returns:
             The batch.
@@ -73,33 +73,33 @@ class Algorithm(Protocol):
         """Compute the loss of one sample.
 
         Args:
-            network: what is trained.
-            *sample: a row of each of the batch's ``samples``.
+            network: the network.
+            *sample: one row of each of the batch's ``samples``.
 
         Returns:
             The loss, ``[]``.
         """
 
     def metrics(self, network: Any) -> dict[str, float]:
-        """Measure what the gradients do not tell.
+        """Return further metrics of the network.
 
         Args:
-            network: what is trained.
+            network: the network.
 
         Returns:
-            Numbers by name, the same names every time.
+            Numbers by name, with the same names at every call.
         """
 
 
 def check_numbers(algorithm: object, **limits: tuple[float, float]) -> None:
-    """Refuse hyperparameters out of range, and counts that are no ints.
+    """Check that hyperparameters are within their ranges, and that counts are ints.
 
     Args:
-        algorithm: it has them as attributes.
-        **limits: the least and the largest value of each; an int as the least one is for a count.
+        algorithm: the hyperparameters are its attributes.
+        **limits: the least and the largest value of each; a least value of type int marks a count.
 
     Raises:
-        ArgumentError: if one is out of its range.
+        ArgumentError: if a value is out of its range.
     """
     for name, (least, most) in limits.items():
         value = getattr(algorithm, name)

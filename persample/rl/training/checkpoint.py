@@ -1,4 +1,4 @@
-"""Checkpoints: everything between two updates, in one file."""
+"""Checkpoints: the whole state between two updates in one file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from persample.errors import ArgumentError
 from persample.rl.training.trainer import Trainer
 from persample.utils import rng
 
-# What may differ when a training goes on: how long it takes, and how it is computed.
+# Settings that may change on resume: length and engine of the training.
 _FREE = {"steps", "target", "engine"}
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Save parameters, optimizer, random streams, counters and history. An older file is replaced in one go.
+    """Save parameters, optimizer, random streams, counters and history. An older file is replaced atomically.
 
     Args:
-        trainer: between two updates.
+        trainer: the trainer, between two updates.
         path: the file.
 
     Examples:
@@ -48,14 +48,14 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Go on from a checkpoint: what follows is, bit for bit, what would have followed without the interruption.
+    """Resume from a checkpoint: the following updates equal those of an uninterrupted training, bit for bit.
 
     Args:
-        trainer: of the same settings; steps, target and engine may differ.
+        trainer: a trainer of the same settings; steps, target and engine may differ.
         path: the file.
 
     Raises:
-        ArgumentError: if there is no checkpoint, or its settings are others.
+        ArgumentError: if there is no checkpoint, or its settings differ.
 
     Examples:
         >>> from persample.rl.training import TD0, TrainingConfig

@@ -1,4 +1,4 @@
-"""What is trained, on what, and how long."""
+"""The settings of a training."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class TrainingConfig:
     """The settings of a training.
 
     Args:
-        algorithm: ``TD0()``, ``Reinforce()``, ``A2C()``, or one of your own.
+        algorithm: ``TD0()``, ``Reinforce()``, ``A2C()``, or an algorithm of your own.
         env: id of the environment.
-        seed: of network, environments and actions.
-        steps: of the environments; the update that reaches them is the last, and the learning rate falls linearly to
-            zero until then.
+        seed: the seed of network, environments and actions.
+        steps: the number of environment steps. The update that reaches it is the last, and the learning rate decreases
+            linearly to zero until then.
         reduce: "mean" or "clipped", the mean of per-sample gradients clipped to ``max_norm``.
-        max_norm: C.
-        engine: persample's engine.
-        target: training ends when the average return of 100 episodes reaches it.
+        max_norm: the bound C of the norms.
+        engine: the engine of ``per_sample_grads``.
+        target: the average return of 100 episodes that ends the training.
 
     Raises:
-        ArgumentError: if one of them cannot be; it says which and why.
+        ArgumentError: if an argument is invalid; the message names it and the reason.
 
     Examples:
         >>> TrainingConfig(Reinforce(), reduce="clipped").reduction
@@ -66,10 +66,10 @@ class TrainingConfig:
         return ClippedMean(self.max_norm) if self.reduce == "clipped" else Mean()
 
     def record(self) -> dict[str, Any]:
-        """Write the settings down.
+        """Return the settings as plain values.
 
         Returns:
-            Numbers and strings by name, the algorithm's own among them.
+            Numbers and strings by name, including the algorithm's.
         """
         own: Any = self.algorithm
         settings = {name: value for name, value in vars(self).items() if name != "algorithm"}

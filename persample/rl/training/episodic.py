@@ -1,4 +1,4 @@
-"""What algorithms that learn from whole episodes have in common."""
+"""The base of algorithms that learn from whole episodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from persample.rl.networks import ActorCritic, count_actions
 
 
 class Episodic:
-    """An algorithm with a policy and a value function, of which a sample is an episode.
+    """An algorithm with a policy and a value function; one sample is one episode.
 
     Attributes:
         hidden: width of the two hidden layers of policy and value function.
@@ -34,12 +34,12 @@ class Episodic:
         return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
 
     def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
-        """Measure nothing more.
+        """Return no further metrics.
 
         Args:
-            network: not asked.
+            network: unused.
 
         Returns:
-            No numbers.
+            An empty dict.
         """
         return {}

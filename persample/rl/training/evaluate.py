@@ -1,4 +1,4 @@
-"""How well a trained policy does, on episodes of its own."""
+"""Evaluation of a trained policy on new episodes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from persample.rl.policies import categorical_policy
 
 
 def evaluate(network: nn.Module, env: str, num_episodes: int = 100, *, seed: int) -> list[float]:
-    """Play episodes with a policy's own random actions.
+    """Play episodes with actions sampled from a policy.
 
     Args:
         network: its part ``policy`` maps observations to logits, as in ``ActorCritic``.
         env: id of the environment.
         num_episodes: number of episodes E.
-        seed: of environments and actions.
+        seed: the seed of environments and actions.
 
     Returns:
         Undiscounted returns, ``E`` of them.

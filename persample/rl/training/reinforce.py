@@ -20,18 +20,18 @@ from persample.rl.training.episodic import Episodic
 class Reinforce(Episodic):
     """REINFORCE with a learned baseline (Sutton and Barto 2018, section 13.4); a sample is an episode.
 
-    ℓ = Σₜ −log π(aₜ|sₜ) Aₜ + c (v(sₜ) − Gₜ)². Gₜ are the returns of what was received (a time limit ends an episode),
-    Aₜ the advantages Gₜ − v(sₜ) before the update, standardized over all steps of the batch.
+    ℓ = Σₜ −log π(aₜ|sₜ) Aₜ + c (v(sₜ) − Gₜ)². Gₜ are the returns of the received rewards (a time limit ends an
+    episode), Aₜ the advantages Gₜ − v(sₜ) before the update, standardized over all steps of the batch.
 
     Args:
         discount: γ.
         hidden: width of the two hidden layers of policy and value function.
         batch: episodes per update B.
-        learning_rate: of Adam, at the beginning.
-        value_weight: c; small, for squared returns are large beside log-probabilities, which matters when clipping.
+        learning_rate: the initial learning rate of Adam.
+        value_weight: c; small, because squared returns are larger than log-probabilities, which matters for clipping.
 
     Raises:
-        ArgumentError: if one of them is out of range.
+        ArgumentError: if a value is out of range.
 
     Examples:
         >>> Reinforce(batch=32).learning_rate
@@ -55,12 +55,12 @@ class Reinforce(Episodic):
         )
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
-        """Play episodes.
+        """Collect episodes.
 
         Args:
             network: policy and value function.
             envs: N environments.
-            seed: of environments and policy.
+            seed: the seed of environments and policy.
 
         Returns:
             Observations, actions, returns, advantages and masks, ``[B, T, …]``.
@@ -90,11 +90,11 @@ class Reinforce(Episodic):
 
 
 def standardized(x_t: Tensor, mask_t: Tensor) -> Tensor:
-    """Give the unmasked numbers mean 0 and variance 1, the others 0.
+    """Standardize the unmasked numbers to mean 0 and variance 1; masked numbers become 0.
 
     Args:
         x_t: numbers, ``[B, T]``.
-        mask_t: which count, ``[B, T]``.
+        mask_t: True at numbers to standardize, ``[B, T]``.
 
     Returns:
         The numbers, ``[B, T]``.

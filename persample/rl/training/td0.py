@@ -1,4 +1,4 @@
-"""TD(0): evaluating a fixed policy."""
+"""TD(0): evaluation of a fixed policy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Evaluation(nn.Module):
 
     Args:
         value: from observations to ``[*, 1]``.
-        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for the same in all states.
-        exact: the policy's exact values, ``[S]``; ``[0]`` if nobody knows them.
+        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for a policy that is equal in all states.
+        exact: the policy's exact values, ``[S]``; ``[0]`` if they are unknown.
     """
 
     probabilities: Tensor
@@ -62,21 +62,21 @@ class Evaluation(nn.Module):
 
 @dataclass(frozen=True)
 class TD0:
-    """Semi-gradient TD(0) of the value of a fixed policy; a sample is a transition.
+    """Semi-gradient TD(0) for the values of a fixed policy; a sample is a transition.
 
-    The policy takes a random action with probability ε, otherwise the optimal one, which is known where the environment
-    keeps its table of transitions; there the error of the values is measured, too. Every update collects a rollout of
-    its own, ``batch`` transitions that begin at start states.
+    The policy takes a random action with probability ε, otherwise the optimal action. The optimal action and the exact
+    values are known if the environment has a transition table. Every update collects a new rollout of ``batch``
+    transitions, beginning at start states.
 
     Args:
         discount: γ.
         epsilon: ε; 1 is the uniformly random policy.
-        hidden: width of two hidden layers; 0 for a linear function, which is a table for Discrete observations.
+        hidden: width of two hidden layers; 0 gives a linear function (for Discrete observations, a table).
         batch: transitions per update B.
-        learning_rate: of Adam, at the beginning.
+        learning_rate: the initial learning rate of Adam.
 
     Raises:
-        ArgumentError: if one of them is out of range.
+        ArgumentError: if a value is out of range.
 
     Examples:
         >>> TD0(epsilon=0.1).batch
@@ -96,7 +96,7 @@ class TD0:
 
     @property
     def num_envs(self) -> int:
-        """Number of environments: few enough for rollouts of 32 steps, or a small batch would see no episode end."""
+        """Number of environments, limited to allow rollouts of 32 steps: shorter ones would rarely end an episode."""
         return min(16, max(1, self.batch // 32))
 
     def network(self, envs: Envs) -> Evaluation:
@@ -124,12 +124,12 @@ class TD0:
         return Evaluation(value, probabilities, exact)
 
     def collect(self, network: Evaluation, envs: Envs, seed: int) -> Batch:
-        """Follow the policy.
+        """Collect transitions of the policy.
 
         Args:
-            network: it has the policy.
+            network: the value function and the policy.
             envs: N environments.
-            seed: of environments and policy.
+            seed: the seed of environments and policy.
 
         Returns:
             Transitions (s, r, γ, s′).
@@ -151,14 +151,14 @@ class TD0:
         return td_loss(network(obs_tm1), r_t, discount_t, network(obs_t))
 
     def metrics(self, network: Evaluation) -> dict[str, float]:
-        """Compare with the exact values.
+        """Compare the value function with the exact values.
 
         Args:
             network: the value function.
 
         Returns:
-            ``value_error``, max |v − v_π| / max |v_π| over the states, where the exact values v_π can be
-            known; not divided where they are all 0.
+            ``value_error``, max |v − v_π| / max |v_π| over the states, if the exact values v_π are
+            known; without the division if all v_π are 0.
         """
         if not len(network.exact):
             return {}

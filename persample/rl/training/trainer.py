@@ -20,21 +20,21 @@ from persample.rl.training.config import TrainingConfig
 
 Row = dict[str, float]
 
-# Gymnasium's thresholds are for averages over this many episodes.
+# Gymnasium's thresholds apply to averages over this number of episodes.
 EPISODES = 100
 
 
 class Trainer:
-    """A training under way.
+    """A running training.
 
-    Update k collects data from environments that are reset by a seed derived from (seed, k), so that nothing of the
-    environments outlives an update, and a checkpoint between two updates is the whole state.
+    Update k resets the environments with a seed derived from (seed, k). No state of the environments outlives an
+    update, so that a checkpoint between two updates holds the whole state.
 
     Args:
-        config: what is trained.
+        config: the settings.
 
     Raises:
-        ArgumentError: if the environment is unknown, or does not fit the algorithm.
+        ArgumentError: if the environment is unknown or does not suit the algorithm.
 
     Examples:
         >>> from persample.rl.training import TD0, Trainer, TrainingConfig
@@ -66,7 +66,7 @@ class Trainer:
 
     @property
     def threshold(self) -> float:
-        """The average return at which gymnasium calls the environment solved; ∞ where it does not say."""
+        """The average return at which gymnasium calls the environment solved; ∞ if it defines none."""
         threshold = None if self.envs.spec is None else self.envs.spec.reward_threshold
         return math.inf if threshold is None else float(threshold)
 
@@ -77,14 +77,14 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the training has ended."""
         return self.solved or self.steps >= self.config.steps
 
     def update(self) -> Row:
         """Make one update of the parameters.
 
         Returns:
-            What was measured, by name; the last row of ``history``.
+            The metrics of the update by name, also the last row of ``history``.
         """
         algorithm, config = self.config.algorithm, self.config
         batch = algorithm.collect(self.network, self.envs, self._seed())

@@ -1,20 +1,20 @@
-"""The short story of a run: where we are ahead and where behind, and what was demanded of us."""
+"""Summary tables of a run: standings, losses, targets."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from persample.bench.records import Record, Results
-from persample.bench.standings import MARGIN, Compared, Notes, Standing, Verdict, is_ours, losses, standings
-from persample.bench.targets import Outcome, outcomes
-from persample.bench.text import Grid, memory, number, shortened, words
+from benchmarks.report.outcomes import Outcome, outcomes
+from benchmarks.report.records import Record, Results
+from benchmarks.report.standings import MARGIN, Compared, Notes, Standing, Verdict, is_ours, losses, standings
+from benchmarks.report.text import Grid, memory, number, shortened, words
 
 _VERDICTS: tuple[Verdict, ...] = ("alone", "ahead", "even", "behind")
 _MEASURES: tuple[Compared, ...] = ("time", "memory")
 
 
 def standings_grid(results: Results) -> Grid:
-    """Count for each of our methods where it is ahead of the best of all others, and where behind.
+    """Count for each of our methods the pairs in which it is ahead, even, behind, or alone.
 
     Args:
         results: of a run.
@@ -32,14 +32,14 @@ def standings_grid(results: Results) -> Grid:
 
 
 def losses_grid(results: Results, notes: Notes | None = None) -> Grid:
-    """Show where others are ahead of all our methods.
+    """List the pairs in which another method is ahead of all of ours.
 
     Args:
         results: of a run.
-        notes: why, by (workload, quantity, measure); without them that column is left out.
+        notes: the reasons, by (workload, quantity, measure); None omits their column.
 
     Returns:
-        The table; without rows if we lose nowhere.
+        The table, without rows if there are no losses.
     """
     rows = [_loss(standing) + ([notes[standing.key]] if notes else []) for standing in losses(results)]
     headings = ["workload", "quantity", "compared by", "our best", "best of the others", "ours / theirs"]
@@ -61,7 +61,7 @@ def _amount(record: Record, measure: str) -> str:
 
 
 def targets_grid(results: Results) -> Grid:
-    """Show every demanded number beside the measured one.
+    """List every target beside the measured value.
 
     Args:
         results: of a run.
@@ -69,11 +69,11 @@ def targets_grid(results: Results) -> Grid:
     Returns:
         The table.
     """
-    headings = ("workload", "quantity", "method", "demanded", "measured", "met", "issue")
-    return Grid(headings, [_demand(outcome) for outcome in outcomes(results)], numbers={4})
+    headings = ("workload", "quantity", "method", "target", "measured", "met")
+    return Grid(headings, [_target(outcome) for outcome in outcomes(results)], numbers={4})
 
 
-def _demand(outcome: Outcome) -> list[str]:
+def _target(outcome: Outcome) -> list[str]:
     target = outcome.target
     unit = "s" if target.relative_to is None else f"× {target.relative_to}"
     unit += f" ({words(target.relative_quantity)})" if target.relative_quantity else ""
@@ -85,5 +85,4 @@ def _demand(outcome: Outcome) -> list[str]:
         f"{measure}≤ {target.limit:g} {unit}",
         shortened(outcome.reason) if outcome.value is None else number(outcome.value),
         "yes" if outcome.met else "no",
-        str(target.issue),
     ]

@@ -1,4 +1,4 @@
-"""Who is ahead where: each of our methods against the best of the others, for every workload and quantity."""
+"""Ranks our methods against the best of the others, for every workload and quantity."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from persample.bench.records import LIMITS, Record, Results
+from benchmarks.report.records import LIMITS, Record, Results
 from persample.errors import ArgumentError
 
 Compared = Literal["time", "memory"]
 Verdict = Literal["ahead", "even", "behind", "alone"]
 Notes = Mapping[tuple[str, str, str], str]
 
-# What is closer than this is even; resident memory is not known better than to some pages.
+# Relative and absolute difference below which two methods are even: resident memory is measured in whole pages.
 MARGIN, _BYTES = 0.05, 2**20
 
 
@@ -25,9 +25,9 @@ class Standing:
     Args:
         workload: name of the workload.
         quantity: what was computed.
-        measure: what is compared: ``"time"`` or ``"memory"``.
-        ours: our best record, or our first one where none can.
-        peer: the best of the others, None where none can.
+        measure: ``"time"`` or ``"memory"``.
+        ours: the best of our records; our first record where no method of ours succeeded.
+        peer: the best of the others, None where no other method succeeded.
     """
 
     workload: str
@@ -38,7 +38,7 @@ class Standing:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a note names it by."""
+        """The key of its note."""
         return self.workload, self.quantity, self.measure
 
     @property
@@ -47,7 +47,7 @@ class Standing:
 
     @property
     def factor(self) -> float:
-        """Ours by the other's: above 1 we need more; ∞ where we have nothing."""
+        """Our cost divided by the peer's: above 1 we need more, ∞ where no method of ours succeeded."""
         ours, peer = self._costs
         if ours is None or peer is None:
             return math.inf if ours is None else 0.0
@@ -55,7 +55,7 @@ class Standing:
 
     @property
     def verdict(self) -> Verdict:
-        """Where we stand."""
+        """Whether we are ahead, even, behind, or alone in succeeding."""
         ours, peer = self._costs
         if ours is None or peer is None:
             return "behind" if ours is None else "alone"
@@ -65,13 +65,13 @@ class Standing:
 
 
 def is_ours(method: str) -> bool:
-    """Tell our own methods from the others.
+    """Return whether a method is one of ours.
 
     Args:
-        method: its name.
+        method: the name of the method.
 
     Returns:
-        Whether it is ours.
+        Whether the name is one of persample's.
 
     Examples:
         >>> is_ours("persample compiled"), is_ours("Opacus hooks")
@@ -81,14 +81,14 @@ def is_ours(method: str) -> bool:
 
 
 def cost(record: Record, measure: Compared) -> float | None:
-    """Return what methods are ranked by.
+    """Return the number that ranks methods.
 
     Args:
         record: of one method.
         measure: ``"time"``: the ratio to the batch gradient; ``"memory"``: bytes.
 
     Returns:
-        The number, None where there is none.
+        The number; None if the method failed or the number is unknown.
     """
     if record.status != "ok":
         return None
@@ -96,15 +96,16 @@ def cost(record: Record, measure: Compared) -> float | None:
 
 
 def standings(results: Results, measure: Compared, method: str | None = None) -> list[Standing]:
-    """Compare us with the others.
+    """Compare our methods with the others.
 
     Args:
         results: of a run.
         measure: what is compared.
-        method: which of ours takes part; None: all of them, and the best counts.
+        method: the one of our methods to compare; None: the best of all of them.
 
     Returns:
-        One for each workload and quantity that we took part in and somebody can do; for memory, that both know.
+        One standing per workload and quantity that we tried and any method succeeded in. For memory, only pairs of
+        which both amounts are known.
     """
     cells: dict[tuple[str, str], list[Record]] = {}
     for record in results.records:
@@ -125,27 +126,27 @@ def _best(records: Iterable[Record], measure: Compared) -> Record | None:
 
 
 def losses(results: Results) -> list[Standing]:
-    """List where somebody else is ahead of all our methods.
+    """List the standings in which we are behind.
 
     Args:
         results: of a run.
 
     Returns:
-        In time, then in memory, the worst first.
+        Losses in time, then losses in memory, the largest factor first.
     """
     behind = [[s for s in standings(results, measure) if s.verdict == "behind"] for measure in ("time", "memory")]
     return [standing for group in behind for standing in sorted(group, key=lambda s: -s.factor)]
 
 
 def check_notes(lost: Iterable[Standing], notes: Notes) -> None:
-    """See that a line says why, wherever we lose, and nowhere else.
+    """Check that every loss has a note, and every note a loss.
 
     Args:
-        lost: where we lose.
-        notes: why, by (workload, quantity, measure).
+        lost: our losses.
+        notes: the reasons, by (workload, quantity, measure).
 
     Raises:
-        ArgumentError: if a note is missing, or one is left of a row that is no longer lost.
+        ArgumentError: if a loss has no note, or a note has no loss.
     """
     rows = {standing.key: standing for standing in lost}
     missing = "".join(f'\n    {key}: "",  # {_summary(rows[key])}' for key in rows if not notes.get(key))

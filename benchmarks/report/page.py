@@ -1,26 +1,26 @@
-"""The report of a run: Markdown with its figures beside it."""
+"""The report of one run: a Markdown page with its figures beside it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from persample.bench.figures import draw
-from persample.bench.plots import Curves, Dots, plots
-from persample.bench.records import Results
-from persample.bench.standings import Notes, check_notes, losses
-from persample.bench.summaries import losses_grid, standings_grid, targets_grid
-from persample.bench.tables import environment_grid, full_table, unit_line
-from persample.bench.text import escaped, words
+from benchmarks.report.figures import draw
+from benchmarks.report.plots import Curves, Dots, plots
+from benchmarks.report.records import Results
+from benchmarks.report.standings import Notes, check_notes, losses
+from benchmarks.report.summaries import losses_grid, standings_grid, targets_grid
+from benchmarks.report.tables import environment_grid, full_table, unit_line
+from benchmarks.report.text import escaped, words
 
-_STANDINGS = """Pairs of a workload and a quantity, by how each method stands against the best of all others."""
-_LOSSES = """Where another method needs less than all of ours, by more than 5 % (of memory: also by more than 1 MiB)."""
-_TARGETS = """What the issues of the project demand of the time relative to one batch gradient, or of what is named."""
-_TIMES = """A dot per method. What has no dot cannot do it, is wrong, or was given up: the tables say which, and why."""
-_CURVES = """Physical limits are dashed. Curves end where a method fails; the reasons stand below the figure."""
-_NUMBERS = """Ratios are medians over rounds of the time relative to the batch gradient's in the same round, ± half
-their interquartile range; the best is bold. Memory is what one call adds to the peak of a fresh process. The first
-call includes compiling. Errors are relative to the largest entry, against the plain loop in float64."""
+_STANDINGS = "Pairs of a workload and a quantity, by how each of our methods compares with the best of all others."
+_LOSSES = "The best of the others needs less than the best of ours: by over 5 % (and, of memory, by over 1 MiB)."
+_TARGETS = "Limits are relative to one batch gradient, unless a cell names another method or a unit."
+_TIMES = "One dot per method. Methods without a dot refused, were wrong, or were stopped; the tables give the reasons."
+_CURVES = "Dashed curves are physical limits. A curve ends where its method fails; the reasons are below the figure."
+_NUMBERS = """A ratio is the time divided by the batch gradient's time of the same round: the median over all rounds,
+± half the interquartile range. The best ratio is bold. Memory is what one call adds to the peak of a fresh process. The
+first call includes compilation. Errors are relative to the largest entry of the plain loop's result in float64."""
 
 
 def report(results: Results, pictures: str, notes: Notes | None = None, level: int = 2) -> str:
@@ -28,15 +28,15 @@ def report(results: Results, pictures: str, notes: Notes | None = None, level: i
 
     Args:
         results: of the run.
-        pictures: where its figures are, as seen from the page, ending in a slash (or empty).
-        notes: why we lose where we lose, by (workload, quantity, measure); without them that column is left out.
-        level: of the headings.
+        pictures: the path from the page to its figures, empty or ending in a slash.
+        notes: the reason of every loss, by (workload, quantity, measure); None omits the column of reasons.
+        level: the level of the top headings.
 
     Returns:
         The Markdown.
 
     Raises:
-        ArgumentError: if a row that is lost has no note, or a note no such row.
+        ArgumentError: if a loss has no note, or a note has no loss.
     """
     lost = losses(results)
     if notes is not None:
@@ -47,7 +47,7 @@ def report(results: Results, pictures: str, notes: Notes | None = None, level: i
     parts = {
         "Where we stand": f"{_STANDINGS}\n\n{standings_grid(results).markdown()}",
         "Where we lose": f"{_LOSSES}\n\n{losses_grid(results, notes).markdown() if lost else 'Nowhere in this run.'}",
-        "Demanded and measured": f"{_TARGETS}\n\n{targets_grid(results).markdown()}" if results.targets else "",
+        "Targets": f"{_TARGETS}\n\n{targets_grid(results).markdown()}" if results.targets else "",
         "Figures": f"{_TIMES}\n\n{dots}" if dots else "",
         "Scaling": f"{_CURVES}\n\n{curves}" if curves else "",
         "All numbers": f"{_NUMBERS}\n\n{_numbers(results, level + 1)}",
@@ -75,13 +75,13 @@ def _numbers(results: Results, level: int) -> str:
 
 
 def machine(environment: dict[str, Any]) -> str:
-    """Say in a few words what a run was made on.
+    """Describe the machine of a run in a few words.
 
     Args:
-        environment: of the run.
+        environment: the environment of the run.
 
     Returns:
-        The processor or accelerator, threads, torch and the date, as far as they are known.
+        The known ones of: processor or accelerator, threads, version of torch, date.
 
     Examples:
         >>> machine({"cpu": "a CPU", "gpu": None, "torch_threads": 2, "torch": "2.13.0"})
@@ -98,28 +98,15 @@ def save_report(results: Results, directory: Path) -> list[Path]:
 
     Args:
         results: of a run.
-        directory: where they go; it exists.
+        directory: an existing directory for the files.
 
     Returns:
-        The files.
+        The paths of the page and of the figures.
     """
     page = directory / "report.md"
     text = f"# Benchmarks on {machine(results.environment)}\n\n{report(results, '')}"
     page.write_text(text, encoding="utf-8")
-    return [page, *save_pictures(results, directory)]
-
-
-def save_pictures(results: Results, directory: Path) -> list[Path]:
-    """Draw all figures of a run.
-
-    Args:
-        results: of the run.
-        directory: where they go; it exists.
-
-    Returns:
-        The files.
-    """
-    paths = {directory / f"{name}.png": plot for name, plot in plots(results).items()}
-    for path, plot in paths.items():
+    figures = {directory / f"{name}.png": plot for name, plot in plots(results).items()}
+    for path, plot in figures.items():
         draw(plot, path)
-    return list(paths)
+    return [page, *figures]

@@ -1,4 +1,4 @@
-"""The JSON files that results are kept in, and how runs are put together."""
+"""Reads, writes and merges JSON files of results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from persample.bench.records import Record, Results, ScalingRecord, Target
+from benchmarks.report.records import Record, Results, ScalingRecord, Target
 from persample.errors import ArgumentError
 
 
@@ -23,7 +23,7 @@ def read(path: Path) -> Results:
         The results.
 
     Raises:
-        ArgumentError: if it is not a results file; the message says why.
+        ArgumentError: if the file is missing or is not a results file; the message gives the cause.
     """
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
@@ -40,13 +40,13 @@ def read(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write a results file, all or nothing: an interrupt leaves the file that was there.
+    """Write a results file atomically: an interrupt leaves the previous file intact.
 
-    JSON knows no ∞ and no NaN: such numbers (errors of wrong results) become null.
+    JSON has no ∞ and no NaN: such numbers (errors of wrong results) become null.
 
     Args:
         path: the JSON file.
-        results: the results.
+        results: what to write.
 
     Examples:
         >>> import tempfile
@@ -71,13 +71,13 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge(runs: Iterable[Results]) -> Results:
-    """Put runs together, in their order: a later run's record replaces an earlier one's of the same key, in its place.
+    """Merge runs: a later record replaces the earlier record of the same key, at the earlier position.
 
     Args:
-        runs: what to put together.
+        runs: the results to merge, earliest first.
 
     Returns:
-        The whole, with the environments' entries of all runs (of one name, the last).
+        All records. The environment has the entries of all runs; of entries with one name, the last counts.
 
     Examples:
         >>> slow, fast = (Results(records=(Record("TD(0)", "mean", "loop", "ok", median_s=s),)) for s in (2.0, 1.0))

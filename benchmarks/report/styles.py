@@ -1,4 +1,4 @@
-"""How methods look in figures."""
+"""The color and marker of each method in figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from persample.bench.records import FILL
-from persample.bench.tables import ordered
+from benchmarks.report.records import FILL
+from benchmarks.report.tables import ordered
 
 # Okabe, Ito, "Color Universal Design" (2008), the yellow darkened and two colours added.
 _OURS, _REFERENCE = "#0072b2", "#000000"
@@ -17,11 +17,11 @@ _MARKERS = "os^DvPX<>"
 
 @dataclass(frozen=True)
 class Style:
-    """How a method looks in every figure.
+    """The color and marker of a method, the same in every figure.
 
     Args:
-        color: of its family: the methods whose names have the same first word.
-        marker: which of the family.
+        color: the color of its family: all methods whose names have the same first word.
+        marker: the marker of the method within its family.
     """
 
     color: str
@@ -29,7 +29,7 @@ class Style:
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:
-    """Give every method a look: a color to each family, a marker to each member.
+    """Assign a color to each family of methods, and a marker to each member.
 
     Args:
         methods: their names, repeated or not.

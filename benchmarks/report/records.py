@@ -1,4 +1,4 @@
-"""What a run of the benchmark suite finds."""
+"""The results of a benchmark run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 
 from persample.errors import ArgumentError
 
-# The unit of every ratio: the name of its method, and of its curve.
+# The name of the method that is the unit of every ratio.
 UNIT = "batch gradient"
-# Physical limits, timed like methods: writing as many bytes as the stacked gradients have into memory that is already
-# there, and the matrix products of one batch gradient. They compute no result, and compete with nobody.
+# Physical limits, timed like methods but not ranked, as they compute no result: writing the bytes of the stacked
+# gradients into existing memory, and the matrix products of one batch gradient.
 FILL, GEMMS = LIMITS = ("fill_", "batch gradient's GEMMs")
 
 Status = Literal["ok", "wrong", "cannot", "out of memory", "too slow"]
@@ -18,7 +18,7 @@ Measure = Literal["time", "memory", "first call"]
 
 
 class _Checked:
-    """Refuses a status or measure that no table knows."""
+    """Checks literals at construction: records are read from files."""
 
     def _one_of(self, name: str, allowed: Any) -> None:
         value, names = getattr(self, name), get_args(allowed)
@@ -39,12 +39,12 @@ class Record(_Checked):
         reason: in words, where the status is not ``"ok"``.
         median_s: median seconds of the rounds.
         iqr_s: their interquartile range.
-        rounds: how many there were.
+        rounds: the number of rounds.
         unit_s: median seconds of the batch gradient in the same, alternating rounds.
-        ratio: median over the rounds of the method's time by the unit's.
-        ratio_iqr: interquartile range of these.
+        ratio: median over the rounds of the method's time divided by the unit's.
+        ratio_iqr: interquartile range of these ratios.
         peak_bytes: peak resident bytes of one call in a fresh process, beyond those held before it.
-        unit_peak_bytes: the batch gradient's.
+        unit_peak_bytes: the same of the batch gradient.
         first_call_s: seconds of the first call, compilation included.
         error: the largest relative error against the plain loop in float64.
 
@@ -77,7 +77,7 @@ class Record(_Checked):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from the other records of a run."""
+        """The fields that identify the record within a run."""
         return self.workload, self.quantity, self.method
 
 
@@ -117,23 +117,23 @@ class ScalingRecord(_Checked):
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """What tells it from the other points of a run."""
+        """The fields that identify the point within a run."""
         return self.method, self.quantity, self.batch_size, self.hidden
 
 
 @dataclass(frozen=True)
 class Target(_Checked):
-    """A number that the project has set itself for one method.
+    """A limit that the project has set for one method.
 
     Args:
         workload: name of the workload.
         quantity: what is computed.
         method: name of the method.
-        limit: the largest value that meets it: a ratio, or seconds where ``relative_to`` is None.
-        issue: the number of the issue that asks for it.
+        limit: the largest value that meets the target: a ratio, or seconds where ``relative_to`` is None.
+        issue: the number of the issue that set it.
         measure: ``"time"``, ``"memory"`` (of a call at its peak) or ``"first call"`` (its time).
         relative_to: the method whose measure on the same workload is the unit, or None for seconds.
-        relative_quantity: what that method computes, where it is not the same quantity.
+        relative_quantity: the quantity that ``relative_to`` computes; None: the same quantity.
 
     Raises:
         ArgumentError: if the measure is not one of the three.
@@ -158,13 +158,13 @@ class Target(_Checked):
 
 @dataclass(frozen=True)
 class Results:
-    """All that a run found, what it ran on, and what was asked of it.
+    """The results of a run, its environment, and its targets.
 
     Args:
         environment: versions, processor, threads, date, revision.
         records: one per workload, quantity and method, in the order of the tables.
         scaling: the points of the scaling curves.
-        targets: the demanded numbers.
+        targets: the limits to compare with.
 
     Examples:
         >>> Results({"torch": "2.13"}).records

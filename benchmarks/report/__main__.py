@@ -1,4 +1,4 @@
-"""``persample bench report``: tables and figures of a run of the benchmark suite."""
+"""Summarizes one run on the terminal and writes its page: ``make bench-summary``."""
 
 from __future__ import annotations
 
@@ -11,46 +11,43 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from persample.bench.files import read
-from persample.bench.records import Results
-from persample.bench.report import machine, save_report
-from persample.bench.summaries import losses_grid, standings_grid, targets_grid
-from persample.bench.text import Grid
+from benchmarks.report.files import read
+from benchmarks.report.page import machine, save_report
+from benchmarks.report.records import Results
+from benchmarks.report.summaries import losses_grid, standings_grid, targets_grid
+from benchmarks.report.text import Grid
 from persample.cli.report import writable
+from persample.errors import ArgumentError
 
-bench = typer.Typer(help="Results of the benchmark suite.", no_args_is_help=True, rich_markup_mode=None)
-
-_HELP = (
-    "Turn the results of a run into a page of tables with figures beside it, and print where we are ahead, where "
-    "behind, and what was demanded."
-)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@bench.callback()
-def root() -> None:
-    """Hold the commands together."""
-
-
-@bench.command(help=_HELP)
-def report(
+@app.command(help="Summarize a run, and write a page of tables with figures beside it.")
+def summarize(
     results: Annotated[Path, typer.Argument(help="The JSON file that the run has written.")],
     output: Annotated[Path, typer.Option(help="Directory for report.md and the figures.")] = Path("bench-report"),
 ) -> None:
-    """Report on a run.
+    """Print the summary of a run and write its page.
 
     Args:
         results: the JSON file of the run.
-        output: where to write.
+        output: the directory of the page and its figures.
+
+    Raises:
+        Exit: with code 2 if ``results`` cannot be read or ``output`` cannot be written.
     """
-    run = read(results)
-    directory = writable(output, "report.md")
+    try:
+        run, directory = read(results), writable(output, "report.md")
+    except ArgumentError as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(2) from None
     # Wide enough for the tables where there is no terminal to ask.
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(escape(f"{_counts(run)} on {machine(run.environment)}"), soft_wrap=True)
     for title, grid in _summary(run).items():
         console.print(_table(title, grid))
-    written = save_report(run, directory)
-    console.print(escape(f"Written: {written[0]} and {len(written) - 1} figures beside it"), soft_wrap=True)
+    page, *figures = save_report(run, directory)
+    console.print(escape(f"Written: {page} and {len(figures)} figures beside it"), soft_wrap=True)
 
 
 def _counts(run: Results) -> str:
@@ -59,11 +56,7 @@ def _counts(run: Results) -> str:
 
 
 def _summary(run: Results) -> dict[str, Grid]:
-    grids = {
-        "Where we stand": standings_grid(run),
-        "Where we lose": losses_grid(run),
-        "Demanded and measured": targets_grid(run),
-    }
+    grids = {"Where we stand": standings_grid(run), "Where we lose": losses_grid(run), "Targets": targets_grid(run)}
     return {title: grid for title, grid in grids.items() if grid.rows}
 
 
@@ -74,3 +67,7 @@ def _table(title: str, grid: Grid) -> Table:
     for row in grid.rows:
         result.add_row(*map(escape, row))
     return result
+
+
+if __name__ == "__main__":
+    app()

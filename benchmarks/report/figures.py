@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Draws plots as PNG files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from persample.bench.plots import Curves, Dots, Line, fingerprint
-from persample.bench.records import LIMITS
-from persample.bench.standings import is_ours
-from persample.bench.styles import Style
+from benchmarks.report.plots import Curves, Dots, Line, fingerprint
+from benchmarks.report.records import LIMITS
+from benchmarks.report.standings import is_ours
+from benchmarks.report.styles import Style
 
-# Narrow, so that they can be read on a phone.
+# A narrow figure can be read on a phone.
 _WIDTH, _DPI, _FONT = 6.4, 125, 10
 _KEY, _GRID = "persample-data", "#dddddd"
 
 
 def draw(plot: Dots | Curves, path: Path) -> None:
-    """Draw a figure; the picture remembers what data it shows.
+    """Draw a plot, and store the fingerprint of its data in the picture.
 
     Args:
-        plot: what it shows.
+        plot: the data to draw.
         path: the PNG file to write.
     """
     figure = Figure(figsize=(_WIDTH, _height(plot)), layout="constrained", facecolor="white")
@@ -49,20 +49,20 @@ def _save(figure: Figure, data: str, path: Path) -> None:
     drawn, info = io.BytesIO(), PngInfo()
     figure.savefig(drawn, dpi=_DPI)
     info.add_text(_KEY, data)
-    # A third of the bytes; few colors cover all, but for blends at edges.
+    # 256 colors need a third of the bytes, and change nothing but blends at edges.
     with Image.open(drawn) as picture:
         indexed = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         indexed.save(path, "PNG", optimize=True, pnginfo=info)
 
 
 def shown_by(path: Path) -> str | None:
-    """Tell what data a picture shows.
+    """Return the fingerprint stored in a picture.
 
     Args:
         path: a PNG file.
 
     Returns:
-        The fingerprint of what was drawn; None if there is no such picture, or it is not one of these.
+        The fingerprint; None if the file is missing, is no picture, or was not drawn by ``draw``.
     """
     try:
         with Image.open(path) as picture:
@@ -72,7 +72,7 @@ def shown_by(path: Path) -> str | None:
 
 
 def _height(plot: Dots | Curves) -> float:
-    """Return inches: of the panels, the legend, and all that is around them."""
+    """Return the height of the figure in inches: panels, legend and margins."""
     if isinstance(plot, Dots):
         return 0.42 * max(len(plot.rows), 2) + 0.22 * math.ceil(len(plot.series) / 2) + 1.2
     return 6.5 + 0.22 * math.ceil(len(plot.lines) / 2)
@@ -83,7 +83,7 @@ def _draw_dots(axes: Axes, plot: Dots) -> None:
         axes.axhspan(row - 0.5, row + 0.5, color="#f4f4f4" if row % 2 else "white", zorder=0)
         axes.vlines(mark or [], row - 0.5, row + 0.5, color="black", linestyle=(0, (3, 2)), linewidth=1.2, zorder=1)
     for place, (method, (style, values)) in enumerate(plot.series.items()):
-        shift = 0.7 * ((place + 0.5) / len(plot.series) - 0.5)  # one below the other, in the order of the legend
+        shift = 0.7 * ((place + 0.5) / len(plot.series) - 0.5)  # top down in the order of the legend
         dots = [(value, row + shift) for row, value in enumerate(values) if value is not None]
         axes.plot(*zip(*dots, strict=True), label=method, **_look(method, style), linestyle="")
     axes.set_yticks(range(len(plot.rows)), [row.replace(", ", ",\n") for row in plot.rows])

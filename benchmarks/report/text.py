@@ -11,12 +11,12 @@ _LONGEST = 240
 
 @dataclass(frozen=True)
 class Grid:
-    r"""A table in plain words, for a terminal as well as for a page.
+    r"""A table of unescaped text, for the terminal and for Markdown.
 
     Args:
-        headings: of the columns.
-        rows: their cells.
-        numbers: the columns that are aligned to the right.
+        headings: the headings of the columns.
+        rows: the cells of each row.
+        numbers: the indices of right-aligned columns.
 
     Examples:
         >>> print(Grid(["method", "ratio"], [["fill_", "2.50"]], {1}).markdown(), end="")
@@ -30,7 +30,7 @@ class Grid:
     numbers: Collection[int] = ()
 
     def markdown(self) -> str:
-        """Write it for a page.
+        """Format the table as Markdown.
 
         Returns:
             The Markdown table, ending in a newline.
@@ -39,7 +39,7 @@ class Grid:
 
 
 def number(value: float) -> str:
-    """Write a ratio to three digits at most, in a way that columns of them can be read.
+    """Format a ratio with two or three digits.
 
     Args:
         value: the ratio.
@@ -57,10 +57,10 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a time.
+    """Format a time.
 
     Args:
-        value: in seconds.
+        value: the time in seconds.
 
     Returns:
         The text, with its unit.
@@ -74,10 +74,10 @@ def seconds(value: float) -> str:
 
 
 def memory(value: float) -> str:
-    """Write an amount of memory.
+    """Format an amount of memory.
 
     Args:
-        value: in bytes.
+        value: the amount in bytes.
 
     Returns:
         The text, with its unit.
@@ -91,10 +91,10 @@ def memory(value: float) -> str:
 
 
 def words(name: str) -> str:
-    """Write the name of a quantity for readers.
+    """Return the readable name of a quantity.
 
     Args:
-        name: as in the records.
+        name: the name used in records.
 
     Returns:
         The words.
@@ -107,10 +107,10 @@ def words(name: str) -> str:
 
 
 def shortened(text: str) -> str:
-    r"""Put what a library said on one line that is not too long; the results file has all of it.
+    r"""Join the lines of a message and truncate it; the results file has all of it.
 
     Args:
-        text: in the library's words.
+        text: the message.
 
     Returns:
         The line.
@@ -124,10 +124,10 @@ def shortened(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Mark everything that Markdown or HTML would read as plain text.
+    r"""Escape the special characters of Markdown and HTML.
 
     Args:
-        text: on one line.
+        text: one line.
 
     Returns:
         The Markdown.
@@ -140,12 +140,12 @@ def escaped(text: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """Lay out a Markdown table.
+    """Format a Markdown table.
 
     Args:
-        headings: of the columns.
-        rows: their cells.
-        numbers: the columns that are aligned to the right.
+        headings: the headings of the columns, escaped.
+        rows: the cells of each row, escaped.
+        numbers: the indices of right-aligned columns.
 
     Returns:
         The table, ending in a newline.

@@ -1,4 +1,4 @@
-"""What the figures show, before it is drawn."""
+"""The data of the figures."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from persample.bench.records import FILL, GEMMS, LIMITS, UNIT, Record, Results, ScalingRecord
-from persample.bench.standings import Compared, cost
-from persample.bench.styles import Style, styles
-from persample.bench.tables import ordered
-from persample.bench.text import shortened, words
+from benchmarks.report.records import FILL, GEMMS, LIMITS, UNIT, Record, Results, ScalingRecord
+from benchmarks.report.standings import Compared, cost
+from benchmarks.report.styles import Style, styles
+from benchmarks.report.tables import ordered
+from benchmarks.report.text import shortened, words
 
-# Of what there is a figure of memory: what must be stored, and what need not be.
+# Quantities with a figure of memory: stacked gradients must be stored, clipped means need not be.
 _MEMORY = {"stack", "clipped_mean"}
 
 
 @dataclass(frozen=True)
 class Dots:
-    """A row per workload, on a logarithmic axis a dot per method.
+    """A logarithmic dot plot: one row per workload, one dot per method.
 
     Args:
-        title: of the figure.
-        label: of the axis.
+        title: the title of the figure.
+        label: the label of the axis.
         rows: the workloads.
-        series: per method its style and a value for each row, None where there is none.
-        marks: what every row is compared with.
+        series: for each method its style and one value per row, None where there is none.
+        marks: the reference value of each row, None where there is none.
     """
 
     title: str
@@ -42,11 +42,11 @@ class Line:
     """A method's scaling curve.
 
     Args:
-        style: how it looks.
-        sizes: the sizes it could do.
-        times: median seconds at each.
-        peaks: peak bytes at each, None where unknown.
-        end: where it ends and why, empty if it runs through.
+        style: color and marker.
+        sizes: the sizes that the method computed.
+        times: median seconds at each size.
+        peaks: peak bytes at each size, None where unknown.
+        end: the first failing size and its reason; empty if no size failed.
     """
 
     style: Style
@@ -61,9 +61,9 @@ class Curves:
     """Time and memory over a size, both logarithmic.
 
     Args:
-        title: of the figure.
-        label: of the size.
-        lines: per method.
+        title: the title of the figure.
+        label: the label of the size axis.
+        lines: one curve per method.
     """
 
     title: str
@@ -72,13 +72,13 @@ class Curves:
 
 
 def fingerprint(plot: Dots | Curves) -> str:
-    """Sum up all that a figure shows.
+    """Hash the data of a figure.
 
     Args:
-        plot: the figure.
+        plot: the data.
 
     Returns:
-        A hash, to be kept in the picture: two pictures with one hash show the same.
+        The hash, which the picture stores: pictures with equal hashes show equal data.
 
     Examples:
         >>> plots = [Dots("times", "ratio", (row,), {}, (1.0,)) for row in ("TD(0)", "TD(0)", "DQN")]
@@ -90,7 +90,7 @@ def fingerprint(plot: Dots | Curves) -> str:
 
 
 def plots(results: Results) -> dict[str, Dots | Curves]:
-    """Collect what there is to draw.
+    """Collect the data of all figures.
 
     Args:
         results: of a run.
@@ -130,7 +130,7 @@ def _workloads(records: Sequence[Record], quantity: str) -> tuple[str, ...]:
 def _series(
     records: Sequence[Record], quantity: str, measure: Compared, looks: dict[str, Style]
 ) -> dict[str, tuple[Style, tuple[float | None, ...]]]:
-    """Return every method that has a number, but the unit, which is marked in every row."""
+    """Return the series of all methods with a number. The unit is drawn as the mark of each row instead."""
     scale = 1.0 if measure == "time" else 2.0**-20
     costs = {(r.method, r.workload): cost(r, measure) for r in records if r.quantity == quantity and r.method != UNIT}
     able = ordered(method for (method, _), amount in costs.items() if amount)
@@ -171,7 +171,7 @@ def _lines(sizes: dict[ScalingRecord, int], looks: dict[str, Style]) -> dict[str
 def _line(points: Sequence[ScalingRecord], size_of: dict[ScalingRecord, int], look: Style) -> Line:
     done = [(size_of[p], p.median_s, p.peak_bytes) for p in points if p.status == "ok" and p.median_s is not None]
     sizes, times, peaks = zip(*done, strict=True) if done else ((), (), ())
-    # It ends at the first failure that no larger size has made up for.
+    # The curve ends at the first failure beyond the largest size that worked.
     failed = [p for p in points if p.status != "ok" and size_of[p] > max(sizes, default=0)]
     ends = [f"{p.status} at {size_of[p]}: {shortened(p.reason)}" for p in failed]
     return Line(look, sizes, times, peaks, ends[0] if ends else "")

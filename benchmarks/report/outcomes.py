@@ -1,20 +1,20 @@
-"""What was demanded beside what was measured."""
+"""Targets beside measured values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from persample.bench.records import UNIT, Measure, Record, Results, Target
+from benchmarks.report.records import UNIT, Measure, Record, Results, Target
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A demanded number and the measured one.
+    """A target and the measured value.
 
     Args:
-        target: what was demanded.
-        value: what was measured, in the target's unit; None where nothing was.
-        reason: why there is nothing.
+        target: the target.
+        value: the measured value in the target's unit; None if there is none.
+        reason: why there is no value.
     """
 
     target: Target
@@ -23,18 +23,18 @@ class Outcome:
 
     @property
     def met(self) -> bool:
-        """Whether the demand is met; what was not measured does not count."""
+        """Whether the value is within the limit; False without a value."""
         return self.value is not None and self.value <= self.target.limit
 
 
 def outcomes(results: Results) -> list[Outcome]:
-    """Look up what was measured for every target.
+    """Look up the measured value of every target.
 
     Args:
         results: of a run.
 
     Returns:
-        One outcome per target, in their order.
+        One outcome per target, in the order of the targets.
 
     Examples:
         >>> target = Target("TD(0)", "norms", "persample eager", 2.5, issue=3)
@@ -63,14 +63,14 @@ def _outcome(records: dict[tuple[str, str, str], Record], target: Target) -> Out
 
 
 def _other(records: dict[tuple[str, str, str], Record], target: Target, record: Record) -> Record | None:
-    if target.relative_to == UNIT:  # in the same rounds
+    if target.relative_to == UNIT:  # measured in the same rounds as ``record``
         return Record(*record.key[:2], UNIT, "ok", ratio=1.0, peak_bytes=record.unit_peak_bytes)
     assert target.relative_to is not None
     return records.get((target.workload, target.relative_quantity or target.quantity, target.relative_to))
 
 
 def _relative(record: Record, measure: Measure) -> float | None:
-    """Return what quotients are taken of; for time that is the ratio to the unit, measured in alternating rounds."""
+    """Return the value that quotients use: for time, the ratio to the batch gradient of the same rounds."""
     return {"time": record.ratio, "memory": record.peak_bytes, "first call": record.first_call_s}[measure]
 
 

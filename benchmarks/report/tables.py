@@ -1,23 +1,23 @@
-"""What every method did on every workload, in Markdown."""
+"""Tables of all methods on all workloads, in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from persample.bench.records import LIMITS, UNIT, Record, Results
-from persample.bench.standings import cost, is_ours
-from persample.bench.text import Grid, escaped, memory, number, seconds, shortened, table, words
+from benchmarks.report.records import LIMITS, UNIT, Record, Results
+from benchmarks.report.standings import cost, is_ours
+from benchmarks.report.text import Grid, escaped, memory, number, seconds, shortened, table, words
 
 
 def ordered(methods: Iterable[str]) -> list[str]:
-    """Order methods as all tables and figures do: references first, then ours, then the others as they come.
+    """Order methods as all tables and figures do: the unit, limits, ours, then the others in the given order.
 
     Args:
         methods: their names, repeated or not.
 
     Returns:
-        Each once.
+        The distinct names.
 
     Examples:
         >>> ordered(["naive loop", "persample", "fill_", "batch gradient", "naive loop"])
@@ -31,10 +31,10 @@ def ordered(methods: Iterable[str]) -> list[str]:
 
 
 def environment_grid(environment: dict[str, Any]) -> Grid:
-    """List what a run was made on.
+    """List the environment of a run.
 
     Args:
-        environment: of the run; entries of dicts are listed one by one.
+        environment: versions and hardware; nested dicts are flattened.
 
     Returns:
         The table.
@@ -56,10 +56,10 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> st
     Args:
         results: of a run.
         quantity: what is computed.
-        workloads: the columns; those that the run does not have are left out.
+        workloads: the columns; workloads that are not in the run are omitted.
 
     Returns:
-        The table of times relative to one batch gradient, and a line on the methods that have no row in it.
+        The table of times relative to one batch gradient, and a line naming the methods without a row.
     """
     columns = [workload for workload in workloads if any(r.workload == workload for r in results.records)]
     found = {(r.method, r.workload): r for r in results.records if r.quantity == quantity and r.method not in LIMITS}
@@ -98,15 +98,15 @@ def _ratio(record: Record | None, best: float | None) -> str:
 
 
 def full_table(results: Results, workload: str, quantity: str) -> str:
-    """Show everything about one quantity of one workload.
+    """List all measurements of one quantity of one workload.
 
     Args:
         results: of a run.
-        workload: its name.
+        workload: the name of the workload.
         quantity: what is computed.
 
     Returns:
-        The table, with a row per method; who cannot do it says why, in its own words.
+        The table, with one row per method; the row of a method that failed gives its own message.
     """
     records = {r.method: r for r in results.records if (r.workload, r.quantity) == (workload, quantity)}
     best = _lowest(r for r in records.values() if r.method not in LIMITS)
@@ -129,11 +129,11 @@ def _row(record: Record, best: float | None) -> list[str]:
 
 
 def unit_line(results: Results, workload: str) -> str:
-    """Say what one batch gradient of a workload costs.
+    """State the cost of one batch gradient of a workload.
 
     Args:
         results: of a run.
-        workload: its name.
+        workload: the name of the workload.
 
     Returns:
         The sentence.

@@ -1,0 +1,1 @@
+"""The records of a benchmark run, and the tables and figures made from them."""
