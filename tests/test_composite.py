@@ -87,7 +87,7 @@ def test_no_samples(way):
     assert [g.shape for g in grads.values()] == [p.shape for p in model.parameters()]
 
 
-class TestTowers:
+class TestSeveralEncoders:
     @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
     @pytest.mark.parametrize("way", WAYS)
     def test_of_pairs_with_a_temperature(self, way, tied):
@@ -152,7 +152,7 @@ def test_parameters_of_the_loss_as_a_module():
 
 
 class TestRandomness:
-    """The second pass draws what the first drew, and leaves the streams where the first, and the loss, left them."""
+    """The second pass replays the first; afterwards the streams stand where the first pass and the loss left them."""
 
     @staticmethod
     def plain(model, x, way):
@@ -178,7 +178,7 @@ class TestRandomness:
         other, _ = composite_grads(lambda m, x: m(x), uniformity, model, x, **WAYS[way])
         assert (other - expected[0]).abs() > 1e-3
 
-    def test_two_towers_with_dropout(self):
+    def test_two_encoders_with_dropout(self):
         model, inputs = mlp(dropout=0.4), (draw(4, 5), draw(6, 5, seed=1))
         encoders = (lambda m, x: m(x), lambda m, x: m(x) + 1)
         torch.manual_seed(3)
@@ -248,7 +248,7 @@ class TestRandomness:
 
 
 class TestReductions:
-    """Sample i's share is (dL/dzᵢ)(dzᵢ/dθ), and whatever is asked of it is asked of these."""
+    """Reductions of the contributions (dL/dzᵢ)(dzᵢ/dθ) of the samples."""
 
     @pytest.mark.parametrize("way", ["default", "chunks", "all-at-once", "keep_batch_dim", "loop"])
     def test_equal_those_of_the_shares(self, way):
@@ -290,7 +290,7 @@ class TestDtypes:
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
     def test_half_z_of_float32_parameters(self, dtype, way):
-        """The products with dL/dz, and the sums over samples, are float32: as exact as the plain graph's."""
+        """Products with dL/dz and sums over samples are float32, as in the plain graph."""
         model, x = mlp().float(), draw(7, 5, dtype=torch.float32)
 
         def encode(model, x):
@@ -355,9 +355,9 @@ class TestInputs:
 
         options = {"mode": "cls", "scale": 2.0, "none": None}
         for extra in ({}, {"batched": True, "chunk_size": 2}, {"engine": "loop"}):
-            _, grads = composite_grads(encode, uniformity, draw(5), (draw(3, 5), options, "tower"), **extra)
+            _, grads = composite_grads(encode, uniformity, draw(5), (draw(3, 5), options, "name"), **extra)
             assert grads.shape == (5,)
-        assert seen == {("cls", 2.0, None, "tower")}
+        assert seen == {("cls", 2.0, None, "name")}
 
     @pytest.mark.parametrize("batched", [False, True])
     def test_what_all_samples_share(self, batched):
@@ -559,7 +559,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
     def test_of_z_that_is_a_part_of_what_the_model_returns(self, batched):
-        """The first of 64 tokens, say: the others are gone after each chunk."""
+        """z is the first of 64 tokens; the other tokens are freed after each chunk."""
 
         def ours(model, x):
             tokens = x[..., None, :].expand(*x.shape[:-1], 64, 32)
@@ -572,7 +572,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
     def test_under_autocast(self, batched):
-        """Whose cache keeps casts of all parameters until it is left."""
+        """The cache of autocast, which keeps casts of all parameters until the context ends, is cleared."""
 
         def ours(model, x):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Batch norm in train mode, and other buffers, under ``composite_grads``: exact, and moved once."""
+"""Batch norm in train mode, and other buffers, under ``composite_grads``: exact, and updated once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def counters(model):
 
 
 class TestFull:
-    """The statistics of all samples, gradients through them included, with one chunk in memory."""
+    """The statistics of all samples, and gradients through them, with one chunk in memory."""
 
     @pytest.mark.parametrize("chunk_size", [1, 3, 7, None], ids=str)
     @pytest.mark.parametrize("momentum", [0.1, None], ids=["momentum", "cumulative"])
@@ -68,7 +68,7 @@ class TestFull:
         assert torch.equal(torch.get_rng_state(), left)
 
     def test_dropout_masks_are_those_of_the_chunks(self):
-        """Against the same masks, multiplied in by hand."""
+        """The oracle multiplies by the same masks."""
         model = build(Residual)
         torch.manual_seed(2)
         masks = torch.cat([model.drop(torch.ones(len(chunk), 3, 3, dtype=X.dtype)) for chunk in X.split(3)])
@@ -79,7 +79,7 @@ class TestFull:
         found = composite_grads(encode, uniformity, build(Residual), X, batched=True, batch_norm="full", chunk_size=3)
         assert_same(found, expected)
 
-    def test_two_towers_each_with_its_own_statistics(self):
+    def test_two_encoders_each_with_its_own_statistics(self):
         ours, plain = clones()
         ours.drop.p = plain.drop.p = 0.0
         inputs = (X, X[:5] * 2 + 1)

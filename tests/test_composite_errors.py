@@ -1,4 +1,4 @@
-"""What ``composite_grads`` refuses, and what it says then."""
+"""The errors of ``composite_grads`` and their messages."""
 
 from __future__ import annotations
 
@@ -55,9 +55,19 @@ def call(encode_fn=encode, loss_fn=uniformity, params=None, inputs=X, **options)
     ],
     ids=lambda x: str(x)[:40] if isinstance(x, str) else None,
 )
-def test_refused_at_the_door(options, message):
+def test_rejected_arguments(options, message):
     with pytest.raises(ArgumentError, match=message):
         call(**options)
+
+
+def test_a_write_of_the_second_pass_is_named():
+    def encode(w, batch):
+        if torch.is_grad_enabled():
+            batch["mask"].zero_()
+        return w * batch["x"]
+
+    with pytest.raises(LossError, match=r"encode_fn wrote in place into inputs\['mask'\]"):
+        call(encode, inputs={"x": X, "mask": torch.ones(6)}, engine="loop")
 
 
 def test_averages_of_no_samples():
@@ -117,6 +127,14 @@ class Growing(nn.Module):
         return x * self.calls
 
 
+class GrowingForLarge(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * torch.where(x[..., :1] > 50, self.calls, 1)
+
+
 class TestNotReplayed:
     @pytest.mark.parametrize("options", [{"engine": "loop"}, {"batched": True, "chunk_size": 4}, {}], ids=str)
     @pytest.mark.parametrize("make", [OwnGenerator, Growing, OfGradMode])
@@ -126,6 +144,12 @@ class TestNotReplayed:
             LossError, match=rf"encode_fn: .* received another z, off by .*module '1' \({make.__name__}\)"
         ):
             composite_grads(lambda m, x: m(x), uniformity, model, X, **options)
+
+    @pytest.mark.parametrize("options", [{"engine": "loop"}, {"batched": True}, {}], ids=str)
+    def test_names_the_module_that_differs_for_one_sample_only(self, options):
+        model, x = nn.Sequential(GrowingForLarge(), nn.Linear(5, 2)).double(), torch.cat([X, X[:1] + 100])
+        with pytest.raises(LossError, match=r"module '0' \(GrowingForLarge\)"):
+            composite_grads(lambda m, x: m(x), uniformity, model, x, chunk_size=4, **options)
 
     def test_names_the_leaf(self):
         generator = np.random.default_rng(0)

@@ -29,8 +29,8 @@ def contrastive(sizes, rank, group, **options):
     return composite_grads(encode_pair, info_nce, towers, inputs, loss_params=scale, group=group, **options)
 
 
-def separate_towers(sizes, rank, group):
-    """As many queries as ``sizes`` say, passages the other way round."""
+def several_encoders(sizes, rank, group):
+    """``sizes`` are the numbers of queries; passages are split differently."""
     towers, scale = two_towers(tied=True), draw(1)[0].requires_grad_()
     encoders = {"query": lambda towers, x: towers["query"](x), "passage": lambda towers, x: towers["passage"](x)}
     passages = shard(draw(11, 5, seed=1), [11 - sum(sizes[1:]), *sizes[1:]], rank)
@@ -72,7 +72,7 @@ CASES = {
     "contrastive": contrastive,
     "contrastive-batched": lambda *args: contrastive(*args, batched=True, chunk_size=2),
     "contrastive-loop": lambda *args: contrastive(*args, engine="loop", chunk_size=2),
-    "separate-towers": separate_towers,
+    "several-encoders": several_encoders,
     "reductions": reductions,
     "batch-norm-full": lambda *args: batch_norm(*args, "full"),
     "other-formats": other_formats,
@@ -87,7 +87,7 @@ def fails_on_one_rank(where):
                 raise ValueError("rank 1 cannot read its data")
             return w * x
 
-        x = draw(3, 5) if not (where == "door" and rank == 1) else "not a tensor"
+        x = draw(3, 5) if not (where == "arguments" and rank == 1) else "not a tensor"
         composite_grads(encode, uniformity, draw(5), x, group=group, engine="loop")
 
     return step
@@ -112,7 +112,7 @@ def second_pass_fails(rank, group):
 
 
 FAILURES = {
-    "door": fails_on_one_rank("door"),
+    "arguments": fails_on_one_rank("arguments"),
     "encode": fails_on_one_rank("encode"),
     "second-pass": second_pass_fails,
     "shapes": other_shapes,
@@ -121,7 +121,7 @@ FAILURES = {
 
 
 def count_reductions(rank, group):
-    """How often gradients are reduced: once for each parameter, however many chunks there are."""
+    """Return how often gradients are reduced: once for each parameter, however many chunks there are."""
     calls, original = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].shape), original(*args, **kwargs))[1]
     try:
@@ -173,7 +173,7 @@ def test_two_processes_are_one(found, name, kind):
 
 
 def test_chunks_of_batch_norm_are_those_of_the_ranks(found):
-    """Each rank normalizes with its own; the running statistics are the mean over the samples of both."""
+    """Each rank normalizes with the statistics of its chunk; running statistics are the mean over all samples."""
     model = build(Residual)
     model.drop.p = 0.0
     z = torch.cat([model(chunk) for chunk in draw(7, 2, 4).split(4)])
@@ -195,7 +195,11 @@ def test_gradients_are_reduced_once(found):
 @pytest.mark.parametrize(
     ("name", "own", "others"),
     [
-        ("door", (1, "ArgumentError: inputs: expected at least one tensor"), (0, "failed on other processes.*1: 'Arg")),
+        (
+            "arguments",
+            (1, "ArgumentError: inputs: expected at least one tensor"),
+            (0, "failed on other processes.*1: 'ArgumentError"),
+        ),
         ("encode", (1, "ValueError: rank 1 cannot read"), (0, "LossError: .*failed on other processes.*rank 1 cannot")),
         ("second-pass", (0, "LossError: encode_fn: expected the second pass"), (1, "other processes.*0: 'LossError")),
         ("shapes", (0, "LossError: encode_fn: expected z of one structure"), (1, "rank 1: .*4")),
@@ -220,6 +224,8 @@ class TestGroup:
             assert_same(contrastive([7], 0, dist.group.WORLD), expected)
             with pytest.raises(ArgumentError, match="group: expected a process group or None, received 'world'"):
                 contrastive([7], 0, "world")
+            with pytest.raises(ArgumentError, match="received a group without this process"):
+                contrastive([7], 0, dist.GroupMember.NON_GROUP_MEMBER)
         finally:
             dist.destroy_process_group()
 

@@ -31,7 +31,7 @@ def batch_norm_model():
 
 
 def by_the_recipe(model, x):
-    """The two passes of the answer, as they stand there: right for a plain encoder, wrong for the two above."""
+    """The two passes of the answer, unchanged: right for a plain encoder, wrong for dropout and batch norm."""
     with torch.no_grad():
         z = torch.cat([model(chunk) for chunk in x.split(CHUNK)])
     (cotangents,) = torch.autograd.grad(uniformity(z.requires_grad_()), z)
@@ -120,13 +120,13 @@ class TestBatchNorm:
 
 
 def test_the_recipe_is_right_for_a_plain_encoder():
-    """What breaks it above is dropout and batch norm, nothing else."""
+    """Only dropout and batch norm break the recipe."""
     model = dropout_model().eval()
     assert_same(by_the_recipe(model, X), graph(uniformity, model(X), model)[1])
 
 
 def test_a_pre_trained_model_needs_no_change(tmp_path):
-    """A transformer as its package loads it from a checkpoint, in train mode, handed over as it is."""
+    """A transformer loaded from a checkpoint by its package, in train mode."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     config = transformers.BertConfig(vocab_size=40, max_position_embeddings=8, **sizes)
     build(lambda: transformers.BertModel(config, add_pooling_layer=False)).save_pretrained(tmp_path)

@@ -1,34 +1,33 @@
-"""Batch norm in train mode: refused, or with the statistics of all samples while one chunk is in memory.
-
-z depends on the moments s of all batch norms, and those of a later one on the earlier ones: s = S(θ, s), a triangular
-system. Its solution takes as many passes as there are batch norms, and so does that for the adjoint dL/ds.
-"""
+"""Batch norm in train mode couples the samples of a chunk: where it is rejected, and how it is intercepted."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from persample.errors import LossError
-from persample.merge import Moments
-from persample.utils.dtypes import accumulate_dtype
+from persample.errors import ArgumentError, LossError
+from persample.utils import trees
 
 RULES = ("refuse", "chunk", "full")
-RECOMPUTED = (
+_SIGNATURE = inspect.signature(F.batch_norm)
+_CHOOSE = (
+    "Call .eval() on it, replace it by GroupNorm, or pass batched=True and choose the statistics it normalizes with: "
+    "batch_norm='chunk' or batch_norm='full'."
+)
+_CHECKPOINTS = (
     "encode_fn checkpoints activations: what is recomputed in the backward pass would not find the statistics and the "
     "buffers of the forward pass. With batch_norm='chunk' and 'full' leave checkpointing off; chunk_size bounds memory."
 )
-_SIGNATURE = inspect.signature(F.batch_norm)
 
 
-class _InTrainMode(TorchFunctionMode):
-    """Sees every batch norm that normalizes with the statistics of what it is given."""
+class TrainModeBatchNorm(TorchFunctionMode):
+    """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
@@ -38,113 +37,68 @@ class _InTrainMode(TorchFunctionMode):
                 return self.normalize(**bound.arguments)
         return func(*args, **(kwargs or {}))
 
-    def begin(self) -> None:
-        """Begin a forward pass."""
-
     def normalize(self, **arguments: Any) -> Tensor:
-        """Return what stands in the place of ``F.batch_norm``."""
+        """Return the result of ``F.batch_norm``, from its arguments by name."""
         raise NotImplementedError
 
 
-class Refused(_InTrainMode):
-    """Batch norm in train mode is an error, also where no module among the parameters shows it at the door."""
-
+class _Rejecting(TrainModeBatchNorm):
     def normalize(self, **_: Any) -> Tensor:
-        """Refuse.
-
-        Raises:
-            LossError: always.
-        """
         raise LossError(
             "encode_fn normalizes with the statistics of a chunk (batch norm in train mode, or without running "
             "statistics): its results depend on chunk_size. Use .eval(), or choose with batch_norm='chunk' or 'full'."
         )
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """What one batch norm normalizes with, and how strongly L depends on it.
+def refuse_batch_statistics(params: Any) -> None:
+    """Reject modules that normalize with the statistics of their batch.
 
     Args:
-        mean: over all samples, ``[C]``.
-        variance: over all samples, ``[C]``, biased.
-        count: how many numbers per channel they were taken of, 0-d.
-        by_mean: dL/d mean, ``[C]``.
-        by_variance: dL/d variance, ``[C]``.
+        params: the user's parameters.
+
+    Raises:
+        ArgumentError: if there is such a module; the message lists the choices.
     """
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for module in trees.flatten(params)[0]:
+        for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
+            if isinstance(part, kinds) and (part.training or part.running_mean is None):
+                mode = "in train mode" if part.training else "without running statistics"
+                raise ArgumentError.about(
+                    "params",
+                    expected="an encoder that treats every sample alike, whatever the chunk it is in",
+                    received=f"{name!r} ({type(part).__name__}) {mode}",
+                    fix=_CHOOSE,
+                )
 
-    mean: Tensor
-    variance: Tensor
-    count: Tensor
-    by_mean: Tensor
-    by_variance: Tensor
 
-    @classmethod
-    def of(cls, moments: Moments) -> Statistics:
-        """Return the statistics that belong to moments, L not depending on them yet."""
-        zero = torch.zeros_like(moments.mean)
-        return cls(moments.mean, moments.m2 / moments.n.clamp(min=1), moments.n, zero, zero)
+def guarded(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
+    """Return an encoder of chunks that raises an error where it breaks the rule.
 
-
-class FullBatch(_InTrainMode):
-    """Batch norms use known statistics, in the order in which they are called; where there are none, the chunk's.
-
-    ``known`` holds those of the first batch norms, ``seen`` the moments that the last forward pass came by.
+    Args:
+        fn: the user's encoder.
+        rule: "refuse" rejects batch norm in train mode outside of the modules in ``params``; "chunk" and "full" reject
+            checkpoints, which would recompute activations from other statistics and buffers.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: list[Statistics] = []
-        self.seen: list[Moments] = []
-        self._terms: list[Tensor] = []
-
-    def begin(self) -> None:
-        """Forget the forward pass before."""
-        self.seen, self._terms = [], []
-
-    @property
-    def terms(self) -> Tensor | float:
-        """What the last forward pass contributed to L through the statistics."""
-        return sum(self._terms, start=0.0)
-
-    def normalize(self, **arguments: Any) -> Tensor:
-        """Return batch norm with the statistics of all samples, and note the moments of these."""
-        x = arguments["input"]
-        values = x.to(accumulate_dtype(x.dtype))
-        moments = _moments(values.detach())
-        place = len(self.seen)
-        self.seen.append(moments)
-        use = self.known[place] if place < len(self.known) else Statistics.of(moments)
-        self._terms.append(_term(values, use))
-        _move(arguments["running_mean"], use.mean, arguments["momentum"])
-        _move(arguments["running_var"], use.variance * (use.count / (use.count - 1)), arguments["momentum"])
-        normal = (values - _like(values, use.mean)) * _like(values, (use.variance + arguments["eps"]).rsqrt())
-        weight, bias = arguments["weight"], arguments["bias"]
-        normal = normal if weight is None else normal * _like(values, weight)
-        return (normal if bias is None else normal + _like(values, bias)).to(x.dtype)
+    return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
 
 
-def _like(values: Tensor, channels: Tensor) -> Tensor:
-    return channels.to(values.dtype).view(1, -1, *[1] * (values.ndim - 2))
+def _without_batch_statistics(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def encode(*args: Any) -> Any:
+        with _Rejecting():
+            return fn(*args)
+
+    return encode
 
 
-def _over_channel(values: Tensor) -> Tensor:
-    return values.sum([0, *range(2, values.ndim)])
+def _without_checkpoints(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def encode(*args: Any) -> Any:
+        try:
+            with disable_saved_tensors_hooks(_CHECKPOINTS):
+                return fn(*args)
+        except RuntimeError as error:
+            if str(error) != _CHECKPOINTS:
+                raise
+            raise LossError(_CHECKPOINTS) from error
 
-
-def _moments(values: Tensor) -> Moments:
-    count = values.new_full((), values.numel() // values.shape[1], dtype=torch.float64)
-    mean = _over_channel(values) / count.clamp(min=1).to(values.dtype)
-    return Moments(count, mean, _over_channel((values - _like(values, mean)).square()))
-
-
-def _term(values: Tensor, use: Statistics) -> Tensor:
-    """Return ⟨moments of the chunk, dL/d moments⟩; that of the variance does not move with the mean it is about."""
-    deviations = (values - _like(values, use.mean.detach())).square()
-    by_sum = (_over_channel(values) * use.by_mean).sum() + (_over_channel(deviations) * use.by_variance).sum()
-    return by_sum / use.count.to(values.dtype)
-
-
-def _move(running: Tensor | None, towards: Tensor, momentum: float) -> None:
-    if running is not None:
-        running.lerp_(towards.detach().to(running.dtype), momentum)
+    return encode

@@ -1,6 +1,12 @@
-"""The engine of functions that take a whole chunk: plain autograd, and only the chunk's total."""
+"""The engine of encoders that take whole chunks: plain autograd, which yields only the sum over the chunk."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from persample import naive
 from persample.engines.diagnosis import diagnosed
@@ -9,22 +15,37 @@ from persample.inputs.call import Call
 from persample.utils.trees import tree_map
 
 
-def whole(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (only sums are asked for)
-    """Compute the gradient of a loss of a whole chunk, as if it were that of one sample.
+def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)
+    """Compute the gradient of the loss of a whole chunk.
 
     Args:
-        call: the chunk, not empty, and its loss.
-        required_ops: not looked at; only sums mean anything.
+        chunk: the samples, at least one; the loss takes all of them.
+        required_ops: not used.
+
+    Returns:
+        One row, the gradient of the chunk; aux has a leading axis of 1.
     """
-    loss = call.loss
-    with diagnosed(call, batched=False):
-        value, (aux, has_aux), grads = naive.value_and_grad(loss, call.params, call.leaves, like=loss.params.tensors)
-    pairs = zip(call.params, grads, strict=True)
+    with diagnosed(chunk, batched=False):
+        value, (aux, has_aux), grads = naive.value_and_grad(
+            chunk.loss, chunk.params, chunk.leaves, like=chunk.loss.params.tensors
+        )
+    return one_row(chunk, grads, value, aux=tree_map(lambda leaf: leaf.unsqueeze(0), aux), has_aux=has_aux)
+
+
+def one_row(chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, **fields: Any) -> Gradients:
+    """Return the gradient of a chunk as that of one sample.
+
+    Args:
+        chunk: the samples.
+        grads: one gradient per parameter, None where there is no path to it.
+        loss: 0-d, the loss of the chunk.
+        **fields: further fields of ``Gradients``.
+    """
+    pairs = zip(chunk.params, grads, strict=True)
     return Gradients.dense(
-        [(x.new_zeros(x.shape) if g is None else g).unsqueeze(0) for x, g in pairs],
-        spec=loss.spec,
-        losses=value.unsqueeze(0),
-        aux=tree_map(lambda leaf: leaf.unsqueeze(0), aux),
-        has_aux=has_aux,
+        [(torch.zeros_like(x) if g is None else g).detach().unsqueeze(0) for x, g in pairs],
+        spec=chunk.loss.spec,
+        losses=loss.unsqueeze(0),
         connected=any(g is not None for g in grads),
+        **fields,
     )

@@ -6,48 +6,45 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from persample._torch import BatchNormBase
+from persample.composite.batch_norm import guarded, refuse_batch_statistics
 from persample.errors import ArgumentError
 from persample.inputs import normalize
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
 from persample.utils import trees
-
-_CHOOSE = (
-    "Call .eval() on it, replace it by GroupNorm, or pass batched=True and choose the statistics it normalizes with: "
-    "batch_norm='chunk' or batch_norm='full'."
-)
 
 
 @dataclass(frozen=True)
-class Tower:
-    """One encoder and what it encodes.
+class Encoder:
+    """One encoder f and its samples.
 
     Args:
-        samples: x₁ … xₙ, and f as their loss: its ``returned`` is z.
-        chunk_size: how many of them are encoded at a time.
+        call: f (``call.loss.returned`` returns z), its parameters, and the samples x₁ … xₙ.
+        chunk_size: how many samples are encoded at a time, or None for all.
+        mode: "eager" (vmap), "loop" (one sample at a time), or "batched" (f takes chunks).
+        batch_norm: "refuse", "chunk" or "full".
     """
 
-    samples: Call
+    call: Call
     chunk_size: int | None
+    mode: str
+    batch_norm: str
 
     @property
-    def encoder(self) -> SampleLoss:
-        """The function f of flat tensors."""
-        return self.samples.loss
+    def is_one_plain_chunk(self) -> bool:
+        """Whether f takes all samples in one call, so that plain autograd computes the gradients."""
+        whole = self.chunk_size is None or self.call.size <= self.chunk_size
+        return self.mode == "batched" and self.batch_norm == "refuse" and whole and self.call.size > 0
 
     def chunks(self) -> Iterator[Call]:
-        """Return the samples in pieces."""
-        return self.samples.chunks(self.chunk_size)
+        """Return the samples in chunks."""
+        return self.call.chunks(self.chunk_size)
 
-    def calling(self, fn: Callable[..., Any]) -> Tower:
-        """Return this tower with another function in the place of the user's."""
-        return replace(self, samples=replace(self.samples, loss=replace(self.encoder, fn=fn)))
+    def calling(self, fn: Callable[..., Any]) -> Encoder:
+        """Return the encoder with another function in place of f."""
+        return replace(self, call=replace(self.call, loss=replace(self.call.loss, fn=fn)))
 
 
-def build_towers(
+def build_encoders(
     encode_fn: Any,
     params: Any,
     inputs: Any,
@@ -55,71 +52,42 @@ def build_towers(
     in_dims: Any,
     keep_batch_dim: bool,
     chunk_size: int | None,
-    batched: bool,
-    batch_statistics: bool,
-) -> tuple[list[Tower], trees.TreeSpec]:
-    """Return the towers, and the container that their encoders came in.
-
-    Args:
-        encode_fn: the user's encoder, or a dict, tuple or list of encoders.
-        params: the user's parameters, which every encoder receives.
-        inputs: the samples, or the same container with the samples of each encoder.
-        in_dims: the batch axes of ``params`` and of the inputs.
-        keep_batch_dim: each sample keeps an axis of 1.
-        chunk_size: how many samples are encoded at a time.
-        batched: the encoders take chunks.
-        batch_statistics: batch norm may be in train mode.
+    mode: str,
+    batch_norm: str,
+) -> tuple[list[Encoder], trees.TreeSpec]:
+    """Return the encoders of a call of ``composite_grads`` and the structure of their container.
 
     Raises:
-        ArgumentError: if any of them is of the wrong form.
+        ArgumentError: if an argument is of the wrong form.
     """
-    encoders, container = trees.flatten(encode_fn)
+    functions, container = trees.flatten(encode_fn)
     batches = trees.leaves_like(inputs, container)
-    if batches is None or not encoders:
+    if batches is None or not functions:
         expected = f"the inputs of every encoder in the structure of encode_fn, {container}"
         fix = "Pass one batch of inputs for each encoder, under the same key or at the same place."
         raise ArgumentError.about("inputs", expected=expected, received=f"{trees.structure(inputs)}", fix=fix)
-    if not batch_statistics:
+    if batch_norm == "refuse":
         refuse_batch_statistics(params)
+    shared: dict[str, Any] = {
+        "weights": None,
+        "in_dims": in_dims,
+        "keep_batch_dim": keep_batch_dim,
+        "randomness": "different",
+        "batch_statistics": batch_norm != "refuse",
+    }
     names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
-    towers = []
-    for encoder, batch, (called, given) in zip(encoders, batches, names, strict=True):
-        call = normalize(
-            encoder,
-            params,
-            batch,
-            (),
-            weights=None,
-            in_dims=in_dims,
-            keep_batch_dim=keep_batch_dim,
-            called=called,
-            given=given,
-            batch_statistics=batch_statistics,
-            randomness="different",
-        )
-        towers.append(Tower(call, chunk_size))
-        if batched and any(towers[-1].samples.params_batched):
-            fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
-            raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)
-    return towers, container
+    encoders = []
+    for fn, batch, (called, given) in zip(functions, batches, names, strict=True):
+        call = normalize(fn, params, batch, (), called=called, given=given, **shared)
+        encoder = Encoder(call, chunk_size, mode, batch_norm)
+        if mode == "batched":
+            _refuse_params_of_samples(call, in_dims)
+            encoder = encoder.calling(guarded(fn, batch_norm))
+        encoders.append(encoder)
+    return encoders, container
 
 
-def refuse_batch_statistics(params: Any) -> None:
-    """Refuse modules that normalize with the statistics of whatever batch they are given.
-
-    Args:
-        params: the user's parameters.
-
-    Raises:
-        ArgumentError: if there is one; it says what can be chosen.
-    """
-    for module in trees.flatten(params)[0]:
-        for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
-            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None):
-                mode = "in train mode" if part.training else "without running statistics"
-                raise ArgumentError.about(
-                    "params",
-                    expected="an encoder that treats every sample alike, whatever the chunk it is in",
-                    received=f"{name!r} ({type(part).__name__}) {mode}",
-                    fix=_CHOOSE,
-                )
+def _refuse_params_of_samples(call: Call, in_dims: Any) -> None:
+    if any(call.params_batched):
+        fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
+        raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)

@@ -1,96 +1,99 @@
-"""The statistics of all samples for every batch norm, and what L depends on them, while one chunk is in memory."""
+"""The statistics of all samples for every batch norm, and dL/d statistics, with one chunk in memory.
+
+The statistics s of each batch norm depend on those of the earlier ones: s = S(θ, s), a triangular system. With L batch
+norms, L passes solve it, and L more passes solve the adjoint system for dL/ds.
+"""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from persample import naive
-from persample.composite.batch_norm import FullBatch, Statistics
-from persample.composite.encode import first_pass, whole
-from persample.composite.encoder import Tower
+from persample.composite.encoder import Encoder
 from persample.composite.processes import Processes
-from persample.composite.replay import Replay
+from persample.composite.statistics import FullBatch, Statistics
+from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
-from persample.merge import Moments, Summed, merge
-from persample.utils import rng
+from persample.merge import Moments, Summed
+from persample.pipeline import merge_lifted
+from persample.utils import rng, trees
 
 
-def solve_statistics(tower: Tower, mode: FullBatch, start: rng.Streams, processes: Processes) -> None:
-    """Find the statistics of all batch norms, those of one more in every pass.
+def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes) -> list[Statistics]:
+    """Return the statistics of all batch norms; each pass over the samples determines one more.
 
     Args:
-        tower: the encoder, run under the mode, and its samples.
-        mode: receives the statistics.
-        start: where the random streams stand before every pass.
-        processes: which of them the samples are spread over.
+        encoder: the encoder, which takes chunks.
+        start: where the random streams stand at the start of every pass, and afterwards.
+        processes: the processes that the samples are spread over.
 
     Raises:
         LossError: if a batch norm sees one number per channel in all, which has no variance.
     """
+    statistics: list[Statistics] = []
     while True:
+        moments = processes.merged(processes.together(partial(_moments, encoder, statistics)))
         start.go_back()
-        moments = processes.merged(processes.together(lambda: _moments(tower, mode)))
-        mode.known = [Statistics.of(one) for one in moments[: len(mode.known) + 1]]
-        if any(one.count == 1 for one in mode.known):
+        statistics = [Statistics.of(one) for one in moments[: len(statistics) + 1]]
+        if any(one.n == 1 for one in statistics):
             raise LossError(
                 "batch_norm='full': expected more than one number per channel, received one (a batch of 1 sample). "
                 "Encode more samples, or use .eval()."
             )
-        if len(mode.known) == len(moments):
-            return
+        if len(statistics) == len(moments):
+            return statistics
 
 
-def _moments(tower: Tower, mode: FullBatch) -> list[Moments]:
-    total: list[Moments] = []
+def _moments(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments]:
+    def moments(chunk: Call) -> list[Moments]:
+        with FullBatch(statistics) as mode, diagnosed(chunk, batched=False):
+            chunk.loss.returned(chunk.params, chunk.leaves)
+        return mode.moments
 
-    def encode(encoder: SampleLoss, samples: Call) -> Any:
-        nonlocal total
-        z = whole(encoder, samples)
-        total = merge(total, mode.seen) if total else mode.seen
-        return z
-
-    first_pass(tower, encode)
-    return total
+    return merge_lifted(map(moments, encoder.chunks()))
 
 
-def solve_adjoint(losses: Tower, mode: FullBatch, replay: Replay, processes: Processes) -> None:
-    """Find how L depends on the statistics of all batch norms, one more from the last to the first in every pass.
+def solve_adjoint(
+    contributions: Callable[[Sequence[Statistics]], Iterable[Call]],
+    statistics: Sequence[Statistics],
+    processes: Processes,
+) -> Sequence[Statistics]:
+    """Return the statistics with dL/d statistics; each pass determines one more, from the last to the first.
 
     Args:
-        losses: ⟨z, dL/dz⟩ and the terms of the mode, and the samples.
-        mode: receives the derivatives.
-        replay: sets the random streams for every pass.
-        processes: which of them the samples are spread over.
+        contributions: from statistics to the chunks of the second pass, whose last leaves are the statistics.
+        statistics: those of all batch norms.
+        processes: the processes that the samples are spread over.
     """
-    for _ in mode.known:
-        by = processes.merged(processes.together(lambda: _derivatives(losses, mode, replay)))
+    for _ in range(len(statistics)):
+        by = processes.merged(processes.together(partial(_derivatives, contributions, statistics)))
         pairs = zip(by[::2], by[1::2], strict=True)
-        mode.known = [
-            replace(one, by_mean=by_mean.value, by_variance=by_variance.value)
-            for one, (by_mean, by_variance) in zip(mode.known, pairs, strict=True)
+        statistics = [
+            Statistics(one.mean, one.variance, one.n, by_mean.value, by_variance.value)
+            for one, (by_mean, by_variance) in zip(statistics, pairs, strict=True)
         ]
+    return statistics
 
 
-def _derivatives(losses: Tower, mode: FullBatch, replay: Replay) -> list[Summed]:
-    known = mode.known
-    tensors = [x for one in known for x in (one.mean, one.variance)]
-    totals = [Summed(torch.zeros_like(x)) for x in tensors]
-    for chunk in replay.over(losses.chunks()):
+def _derivatives(
+    contributions: Callable[[Sequence[Statistics]], Iterable[Call]], statistics: Sequence[Statistics]
+) -> list[Summed]:
+    """Return the sums over all chunks of dL/d mean and dL/d variance of each batch norm, by turns."""
+    tensors = [x for one in statistics for x in (one.mean, one.variance)]
+    count = len(trees.flatten(list(statistics))[0])
 
-        def loss(values: list[Tensor], chunk: Call = chunk) -> Any:
-            pairs = zip(known, values[::2], values[1::2], strict=True)
-            mode.known = [replace(one, mean=mean, variance=variance) for one, mean, variance in pairs]
-            return losses.encoder(chunk.params, chunk.leaves)
+    def derivatives(chunk: Call) -> list[Summed]:
+        def loss(values: Sequence[Tensor]) -> tuple[Tensor, object]:
+            triples = zip(statistics, values[::2], values[1::2], strict=True)
+            moved = [Statistics(mean, variance, *one[2:]) for one, mean, variance in triples]
+            return chunk.loss(chunk.params, [*chunk.leaves[:-count], *trees.flatten(moved)[0]])
 
         _, _, grads = naive.value_and_grad(loss, tensors)
-        found = [Summed(torch.zeros_like(x) if g is None else g) for x, g in zip(tensors, grads, strict=True)]
-        totals = functools.reduce(merge, (totals, found))
-    mode.known = known
-    return totals
+        return [Summed(torch.zeros_like(x) if g is None else g) for x, g in zip(tensors, grads, strict=True)]
+
+    return merge_lifted(map(derivatives, contributions(statistics)))

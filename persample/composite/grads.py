@@ -1,18 +1,16 @@
-"""The gradient of a loss that couples samples: encode, differentiate the loss, encode again and back-propagate."""
+"""``composite_grads``: the gradient of a loss that couples samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
 
-from persample.composite.algorithm import two_passes
-from persample.composite.buffers import Watch
-from persample.composite.encoder import Tower, build_towers
-from persample.composite.loss_head import Head, build_head
-from persample.composite.passes import Passes
+from persample.composite.algorithm import loss_and_gradients
+from persample.composite.buffers import BufferRecorder
+from persample.composite.encoder import Encoder, build_encoders
+from persample.composite.loss_head import LossHead, build_loss_head
 from persample.composite.processes import Processes
 from persample.composite.validation import check_options, check_parameters, check_reductions
 from persample.inputs import check_derivatives
@@ -43,49 +41,52 @@ def composite_grads(
 ) -> tuple[Tensor, Any]:
     """Compute L = g(f(x₁), …, f(xₙ)) and its gradient with the graph of one chunk alive at a time.
 
-    For losses that couple samples: contrastive learning, list-wise ranking, any function of statistics of a batch. Two
-    passes: encode all samples without a graph, zᵢ = f(xᵢ); compute L = g(z) and dL/dz; encode again, a chunk at a time,
-    and back-propagate ⟨zᵢ, dL/dzᵢ⟩, of which the gradient is sample i's share of dL/dθ. Exact: the second pass replays
-    the random numbers of the first (dropout), and is checked to find the same z. Memory beyond z, dL/dz and the graph
-    of g follows ``chunk_size``; the price is one more forward pass (none for an only chunk with ``batched=True``).
+    For losses that couple samples: contrastive learning, list-wise ranking, functions of statistics of a batch. The
+    first pass encodes all samples without a graph, zᵢ = f(xᵢ). Then L = g(z) is differentiated with respect to z. The
+    second pass encodes again, a chunk at a time, and back-propagates ⟨zᵢ, dL/dzᵢ⟩, whose gradient is the contribution
+    of sample i to dL/dθ (gradient caching).
+
+    The result is exact: the second pass replays the random numbers of the first (dropout), and z of both passes is
+    compared. Memory beyond z, dL/dz and the graph of g follows ``chunk_size``. The price is one more forward pass
+    (none for an only chunk with ``batched=True``).
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
 
     Args:
         encode_fn: f, ``encode_fn(params, *sample)`` for one sample, without the batch axis; returns zᵢ, a pytree of
-            tensors. Several encoders with samples of their own: a dict, tuple or list of functions; all receive
-            ``params``.
+            tensors. For several encoders, each with samples of its own: a dict, tuple or list of functions; all
+            receive ``params``.
         loss_fn: g, ``loss_fn(z)`` or ``loss_fn(loss_params, z)``, returns a real 0-d loss; z has the structure that
-            ``encode_fn`` returns, with leaves ``[n, ...]`` (of several encoders: the container of theirs).
+            ``encode_fn`` returns, with leaves ``[n, ...]``. With several encoders z is the same container of theirs.
         params: as in ``per_sample_grads``: a pytree of tensors, an ``nn.Module``, modules in a pytree.
-        inputs: as ``batch`` in ``per_sample_grads``, n samples; of several encoders: the same container of batches,
-            each of its own n.
+        inputs: as ``batch`` in ``per_sample_grads``, n samples. With several encoders: the same container of batches,
+            each with an n of its own.
         loss_params: parameters of the loss (a temperature), a pytree or a module; they get gradients, too.
-        reduce: what becomes of the samples' shares (dL/dzᵢ)(dzᵢ/dθ). ``Sum()``, dL/dθ, or any other reduction, or a
-            container of them; None stands for ``Stack()``. Rows of several encoders follow each other.
+        reduce: the reduction of the samples' contributions (dL/dzᵢ)(dzᵢ/dθ): ``Sum()``, which is dL/dθ, any other
+            reduction, or a container of them; None stands for ``Stack()``. Rows of several encoders are concatenated.
         in_dims: as in ``per_sample_grads``.
         batched: ``encode_fn(params, *chunk)`` receives chunks ``[k, ...]`` and returns z ``[k, ...]``; plain autograd,
-            no vmap. Only ``Sum()`` can be asked for then.
+            no vmap. The only reduction is ``Sum()`` then.
         keep_batch_dim: each sample arrives with a leading axis of 1, and zᵢ has one.
         batch_norm: batch norm in train mode, with ``batched=True``: "refuse" it, or normalize with the statistics of
-            the "chunk", or with those of the "full" batch (exact, at 2L more passes for L batch norms). With "chunk"
-            and "full" the modules' buffers are kept, and have moved once: each chunk finds them as they were before
-            the call, and they become the mean of what the chunks left (integers: what the last one left). With
-            "refuse" they are left alone.
+            each "chunk", or with those of the "full" batch (exact, at 2L more passes for L batch norms). With "chunk"
+            and "full" the modules' buffers are updated once: each chunk starts from their values before the call, and
+            they become the mean of the values after the chunks (integers: the value after the last chunk). With
+            "refuse" they are not changed.
         chunk_size: how many samples are encoded at a time; memory follows it. None for all.
-        engine: "eager" (vmap) or "loop" (one sample at a time, for encoders that vmap cannot take).
+        engine: "eager" (vmap) or "loop" (one sample at a time, for encoders that vmap cannot batch).
         accumulate: also add the gradients to ``.grad`` of ``params`` and ``loss_params``, as ``.backward()`` does.
-        group: a process group such as ``torch.distributed.group.WORLD``: z of all ranks is gathered, in their order,
-            and every rank returns the result for the samples of all. None for this process alone.
+        group: a process group such as ``torch.distributed.group.WORLD``: z of all ranks is gathered, in rank order,
+            and every rank returns the result for the samples of all ranks. None for this process alone.
 
     Returns:
-        ``(loss, grads)``, with ``loss_params`` ``(loss, (grads, loss_grads))``: the detached loss; what ``reduce``
-        says, by default a tree like ``params`` in their dtypes; a tree like ``loss_params``.
+        ``(loss, grads)``, with ``loss_params`` ``(loss, (grads, loss_grads))``: the detached loss; the result of
+        ``reduce``, by default a tree like ``params`` in their dtypes; a tree like ``loss_params``.
 
     Raises:
         ArgumentError: if an argument is of the wrong form; it names the argument and the fix.
-        LossError: if z or the loss are no tensors of the right form, nothing depends on ``params``, or the second pass
-            does not find the z of the first; then it names the module.
+        LossError: if z or the loss is not of the right form, if z does not depend on ``params`` or the loss on z, or
+            if z differs between the passes; then it names the module.
 
     Examples:
         A contrastive loss with a temperature of its own, every sample beside all others:
@@ -112,34 +113,34 @@ def composite_grads(
         keep_batch_dim=keep_batch_dim,
         group=group,
     )
-    wanted, asked = check_reductions(reduce, batched=batched, accumulate=accumulate)
-    statistics = batch_norm != "refuse"
+    requested, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
 
-    def door() -> tuple[list[Tower], Head]:
-        shape: Any = {
-            "in_dims": in_dims,
-            "keep_batch_dim": keep_batch_dim,
-            "batched": batched,
-            "chunk_size": chunk_size,
-        }
-        towers, container = build_towers(encode_fn, params, inputs, batch_statistics=statistics, **shape)
-        head = build_head(loss_fn, loss_params, container)
-        check_parameters(towers[0].encoder, head.params, wanted, accumulate=accumulate)
-        return towers, head
+    def normalized() -> tuple[list[Encoder], LossHead]:
+        encoders, container = build_encoders(
+            encode_fn,
+            params,
+            inputs,
+            in_dims=in_dims,
+            keep_batch_dim=keep_batch_dim,
+            chunk_size=chunk_size,
+            mode="batched" if batched else engine,
+            batch_norm=batch_norm,
+        )
+        head = build_loss_head(loss_fn, loss_params, container)
+        check_parameters(encoders[0].call.loss, head.params, requested, accumulate=accumulate)
+        return encoders, head
 
     def compute() -> tuple[Tensor, Any]:
-        here = Processes(group)
-        towers, head = here.together(door)
-        tree, own = towers[0].encoder.params, towers[0].samples.params
-        here = replace(here, device=own[0].device)
-        passes = [Passes(tower, "batched" if batched else engine, batch_norm, here) for tower in towers]
-        watch = Watch() if statistics else None
-        loss, loss_grads, lifted = two_passes(passes, head, wanted, watch, here)
-        if watch is not None:
-            watch.write(tree.modules, here)
-        finished = Reductions(wanted).finish(lifted, here.device)
-        given = [*own, *(leaf for tower in towers for leaf in tower.samples.leaves)]
-        grads, loss_grads = owned((trees.unflatten(finished, asked), loss_grads), given)
+        encoders, head = Processes(group).together(normalized)
+        own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(requested)
+        processes = Processes(group, own[0].device)
+        recorder = None if batch_norm == "refuse" else BufferRecorder()
+        loss, loss_grads, leaves = loss_and_gradients(encoders, head, reductions, recorder, processes)
+        if recorder is not None:
+            recorder.write(tree.modules, processes)
+        finished = trees.unflatten(reductions.finish(leaves, own[0].device), structure)
+        given = [*own, *(leaf for encoder in encoders for leaf in encoder.call.leaves)]
+        grads, loss_grads = owned((finished, loss_grads), given)
         if accumulate:
             add_grads(tree, grads)
             if head.params is not None:

@@ -1,9 +1,10 @@
-"""The loss of all samples: L = g(z), and what it depends on."""
+"""The loss of all samples, L = g(z), and its derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,33 +18,33 @@ from persample.utils.flags import inside
 
 
 @dataclass(frozen=True)
-class Head:
+class LossHead:
     """g with its own parameters.
 
     Args:
         loss_fn: from (loss_params, z), or from z alone, to L.
         params: its parameters taken apart; None if it has none.
-        towers: the container of the encoders, that of their z.
+        container: the structure of the encoders' container, and so of their z.
     """
 
     loss_fn: Callable[..., Any]
     params: ParamTree | None
-    towers: trees.TreeSpec
+    container: trees.TreeSpec
 
-    def differentiate(self, of_towers: Sequence[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+    def differentiate(self, z: Sequence[Any]) -> tuple[Tensor, Any, list[list[Tensor | None]]]:
         """Compute L and its derivatives.
 
         Args:
-            of_towers: z of all samples, of every tower.
+            z: of all samples, one tree per encoder.
 
         Returns:
-            The detached loss, the gradients of the loss parameters (a tree like them; None without), and dL/dz, one
-            per leaf of z, None where L does not depend on it.
+            The detached loss, the gradients of the loss parameters (a tree like them; None without), and for each
+            encoder dL/dz, one per leaf of z, None where L does not depend on it.
 
         Raises:
             LossError: if g does not return a real scalar, or does not depend on z.
         """
-        leaves, structure = trees.flatten(trees.unflatten(list(of_towers), self.towers))
+        leaves, structure = trees.flatten(trees.unflatten(list(z), self.container))
         own = list(self.params.tensors) if self.params else []
         places = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
 
@@ -61,28 +62,21 @@ class Head:
             )
         filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(own, grads, strict=False)]
         tree = trees.unflatten(filled, self.params.result) if self.params else None
-        return loss, tree, [by_place.get(i) for i in range(len(leaves))]
+        cotangents = (by_place.get(i) for i in range(len(leaves)))
+        return loss, tree, [list(islice(cotangents, len(trees.flatten(of_one)[0]))) for of_one in z]
 
     def _call(self, own: Sequence[Tensor], z: Any) -> Any:
         with inside("loss_fn"):
             return self.loss_fn(z) if self.params is None else self.params.call(own, self.loss_fn, (z,))
 
 
-def build_head(loss_fn: Any, loss_params: Any, towers: trees.TreeSpec) -> Head:
-    """Return the loss and its parameters.
-
-    Args:
-        loss_fn: the user's loss.
-        loss_params: its own parameters, or None.
-        towers: the container of the encoders.
-
-    Raises:
-        ArgumentError: if the loss is no function, or a parameter cannot be differentiated.
-    """
+def build_loss_head(loss_fn: Any, loss_params: Any, container: trees.TreeSpec) -> LossHead:
+    """Return the loss and its parameters; reject anything but a function and floating parameters."""
     if not callable(loss_fn):
         fix = "Pass a function of z, or of (loss_params, z)."
         raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
-    return Head(loss_fn, None if loss_params is None else inputs.check_params(loss_params, name="loss_params"), towers)
+    params = None if loss_params is None else inputs.check_params(loss_params, name="loss_params")
+    return LossHead(loss_fn, params, container)
 
 
 def _checked(loss: Any) -> Tensor:

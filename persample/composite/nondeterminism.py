@@ -1,20 +1,21 @@
-"""Which module computed something else when it was called again."""
+"""The check that the second pass encodes the samples as the first pass did."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from persample._torch import get_unwrapped
-from persample.composite.encoder import Tower
-from persample.composite.replay import NotReplayedError
+from persample.composite.encoder import Encoder
 from persample.errors import LossError
+from persample.gradients import Gradients
+from persample.inputs.call import Call
+from persample.pipeline import Engine
 from persample.utils import rng, trees
-from persample.utils.tracing import is_wrapped
+from persample.utils.dtypes import accumulate_dtype, as_real, is_autocast
 
 _FIX = (
     "Let it draw from the global streams of torch, NumPy or random, which are replayed, and not from a generator of "
@@ -22,56 +23,97 @@ _FIX = (
 )
 
 
-def not_replayed(
-    error: NotReplayedError, path: str, tower: Tower, encode: Callable[[], object], start: rng.Streams
-) -> LossError:
-    """Return the error that names the module.
+def tolerance(encoder: Encoder, z: Any) -> float:
+    """Return √eps of the coarsest format among parameters, z and autocast.
+
+    Another dropout mask moves z by a share of its size; kernels that differ with and without a graph by a few eps.
+    """
+    leaves = trees.flatten(z)[0]
+    dtypes = [*encoder.call.loss.spec.dtypes, *(leaf.dtype for leaf in leaves)]
+    dtypes += [torch.get_autocast_dtype(x.device.type) for x in leaves if is_autocast(x.device)]
+    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex) ** 0.5
+
+
+def deviation(z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest |z − z₁| and the largest finite |z₁|, 0-d float64 each; NaN and ∞ equal themselves.
+
+    Examples:
+        >>> deviation(torch.tensor([1.0, torch.inf]), torch.tensor([4.0, torch.inf]))
+        (tensor(3., dtype=torch.float64), tensor(4., dtype=torch.float64))
+    """
+    dtype = accumulate_dtype(z.dtype) if z.is_floating_point() or z.is_complex() else torch.float64
+    now, then = (as_real(x.detach()).to(dtype).flatten() for x in (z, before))
+    same = (now == then) | (now.isnan() & then.isnan())
+    largest = [torch.where(same, 0, (now - then).abs()), torch.where(then.isfinite(), then, 0).abs()]
+    difference, size = (torch.cat([x, x.new_zeros(1)]).max().double() for x in largest)  # 0 for an empty tensor
+    return difference, size
+
+
+def checked(engine: Engine, encoder: Encoder, z: Any) -> Engine:
+    """Return an engine that also compares z of each chunk with z of the first pass.
 
     Args:
-        error: what was seen.
-        path: the leaf of z that differs.
-        tower: the encoder.
-        encode: encodes the chunk.
-        start: where to set the random streams before each call.
+        engine: an engine for the chunks of ``second_pass.contributions``, whose aux is z.
+        encoder: the encoder.
+        z: the result of the first pass.
+
+    Raises:
+        LossError: by the engine, if they differ; the message names the leaf and the first module that differs.
     """
-    runs = []
-    for recording in (torch.no_grad(), torch.enable_grad()):
-        start.go_back()
-        with recording:
-            runs.append(_outputs(tower, encode))
-    name = next((name for (name, a), (_, b) in zip(*runs, strict=False) if not _equal(a, b)), None)
-    where = f"module {name}" if name else f"{tower.encoder.called} itself, outside of any module,"
-    return LossError(
-        f"{tower.encoder.called}: expected the second pass to encode the samples as the first did, received another "
-        f"{path}, off by {error.difference:g} beside numbers up to {error.size:g}: {where} computes something else "
-        f"when it is called again. {_FIX}"
+    paths, bound, batched = trees.paths(z, "z"), tolerance(encoder, z), encoder.mode == "batched"
+
+    def checked_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
+        gradients = engine(chunk, required_ops)
+        _, _, before, _ = trees.unflatten(list(chunk.leaves), chunk.loss.batch)
+        numbers = [x for pair in zip(gradients.aux, before, strict=True) for x in deviation(*pair)]
+        found = torch.stack(numbers).tolist()  # read together: a device waits once
+        for path, difference, size in zip(paths, found[::2], found[1::2], strict=True):
+            if not difference <= bound * size:
+                off = f"{path}, off by {difference:g} beside numbers up to {size:g}"
+                raise LossError(_message(chunk.loss.called, off, _first_difference(chunk, batched=batched)))
+        return gradients
+
+    return checked_engine
+
+
+def _message(called: str, off: str, module: str | None) -> str:
+    where = f"module {module}" if module else f"{called} itself, outside of any module,"
+    return (
+        f"{called}: expected the second pass to encode the samples as the first did, received another {off}: {where} "
+        f"computes something else when it is called again. {_FIX}"
     )
 
 
-def _outputs(tower: Tower, encode: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:
-    """Return what every module returned, in the order in which they finished: inner ones first."""
-    modules = tower.encoder.params.modules
-    names = {part: name for module in modules for name, part in module.named_modules() if name}
-    found: list[tuple[str, list[Tensor]]] = []
+def _first_difference(chunk: Call, *, batched: bool) -> str | None:
+    """Return the name of the first module that returns something else without and with a graph; None without one."""
+    start = rng.Streams.now()
+    for arguments in [(chunk.params, chunk.leaves)] if batched else map(chunk.at, range(chunk.size)):
+        runs = []
+        for recording in (torch.no_grad(), torch.enable_grad()):
+            start.go_back()
+            with recording:
+                runs.append(_module_outputs(lambda: chunk.loss.returned(*arguments)))  # noqa: B023 (called at once)
+        for (module, first), (_, second) in zip(*runs, strict=False):
+            if not all(torch.allclose(x, y, equal_nan=True) for x, y in zip(first, second, strict=True)):
+                return _name(module, chunk.loss.params.modules)
+    return None
 
-    def note(module: nn.Module, _: Any, output: Any) -> None:
-        name = f"{names[module]!r} ({type(module).__name__})" if module in names else type(module).__name__
-        tensors = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor)]
-        found.append((name, [_physical(x).detach().clone() for x in tensors]))
 
-    handle = register_module_forward_hook(note)
+def _module_outputs(call: Callable[[], object]) -> list[tuple[nn.Module, list[Tensor]]]:
+    """Return every module called and the tensors that it returned, in the order in which the modules finished."""
+    outputs: list[tuple[nn.Module, list[Tensor]]] = []
+
+    def record(module: nn.Module, _: Any, output: Any) -> None:
+        outputs.append((module, [x.detach().clone() for x in trees.flatten(output)[0] if isinstance(x, Tensor)]))
+
+    handle = register_module_forward_hook(record)
     try:
-        encode()
+        call()
     finally:
         handle.remove()
-    return found
+    return outputs
 
 
-def _physical(x: Tensor) -> Tensor:
-    while is_wrapped(x):
-        x = get_unwrapped(x)
-    return x
-
-
-def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.allclose(x, y, equal_nan=True) for x, y in zip(a, b, strict=True))
+def _name(module: nn.Module, roots: Sequence[nn.Module]) -> str:
+    names = {part: name for root in roots for name, part in root.named_modules() if name}
+    return f"{names[module]!r} ({type(module).__name__})" if module in names else type(module).__name__

@@ -1,4 +1,4 @@
-"""Several processes as one: what each found is gathered, gradients are added up, an error on one is an error on all."""
+"""Several processes as one: z is gathered, gradients are added up, and an error of one is an error of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Processes:
 
     Args:
         group: a process group; None for this process alone.
-        device: where the tensors of this process are.
+        device: the device of this process's tensors.
     """
 
     group: Any = None
@@ -34,65 +34,63 @@ class Processes:
 
     @property
     def rank(self) -> int:
-        """The place of this process in the group."""
+        """The rank of this process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def facts(self, fact: Any) -> list[Any]:
-        """Return what every process passes, by rank."""
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return the objects of all processes, by rank."""
         if self.group is None:
-            return [fact]
-        facts = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(facts, fact, group=self.group)
-        return facts
+            return [own]
+        objects = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(objects, own, group=self.group)
+        return objects
 
     def together(self, step: Callable[[], T]) -> T:
-        """Run a step; where it fails on one process it fails on all, instead of leaving the others waiting.
+        """Run a step on every process; an error of one process is raised on all, so that no process waits for it.
 
         Args:
-            step: what is done on every process.
+            step: a function without communication.
 
         Returns:
-            What it returns.
+            The result of this process.
 
         Raises:
-            LossError: if it failed on another process; an error of this one is raised as it is.
+            LossError: if the step failed on another process; an error of this process is raised unchanged.
         """
         if self.group is None:
             return step()
         try:
-            result, error = step(), None
-        except Exception as raised:  # noqa: BLE001 (raised again below)
-            result, error = None, raised
-        errors = self.facts(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        failed = {rank: text for rank, text in enumerate(errors) if text is not None}
+            result = step()
+        except Exception as error:
+            self.gather_objects(f"{type(error).__name__}: {error}")
+            raise
+        failed = {rank: text for rank, text in enumerate(self.gather_objects(None)) if text is not None}
         if failed:
             raise LossError(f"composite_grads failed on other processes of the group, by rank: {failed}.")
-        return result  # type: ignore[return-value]
+        return result
 
-    def gathered(self, z: Any) -> Any:
+    def gather_rows(self, z: Any, sizes: Sequence[int]) -> Any:
         """Return the rows of all processes, in the order of their ranks.
 
         Args:
-            z: the rows of this one, a tree of tensors ``[n, ...]``; n may differ.
+            z: the rows of this process, a tree of tensors ``[n, ...]``.
+            sizes: the n of every process.
 
         Raises:
-            LossError: if the processes' z are of different structures, shapes or dtypes.
+            LossError: if z of the processes differ in structure, shape or dtype.
         """
         if self.group is None:
             return z
         leaves, structure = trees.flatten(z)
-        kinds = self.facts((str(structure), [(x.shape[1:], x.dtype) for x in leaves]))
-        if any(kind != kinds[0] for kind in kinds):
-            listed = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        formats = self.gather_objects((str(structure), [(x.shape[1:], x.dtype) for x in leaves]))
+        if any(one != formats[0] for one in formats):
+            listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(formats))
             raise LossError(f"encode_fn: expected z of one structure, shape and dtype on all ranks, received {listed}.")
-        return trees.tree_map(self._gathered_rows, z)
+        return trees.tree_map(lambda x: self._gather_leaf(x, sizes), z)
 
-    def _gathered_rows(self, x: Tensor) -> Tensor:
-        sizes = self.facts(len(x))
+    def _gather_leaf(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         width = x.shape[1:].numel() * x.element_size()
-        rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), width)  # bytes: every backend knows them
+        rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), width)  # every backend supports bytes
         padded = F.pad(rows, (0, 0, 0, max(sizes) - len(x)))
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self.group)
@@ -100,25 +98,21 @@ class Processes:
         return everything.view(-1).view(x.dtype).view(sum(sizes), *x.shape[1:])
 
     def merged(self, leaves: Any) -> Any:
-        """Return a tree of mergeable leaves, merged over all processes.
-
-        Args:
-            leaves: of this process; of the same structure on every one.
-        """
+        """Return a tree of mergeable leaves, of the same structure on every process, merged over all processes."""
         if self.group is None:
             return leaves
         return trees.tree_map(self._merged_leaf, leaves)
 
     def _merged_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, Summed):  # the large ones: not every process's, only their sum
+        if isinstance(leaf, Summed):  # may be large: only the sum is communicated
             value = leaf.value.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(value, group=self.group)
             return replace(leaf, value=value)
-        parts = [self._unpacked(part) for part in self.facts(_packed(leaf))]
+        parts = [self._unpacked(part) for part in self.gather_objects(_packed(leaf))]
         return functools.reduce(merge, parts)
 
     def _unpacked(self, data: bytes) -> Any:
-        # What the other processes of one's own group computed a moment ago.
+        # Trusted: the other processes of the group run the same program.
         return torch.load(io.BytesIO(data), map_location=self.device, weights_only=False)
 
 
@@ -129,36 +123,23 @@ def _packed(leaf: Any) -> bytes:
 
 
 def check_group(group: Any) -> None:
-    """Refuse what is no process group that this process belongs to.
-
-    Args:
-        group: what the user passed.
-
-    Raises:
-        ArgumentError: if it is none.
-    """
-    if group is None:
+    """Reject anything but a process group that this process belongs to, or None."""
+    initialized = dist.is_available() and dist.is_initialized()
+    if group is None or (initialized and isinstance(group, dist.ProcessGroup)):
         return
+    received = repr(group) if initialized else f"{type(group).__name__} without initialized processes"
+    if initialized and group == dist.GroupMember.NON_GROUP_MEMBER:
+        received = "a group without this process"
     fix = "Call torch.distributed.init_process_group first, and pass torch.distributed.group.WORLD for all processes."
-    if not (dist.is_available() and dist.is_initialized()):
-        received = f"{type(group).__name__} without initialized processes"
-        raise ArgumentError.about("group", expected="a process group or None", received=received, fix=fix)
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        received = "a group without this process" if group == dist.GroupMember.NON_GROUP_MEMBER else repr(group)
-        raise ArgumentError.about("group", expected="a process group or None", received=received, fix=fix)
+    raise ArgumentError.about("group", expected="a process group or None", received=received, fix=fix)
 
 
-def own_rows(rows: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
-    """Return the rows that belong to one process.
-
-    Args:
-        rows: of all processes, by rank.
-        sizes: how many belong to each.
-        rank: which process.
+def own_rows(tensors: Sequence[Tensor | None], sizes: Sequence[int], rank: int) -> list[Tensor | None]:
+    """Return the rows that belong to one process, from those of all processes by rank; None stays None.
 
     Examples:
-        >>> own_rows(torch.tensor([1, 2, 3]), [1, 2], 1)
-        tensor([2, 3])
+        >>> own_rows([torch.tensor([1, 2, 3]), None], [1, 2], 1)
+        [tensor([2, 3]), None]
     """
     start = sum(sizes[:rank])
-    return rows[start : start + sizes[rank]]
+    return [None if x is None else x[start : start + sizes[rank]] for x in tensors]

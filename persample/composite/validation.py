@@ -1,4 +1,4 @@
-"""What ``composite_grads`` refuses of its options."""
+"""Argument checks of ``composite_grads`` beyond those of all calls."""
 
 from __future__ import annotations
 
@@ -19,19 +19,7 @@ from persample.utils import trees
 def check_options(
     *, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool, group: Any
 ) -> None:
-    """Refuse options that are unknown or do not go together.
-
-    Args:
-        engine: name of an engine.
-        chunk_size: how many samples are processed at a time.
-        batch_norm: which statistics batch norm in train mode uses.
-        batched: the encoder takes chunks.
-        keep_batch_dim: the encoder takes one sample with an axis of 1.
-        group: a process group, or None.
-
-    Raises:
-        ArgumentError: if one is not of the values it can take.
-    """
+    """Reject unknown options and combinations that exclude each other."""
     inputs.check_choice("engine", engine, ("eager", "loop"))
     inputs.check_loop(engine)
     inputs.check_choice("batch_norm", batch_norm, RULES)
@@ -46,18 +34,9 @@ def check_options(
 
 
 def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[list[Reduction], trees.TreeSpec]:
-    """Return the reductions asked for as a list, and the container they came in.
-
-    Args:
-        reduce: a reduction, None, or a container of them.
-        batched: the encoder takes chunks.
-        accumulate: the result is added to ``.grad``.
-
-    Raises:
-        ArgumentError: if one of them has no meaning for a loss of all samples, or for what else is asked.
-    """
-    wanted, container = inputs.reductions(reduce)
-    for one in wanted:
+    """Return the reductions as a list, and the structure of their container."""
+    requested, container = inputs.reductions(reduce)
+    for one in requested:
         if isinstance(one, Loss | Aux):
             fix = "Leave it out: the loss is returned beside the gradients."
             expected = "reductions of gradients (the samples have no losses of their own)"
@@ -70,24 +49,14 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
         fix = "Ask for Sum() (the default) or ClippedSum(C), or hand what you want of the result to set_grads."
         expected = "a single sum over the samples with accumulate=True"
         raise ArgumentError.about("reduce", expected=expected, received=repr(reduce), fix=fix)
-    return wanted, container
+    return requested, container
 
 
 def check_parameters(
-    encoder: SampleLoss, loss_params: ParamTree | None, wanted: Sequence[Reduction], *, accumulate: bool
+    encoder: SampleLoss, loss_params: ParamTree | None, requested: Sequence[Reduction], *, accumulate: bool
 ) -> None:
-    """Refuse parameters that do not go with what is asked for.
-
-    Args:
-        encoder: f with its parameters.
-        loss_params: those of the loss, or None.
-        wanted: the reductions asked for.
-        accumulate: the result is added to ``.grad``.
-
-    Raises:
-        ArgumentError: if a reduction does not fit them, or ``accumulate`` meets one that has no ``.grad``.
-    """
-    for reduction in wanted:
+    """Reject parameters that a reduction does not fit, or that have no ``.grad`` to accumulate into."""
+    for reduction in requested:
         reduction.check(encoder.spec)
     for tree in (encoder.params, loss_params) if accumulate else ():
         for name, tensor in zip(tree.paths, tree.tensors, strict=True) if tree is not None else ():
