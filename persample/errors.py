@@ -1,4 +1,4 @@
-"""The errors of the library: what was expected, what came, and what to do about it."""
+"""The errors of the library: each says what was expected, what was received, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 # The versions that the tests are run with; pyproject.toml says the same.
 TORCH_VERSIONS = ">=2.11,<2.14"
-# Advice that is given both at the door and where a loss is seen doing it.
+# Advice that argument checking gives, and engines too.
 SAY_RANDOMNESS = (
     "Pass randomness='different' (each sample its own) or 'same' (all samples the same), "
     "or put the module in eval mode."
@@ -15,14 +15,14 @@ STOP_STATISTICS = "Call .eval() on it, replace it by GroupNorm, or build it with
 
 
 class ArgumentError(ValueError):
-    """An argument of a call was refused before anything was computed."""
+    """An argument of a call was rejected before anything was computed."""
 
     @classmethod
     def about(cls, argument: str, *, expected: str, received: str, fix: str) -> ArgumentError:
-        """Return an error that says all a reader needs to mend the call.
+        """Return an error that says all that is needed to correct the call.
 
         Args:
-            argument: the argument that was refused, as the caller spells it.
+            argument: the argument that was rejected, as the caller spells it.
             expected: what it should have been.
             received: what it was.
             fix: what to do.
@@ -38,7 +38,7 @@ class ArgumentError(ValueError):
 
 
 class LossError(RuntimeError):
-    """The user's loss returned, or did, something that per-sample gradients cannot be taken of."""
+    """The user's loss returned or did something for which per-sample gradients cannot be computed."""
 
 
 class TorchVersionError(RuntimeError):

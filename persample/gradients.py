@@ -1,4 +1,4 @@
-"""The one object between engines and reductions: the per-sample gradients of a chunk, and what was seen on the way."""
+"""The interface between engines and reductions: the per-sample gradients of a chunk, with losses, aux and weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.utils.numeric import as_real, exceeds, is_traced, together
+from persample.factors.norms import squared_norms_per_factor
+from persample.utils.dtypes import as_real
+from persample.utils.norms import has_extreme
+from persample.utils.tracing import is_traced
 from persample.utils.trees import TreeSpec, unflatten
 
-# Numbers, of all samples, up to which copying gradients costs less than operations on them one by one.
+# Up to so many numbers, in all samples, gradients are joined: a copy takes less time than an operation on each.
 _SMALL = 2**14
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the results that look like the parameters look like.
+    """The parameters: structure, names, shapes and dtypes, which results like the parameters share.
 
     Args:
         structure: the tree of the parameters (of a module: a dict by name).
@@ -45,12 +48,12 @@ class Gradients:
 
     Args:
         factors: one per parameter, in the order of ``spec.paths``.
-        spec: the parameters they belong to.
+        spec: the parameters of the factors.
         losses: ``[B]``.
-        aux: what the loss returned beside its value, stacked; None if nothing.
-        has_aux: whether the loss returned anything beside its value.
+        aux: the auxiliary outputs of the loss, stacked; None if it has none.
+        has_aux: whether the loss returns ``(value, aux)``.
         weights: ``[B]`` float64, or None for ones.
-        connected: whether any loss depended on any parameter at all.
+        connected: whether any of the losses depends on any of the parameters.
     """
 
     factors: tuple[Factor, ...]
@@ -63,7 +66,7 @@ class Gradients:
 
     @classmethod
     def dense(cls, values: Sequence[Tensor], **fields: Any) -> Gradients:
-        """Return gradients given in full, ``[B, *shape]`` for each parameter."""
+        """Return gradients from dense tensors, ``[B, *shape]`` for each parameter."""
         return cls(tuple(Dense(as_real(value)) for value in values), **fields)
 
     @cached_property
@@ -78,9 +81,7 @@ class Gradients:
 
     def _squared_norms(self, factors: Sequence[Factor]) -> list[Tensor]:
         new = [factor for factor in factors if id(factor) not in self._known]
-        own = (x for factor in new for x in vars(factor).values() if isinstance(x, Tensor))
-        squared = together(own, lambda: [factor.squared_norms() for factor in new])
-        self._known.update(zip(map(id, new), squared, strict=True))
+        self._known.update(zip(map(id, new), squared_norms_per_factor(new), strict=True))
         return [self._known[id(factor)] for factor in factors]
 
     @cached_property
@@ -89,7 +90,7 @@ class Gradients:
 
     @cached_property
     def _joined(self) -> Sequence[Factor]:
-        """The same gradients, small ones that are written out side by side: one operation does for all of them."""
+        """The same gradients, with small dense ones joined into one factor: one operation serves all of them."""
         small = [factor for factor in self.factors if _is_small(factor)]
         if len(small) < 2:
             return self.factors
@@ -110,7 +111,7 @@ class Gradients:
 
     @cached_property
     def moments(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each parameter the mean, and Σ wᵢ (gᵢ − mean)², in float64: float32 loses them to cancellation."""
+        """The mean of each parameter's gradients and Σ wᵢ (gᵢ − mean)², in float64: in float32 they would cancel."""
         n, count = self.total_weight, len(self.factors)
         means = [torch.where(n > 0, x / n, 0) for x in self.sums([None] * count, [torch.float64] * count)]
         pairs = zip(self.weighted_factors, means, strict=True)
@@ -118,7 +119,7 @@ class Gradients:
 
     @cached_property
     def weighted_factors(self) -> tuple[Factor, ...]:
-        """The factors that sums over samples use: a sample of weight 0 is zeroed, so that even its NaN is gone."""
+        """The factors for sums over samples: samples of weight 0 are zeroed, so that their NaN do not count."""
         if self.weights is None:
             return self.factors
         removed = self.weights == 0
@@ -128,13 +129,13 @@ class Gradients:
         """Return Σ wᵢ sᵢ gᵢ of each parameter.
 
         Args:
-            scales: one per parameter: the sᵢ, ``[B]`` float64, or None for ones.
-            dtypes: one per parameter: the dtype to accumulate in.
+            scales: the sᵢ of each parameter, ``[B]`` float64, or None for ones.
+            dtypes: the dtype of accumulation of each parameter.
 
         Returns:
             One sum per parameter, ``[*shape]``, real.
         """
-        distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype, Any]] = {}  # as a rule one
+        distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype, Any]] = {}  # usually one
         sums = []
         for factor, scale, dtype in zip(self.weighted_factors, scales, dtypes, strict=True):
             key = id(scale), dtype
@@ -148,15 +149,15 @@ class Gradients:
     def _coefficients(
         self, scale: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, torch.dtype, Tensor | None]:
-        """Return wᵢ sᵢ, the dtype to add up in, and what is added to every element of the sum.
+        """Return wᵢ sᵢ, the dtype of the sum, and a number to add to all elements of the sum, or None.
 
-        float32 may be too narrow for scales of huge or tiny gradients; and NaN among the scales is in all of the sum,
-        also where factors leave zeros out.
+        The scales of huge or tiny gradients may exceed float32. A NaN scale makes every element of the sum NaN, also
+        those that factors leave out as zeros: hence the number.
         """
         if scale is None:
             return self.weights, dtype, None
         scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
-        return (scale, torch.float64, 0 * scale.sum()) if exceeds(scale) else (scale.to(dtype), dtype, None)
+        return (scale, torch.float64, 0 * scale.sum()) if has_extreme(scale) else (scale.to(dtype), dtype, None)
 
 
 def _is_small(factor: Factor) -> bool:

@@ -1,7 +1,7 @@
-"""What the partial results of chunks are made of, and how two of them become one.
+"""The mergeable leaves of partial results.
 
-A reduction lifts gradients into a tree of these leaves. Merging knows nothing of the reduction, so chunks (and later
-batches and processes) are merged by the same few lines.
+A reduction lifts the gradients of a chunk into a tree of these leaves. Merging depends on the leaves alone, so all
+reductions share it, for chunks, batches and processes.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ import torch
 from torch import Tensor
 
 from persample.factors import Factor, concatenate
-from persample.utils.numeric import restore
+from persample.utils.dtypes import restore
 from persample.utils.trees import leaf, tree_map
 
 
 @leaf
 @dataclass(frozen=True)
 class Summed:
-    """A sum over samples; two of them add.
+    """A sum over samples; merging adds.
 
     Args:
-        value: the sum so far, real, in the dtype it is accumulated in.
-        dtype: dtype of the finished result (complex for a complex parameter); None keeps the value's own.
+        value: the sum so far, real, in the dtype of accumulation.
+        dtype: the dtype of the finished result (complex for a complex parameter); None keeps that of ``value``.
     """
 
     value: Tensor
     dtype: torch.dtype | None = None
 
     def merge(self, other: Summed) -> Summed:
-        """Return the sum over the samples of both."""
+        """Return the sum over the samples of both leaves."""
         return Summed(self.value + other.value, self.dtype)
 
     def finish(self, divisor: Tensor | None = None) -> Tensor:
-        """Return the sum, divided before it is rounded to its final dtype."""
-        # In place: a sum as large as the parameters belongs to nobody else, and new memory costs more than dividing.
+        """Return the sum, divided before it is converted to its final dtype."""
+        # In place: nothing else refers to the sum, and new memory costs more than the division.
         return restore(self.value if divisor is None else self.value.div_(divisor), self.dtype)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Weight, mean and sum of squared deviations; two of them merge by Chan's formula.
+    """Weight, mean and sum of squared deviations; merging uses Chan's formula.
 
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
 
     Args:
-        n: total weight, 0-d.
-        mean: weighted mean over the samples.
-        m2: weighted sum of squared deviations from it, elementwise or (if of shape []) summed over all elements.
-        dtype: dtype of the finished result, as in Summed.
+        n: the total weight, 0-d.
+        mean: the weighted mean over the samples.
+        m2: the weighted sum of squared deviations from the mean, elementwise, or summed over all elements (shape []).
+        dtype: the dtype of the finished result, as in Summed.
     """
 
     n: Tensor
@@ -59,9 +59,9 @@ class Moments:
     dtype: torch.dtype | None = None
 
     def merge(self, other: Moments) -> Moments:
-        """Return the moments of the samples of both."""
+        """Return the moments over the samples of both leaves."""
         n = self.n + other.n
-        share = torch.where(n > 0, other.n / n, 0)  # two empty halves have no mean to move
+        share = torch.where(n > 0, other.n / n, 0)  # n = 0 if both leaves are empty
         delta = other.mean - self.mean
         between = (delta.square() * (self.n * share)).sum_to_size(self.m2.shape)
         return Moments(n, self.mean + delta * share, self.m2 + other.m2 + between, self.dtype)
@@ -70,12 +70,12 @@ class Moments:
 @leaf
 @dataclass(frozen=True)
 class Stacked:
-    """Per-sample rows; two of them concatenate.
+    """Per-sample rows; merging concatenates.
 
     Args:
         rows: a tensor with the batch axis first, or a factor.
-        dtype: dtype of the finished rows, as in Summed.
-        tail: the rows that follow, merged later in one concatenation.
+        dtype: the dtype of the finished rows, as in Summed.
+        tail: the rows of later leaves, which ``concatenated`` joins in one operation.
     """
 
     rows: Tensor | Factor
@@ -83,7 +83,7 @@ class Stacked:
     tail: tuple[Tensor | Factor, ...] = ()
 
     def merge(self, other: Stacked) -> Stacked:
-        """Return the rows of this one followed by the rows of the other."""
+        """Return the rows of this leaf, followed by those of the other."""
         return Stacked(self.rows, self.dtype, (*self.tail, other.rows, *other.tail))
 
     def concatenated(self) -> Any:
@@ -94,30 +94,30 @@ class Stacked:
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
     def fits(self, out: Any) -> bool:
-        """Return whether something is a tensor like the finished rows."""
+        """Return whether ``out`` is a tensor of the shape, dtype and device of the finished rows."""
         shape = self.rows.shape[1:] if isinstance(self.rows, Tensor) else self.rows.shape
         dtype = self.rows.dtype if self.dtype is None else self.dtype
         size = sum(map(len, (self.rows, *self.tail)))
-        wanted = (size, *(shape[:-1] if dtype.is_complex else shape)), dtype, self.rows.device
-        return isinstance(out, Tensor) and (tuple(out.shape), out.dtype, out.device) == wanted
+        expected = (size, *(shape[:-1] if dtype.is_complex else shape)), dtype, self.rows.device
+        return isinstance(out, Tensor) and (tuple(out.shape), out.dtype, out.device) == expected
 
     def finish(self, out: Tensor | None = None) -> Tensor:
-        """Return all rows as one tensor: ``out``, if they can be written straight into it."""
+        """Return all rows as one tensor: a factor is materialized into ``out`` if that fits."""
         rows = self.concatenated()
         if isinstance(rows, Tensor):
             return restore(rows, self.dtype)
-        straight = rows.dtype == self.dtype and self.fits(out)
-        return restore(rows.materialize(out if straight else None), self.dtype)
+        target = out if rows.dtype == self.dtype and self.fits(out) else None
+        return restore(rows.materialize(target), self.dtype)
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """A fact that holds for the whole if it holds for any part."""
+    """A truth value; merging is a logical or."""
 
     value: bool
 
     def merge(self, other: AnyOf) -> AnyOf:
-        """Return whether it holds for either."""
+        """Return whether either value is true."""
         return AnyOf(self.value or other.value)
 
 
@@ -125,11 +125,11 @@ def merge(left: Any, right: Any) -> Any:
     """Merge two partial results of the same structure, leaf by leaf.
 
     Args:
-        left: tree of leaves of this module, for the earlier samples.
-        right: the same for the samples that follow.
+        left: a tree of leaves of this module, for the earlier samples.
+        right: the same for the later samples.
 
     Returns:
-        The tree for all of them.
+        The tree for all samples.
 
     Examples:
         >>> a, b = Summed(torch.tensor(1.0)), Summed(torch.tensor(2.0))

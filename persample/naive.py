@@ -1,6 +1,6 @@
-"""The loops a user would write: one backward pass per sample, and updates from a list of losses.
+"""The loops that a user would write: one backward pass per sample, and updates from a list of losses.
 
-This is the truth that everything else in the library is compared with. It is meant to be read, not to be fast.
+They define the right result for the rest of the library. They are written to be read, not to be fast.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def value_and_grad(
     Args:
         loss_fn: from (params, *sample) to (0-d loss, aux).
         params: the tensors to differentiate, any shapes.
-        *sample: the rest of the arguments.
-        like: where parameters are, these are parameters of modules, too; the same as ``params``, if not said.
+        *sample: the other arguments.
+        like: one tensor per parameter: where it is an ``nn.Parameter``, the loss receives one too. Default: ``params``.
 
     Returns:
         The detached loss, the detached aux, and one gradient per parameter: None where the loss does not depend on it.
@@ -46,20 +46,20 @@ def value_and_grad(
 
 
 def _leaf(param: Tensor, like: Tensor) -> Tensor:
-    # A parameter only in the place of one: modules that the loss closes over would take any for their own.
+    # Only an nn.Parameter is replaced by one: a module would register any other as a parameter of its own.
     return nn.Parameter(param.detach()) if isinstance(like, nn.Parameter) else param.detach().requires_grad_()
 
 
 def loop(loss_fn: Callable[..., Tensor], params: Any, batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-    """Go through a batch sample by sample: ℓᵢ and its gradient, one graph alive at a time.
+    """Iterate over a batch, sample by sample: ℓᵢ and its gradient, with one graph alive at a time.
 
     Args:
         loss_fn: from (params, *sample) to a 0-d loss.
         params: a pytree of tensors.
-        batch: tensors with a leading batch axis, of one common size.
+        batch: tensors with a leading batch axis of one common size.
 
     Yields:
-        The loss of sample i and its gradient, a tree like the parameters (zeros where the loss ignores one).
+        The loss of sample i, and its gradient, a tree like the parameters (zeros where the loss ignores one).
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0])
@@ -85,7 +85,7 @@ def stack_mean_backward(losses: Sequence[Tensor], params: Any) -> Any:
         params: a pytree of the tensors they were computed from.
 
     Returns:
-        A tree like the parameters; zeros where no loss depends on one. ``.grad`` is left alone.
+        A tree like the parameters; zeros where no loss depends on one. ``.grad`` is not changed.
 
     Examples:
         >>> w = torch.tensor(2.0, requires_grad=True)
@@ -108,10 +108,10 @@ def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *
         losses: n 0-d losses with their graphs; a list, or a generator that builds them one by one.
         params: a pytree of the tensors they were computed from.
         n: how many losses there are; needed where ``losses`` has no length.
-        retain_graph: keep the graphs, for losses that share a part of theirs.
+        retain_graph: keep the graphs, for losses whose graphs share a part.
 
     Returns:
-        A tree like the parameters; zeros where no loss depends on one. ``.grad`` is left alone.
+        A tree like the parameters; zeros where no loss depends on one. ``.grad`` is not changed.
 
     Raises:
         ArgumentError: if ``losses`` has no length and ``n`` is not given.
@@ -136,5 +136,5 @@ def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *
         )
         for total, grad in zip(totals, grads, strict=True):
             total.add_(grad)
-        del loss, grads  # or the generator would build the next graph beside this one
+        del loss, grads  # so that the generator does not build the next graph while this one is alive
     return trees.unflatten(totals, spec)

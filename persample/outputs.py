@@ -1,4 +1,4 @@
-"""Results leave in memory of their own, or in that of ``out``, a previous result whose storage is written again."""
+"""The memory of results: each tensor has its own, or that of ``out``, a previous result that is overwritten."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.utils import trees
-from persample.utils.numeric import is_folded, is_traced, is_wrapped
+from persample.utils.strides import is_folded
+from persample.utils.tracing import is_traced, is_wrapped
 
 
 def owned(result: Any, inputs: Sequence[Any]) -> Any:
-    """Give every tensor of a result memory of its own.
+    """Copy the tensors of a result that share memory, so that a write to one of them changes no other.
 
-    Gradients may share theirs with each other (two biases that are added), repeat one number (a bias that is added
-    everywhere), and what a loss returns beside its value may be its very input. Writing to one would write to others.
+    Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
+    to every element). An auxiliary output of the loss may be an input of the loss.
 
     Args:
         result: a tree of tensors and factors.
-        inputs: what the loss was called with.
+        inputs: the arguments of the loss.
 
     Returns:
-        The tree, with tensors copied where they share memory.
+        The tree; each of its tensors has memory of its own.
 
     Examples:
         >>> import torch
@@ -47,7 +48,7 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
 
 
 def memory(x: Tensor) -> int:
-    """Return where the memory of a tensor is, 0 if that cannot be told."""
+    """Return the address of the storage of a tensor, 0 for a tensor that ``torch.func`` wraps."""
     return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
 
 
@@ -55,14 +56,14 @@ def write_into(out: Any, result: Any) -> Any:
     """Write a result into the storage of a previous one.
 
     Args:
-        out: a previous result: the same structure, shapes, dtypes and devices.
-        result: what was computed now.
+        out: a previous result, of the same structure, shapes, dtypes and devices.
+        result: the new result.
 
     Returns:
         ``out``.
 
     Raises:
-        ArgumentError: if ``out`` does not fit; nothing is written then.
+        ArgumentError: if ``out`` does not fit; then nothing is written.
 
     Examples:
         >>> import torch
@@ -76,7 +77,7 @@ def write_into(out: Any, result: Any) -> Any:
     if targets is None:
         expected, received = f"the structure {structure}", f"{trees.structure(out)}"
         raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
-    seen: dict[int, list[Tensor]] = {}  # only what lies in the same storage can overlap
+    seen: dict[int, list[Tensor]] = {}  # only tensors of one storage can overlap
     for path, leaf, target in zip(trees.paths(result, "out"), leaves, targets, strict=True):
         if not isinstance(leaf, Tensor):
             fix = "Leave out=None for Factored()."
@@ -97,11 +98,11 @@ def write_into(out: Any, result: Any) -> Any:
 
 
 def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
-    """Return whether a previous result can be written while inputs are read: tensors with memory of their own.
+    """Return whether a previous result can be written while the inputs are still read: they share no memory.
 
     Args:
-        out: a tree, the previous result.
-        inputs: what the loss is called with.
+        out: the previous result, a tree.
+        inputs: the arguments of the loss.
 
     Examples:
         >>> import torch
@@ -115,12 +116,12 @@ def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
     if any(is_wrapped(x) or x.is_inference() or is_folded(x) or x.is_neg() for x in leaves):
         return False
     taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
-    mine = [memory(x) for x in leaves]
-    return len(set(mine)) == len(mine) and taken.isdisjoint(mine)
+    own = [memory(x) for x in leaves]
+    return len(set(own)) == len(own) and taken.isdisjoint(own)
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors of one storage, neither of which is folded, have a place in memory in common."""
+    """Return whether two tensors of one storage, neither of which is folded, have an element in common."""
     if x is y or is_wrapped(x) or is_traced(x):
         return x is y
     if not (x.numel() and y.numel()):
@@ -130,7 +131,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
         return False
     if x.element_size() != y.element_size():
         return True
-    # Columns of one matrix, for example: marks tell.
+    # The spans of two columns of a matrix overlap, their elements do not: mark those of one, and look for marks.
     first = min(x.storage_offset(), y.storage_offset())
     marks = torch.zeros(max(_span(z) + z.storage_offset() - first for z in (x, y)), dtype=torch.bool, device=x.device)
     marks.as_strided(x.shape, x.stride(), x.storage_offset() - first).fill_(1)

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.func import functionalize, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from persample import _torch
@@ -561,12 +560,6 @@ def test_aten_operators_by_value():
     assert x.tolist() == [0, 9, 2, 3]
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-def test_mkldnn_linear():
-    x, weight, bias = torch.rand(5, 4), torch.rand(3, 4), torch.rand(3)
-    torch.testing.assert_close(_torch.mkldnn_linear(x, weight, bias, "none", [], ""), F.linear(x, weight, bias))
-
-
 # Pytrees.
 
 
@@ -630,10 +623,6 @@ def test_lacks_cpp_compiler():
     error.inner_exception = InvalidCxxCompiler()
     assert _torch.lacks_cpp_compiler(error)
     assert _torch.lacks_cpp_compiler(InvalidCxxCompiler())
-
-
-def test_load_cpp():
-    assert _torch.load_cpp('extern "C" int seven() { return 7; }').seven() == 7
 
 
 def test_keep_strides():

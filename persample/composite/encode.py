@@ -16,8 +16,7 @@ from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
-from persample.utils.fallback import explained
-from persample.vmap_rules import rewritten
+from persample.vmap_rules import VmapRules
 
 
 def encode_chunk(chunk: Call, mode: str) -> Any:
@@ -44,10 +43,10 @@ def encode_chunk(chunk: Call, mode: str) -> Any:
 
 def _under_vmap(chunk: Call) -> Any:
     def one(params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        with rewritten():
+        with VmapRules():
             return _returned(chunk.loss, params, leaves)
 
-    with diagnosed(chunk, batched=True), explained():
+    with diagnosed(chunk, batched=True):
         return vmapped(one, chunk)
 
 

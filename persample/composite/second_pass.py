@@ -24,7 +24,7 @@ from persample.inputs.loss import NotConnectedError
 from persample.pipeline import Engine, lift_chunks
 from persample.reductions.requested import Reductions
 from persample.utils import trees
-from persample.utils.numeric import accumulate_dtype, as_real
+from persample.utils.dtypes import accumulate_dtype, as_real
 
 
 def back_propagate(

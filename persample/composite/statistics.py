@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample.composite.batch_norm import TrainModeBatchNorm
 from persample.merge import Moments
-from persample.utils.numeric import accumulate_dtype
+from persample.utils.dtypes import accumulate_dtype
 
 
 class Statistics(NamedTuple):

@@ -12,7 +12,7 @@ from persample.errors import ArgumentError
 from persample.inputs.loss import SampleLoss
 from persample.inputs.modules import ParamTree
 from persample.reductions import Aux, Loss, Reduction, Sum
-from persample.reductions.base import Total
+from persample.reductions.base import SumOverSamples
 from persample.utils import trees
 
 
@@ -45,7 +45,7 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
             fix = "Write encode_fn for one sample, or with keep_batch_dim=True for a batch of one."
             expected = "Sum() with batched=True, which does not tell samples apart"
             raise ArgumentError.about("reduce", expected=expected, received=f"{type(one).__name__}()", fix=fix)
-    if accumulate and not isinstance(reduce, Total):
+    if accumulate and not isinstance(reduce, SumOverSamples):
         fix = "Ask for Sum() (the default) or ClippedSum(C), or hand what you want of the result to set_grads."
         expected = "a single sum over the samples with accumulate=True"
         raise ArgumentError.about("reduce", expected=expected, received=repr(reduce), fix=fix)

@@ -1,6 +1,5 @@
 """How the gradients of a chunk are computed: one function ``(call, required_ops) -> Gradients`` each."""
 
-from persample.cpu import pages
 from persample.engines.compiled import clear_cache, compiled, recall
 from persample.engines.empty import empty
 from persample.engines.loop import loop
@@ -10,5 +9,3 @@ from persample.pipeline import Engine
 ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "empty": empty}
 
 __all__ = ["ENGINES", "clear_cache", "compiled", "recall"]
-
-pages.keep()

@@ -1,4 +1,4 @@
-"""What torch says when a loss does something that cannot be batched, said again in the user's terms."""
+"""Torch's errors inside a loss, explained: the line of the loss, the cause, and the fix."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from persample._torch import NormBase, version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.utils import trees
-from persample.utils.origin import OURS, is_users
+from persample.utils.origin import OURS, handled_error, is_users
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
-# What torch's message looks like, what happened, what to do. The first that matches counts.
+# (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
 _VMAP_CAUSES = [
     (
         r"random operation while in randomness error mode",
@@ -57,7 +57,7 @@ _VMAP_CAUSES = [
     ),
     (
         r"view size is not compatible",
-        "views in another shape what does not lie in one piece, perhaps because the samples lie in between",
+        "views in another shape a tensor that is not contiguous, perhaps because of the batch axis",
         f"Use .reshape() instead of .view(), {_LOOP}.",
     ),
     (
@@ -88,21 +88,22 @@ _CAUSES = [
 
 @contextmanager
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
-    """Say what torch's errors inside the loss mean: which line, what it did, what to do instead.
+    """Explain torch's errors inside the loss: which line, what it did, what to do instead.
 
     Args:
         call: the chunk that the loss is called with.
-        batched: whether vmap was at work, so that its limits count.
+        batched: whether the loss runs under vmap.
 
     Raises:
-        LossError: in the place of an error whose cause is known. Any other error passes unchanged.
+        LossError: instead of an error whose cause is known. Any other error passes unchanged.
     """
+    handled = handled_error()
     try:
         yield
     except LossError:
         raise
     except RuntimeError as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         text = str(error)
         module = _norm_module(error.__traceback__)
@@ -124,18 +125,18 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
 
 @contextmanager
 def unwritten(call: Call) -> Iterator[None]:
-    """See that the loss does not write into the user's parameters and batch.
+    """Check that the loss does not write into the user's parameters and batch.
 
     Args:
-        call: whose loss it is.
+        call: the loss and its arguments.
 
     Raises:
-        LossError: if it did; what it wrote stands there then.
+        LossError: if the loss wrote into one of them. The write is not undone.
     """
     tensors = call.tensors
     versions = list(map(version, tensors))
     yield
-    if versions != list(map(version, tensors)):  # names are looked up only now: every call passes here
+    if versions != list(map(version, tensors)):  # names are looked up only here, because every call is checked
         names = [name for name, _ in _named(call)]
         written = [name for name, x, before in zip(names, tensors, versions, strict=True) if version(x) != before]
         raise LossError(
@@ -146,7 +147,7 @@ def unwritten(call: Call) -> Iterator[None]:
 
 
 def _named(call: Call) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a loss is called with, and their names."""
+    """Return the names and the tensors of the arguments of a loss."""
     batch = trees.paths(trees.unflatten(list(call.leaves), call.loss.batch), call.loss.given)
     named = [*zip(call.loss.spec.paths, call.params, strict=True), *zip(batch, call.leaves, strict=True)]
     return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
@@ -163,7 +164,7 @@ def _user_line(tb: TracebackType | None) -> str:
 
 def _norm_module(tb: TracebackType | None) -> str:
     """Return the name of the normalization layer whose forward raised, as its outermost module calls it."""
-    # Only of methods: asking a frame for its locals keeps them, and among those of our own is the error itself.
+    # Only frames of methods are asked: reading f_locals keeps the locals alive, and ours include the error itself.
     methods = [frame for frame, _ in traceback.walk_tb(tb) if "self" in frame.f_code.co_varnames]
     selves = [frame.f_locals.get("self") for frame in methods]
     modules = [module for module in selves if isinstance(module, nn.Module)]
@@ -178,7 +179,7 @@ def _norm_module(tb: TracebackType | None) -> str:
 
 
 def _formats(call: Call, attribute: str) -> str:
-    """Return which parameters and leaves have which dtype, or are on which device, for a message."""
+    """Return the dtypes, or devices, of the parameters and leaves, for a message."""
     groups: dict[str, list[str]] = {}
     for name, leaf in _named(call):
         groups.setdefault(str(getattr(leaf, attribute)), []).append(name)

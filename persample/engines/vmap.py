@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from persample._torch import transforms
-from persample.cpu import mode as kernels
 from persample.engines import layers
 from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import diagnosed
@@ -19,10 +18,9 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.utils import rng
-from persample.utils.fallback import explained
-from persample.utils.numeric import full_precision, known_indices
+from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
-from persample.vmap_rules import SecondDerivativeError, composed, rewritten
+from persample.vmap_rules import SecondDerivativeError, VmapRules
 
 
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
@@ -57,9 +55,9 @@ def by_vmap(call: Call, required_ops: frozenset[str]) -> Gradients:
     """
     # Placeholders cannot ride through transforms of the caller's; gradients that are asked for in full are computed.
     in_full = bool(transforms()) or "materialize" in required_ops
-    mode = kernels.expected(call.params, call.leaves) if in_full else Deferral(required_ops, call.params)
+    mode = nullcontext() if in_full else Deferral(required_ops, call.params)
     grads, losses, aux, has_aux = batched_gradients(call, mode)
-    with known_indices(), full_precision(losses.device):
+    with full_precision(losses.device):
         factors = tuple(factor_of(grad, required_ops) for grad in grads)
     return Gradients(factors, call.loss.spec, losses, aux, has_aux, call.weights)
 
@@ -78,11 +76,11 @@ def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) ->
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
     has_aux = False
-    forward_mode = kernels.expected(call.params, call.leaves)
+    rules = VmapRules()
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        with rewritten(), forward_mode:
+        with rules:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
@@ -95,14 +93,14 @@ def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) ->
         return grads, value, aux[0]
 
     start = rng.snapshot() if call.randomness != "error" else None
-    with diagnosed(call, batched=True), explained():
+    with diagnosed(call, batched=True):
         try:
             grads, losses, aux = vmapped(one, call)
         except SecondDerivativeError:
             if start is not None:
                 rng.rewind(start)
-            with composed():
-                grads, losses, aux = vmapped(one, call)
+            rules = VmapRules(differentiated_by="any")
+            grads, losses, aux = vmapped(one, call)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
 
 

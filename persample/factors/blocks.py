@@ -11,7 +11,7 @@ from torch import Tensor
 from persample.factors import cost_model
 from persample.factors.base import Factor
 from persample.factors.dense import Dense
-from persample.utils.numeric import is_traced
+from persample.utils.tracing import is_traced
 
 
 def written_out(factor: Factor) -> Iterator[tuple[slice, Dense]]:

@@ -14,7 +14,8 @@ from persample.factors import blocks, cost_model
 from persample.factors.base import Factor
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.utils import numeric
+from persample.utils import dtypes
+from persample.utils.tracing import current_trace
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -97,7 +98,8 @@ class Conv:
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``: one convolution in which the samples stand among the groups."""
-        if cost_model.is_unbroken():  # a program for any number of samples cannot have as many groups
+        trace = current_trace()
+        if trace is not None and trace.any_size:  # a program for any number of samples cannot have as many groups
             return self.patches().materialize(out)
         signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (self.signals, self.inputs))
         shape = (len(self) * self.shape[0], *self.shape[1:])
@@ -128,7 +130,7 @@ class Conv:
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``: the convolution that computes the batch gradient, on scaled signals."""
-        signals = self.signals if weights is None else numeric.scaled_rows(self.signals, weights, dtype)
+        signals = self.signals if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
         return self._correlated(signals, images, self.shape, self.groups)
 
@@ -148,7 +150,7 @@ class Conv:
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: the signals times the convolution with each direction."""
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), self.signals.to(dtype)
         settings = (None, self.stride, self.padding, self.dilation, self.groups)
         columns = []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-from persample.utils.flags import flags
+from persample.utils.tracing import current_trace
 
 # A gradient larger than this is not written out for all samples only to be a little smaller than its factors.
 _LARGE = 2**24
@@ -53,38 +52,18 @@ def gram_is_cheaper(num_terms: int, rows: int, columns: int) -> bool:
 
 
 def rows_at_a_time(count: int, each: int, share: int = 1) -> int:
-    """Return how many rows to write out at a time: those of a block.
+    """Return how many rows to write out at a time: a block, or all of them in a program for any number of samples.
 
     Args:
         count: how many there are.
         each: numbers in one row.
         share: how many blocks' worth may be written.
     """
-    totals = getattr(flags, "totals", None)
-    if totals is not None:
-        totals.append(count * each)
+    trace = current_trace()
+    if trace is not None and trace.any_size:
+        trace.block_sizes.append(count * each)
         return max(1, count)
     return max(1, share * BLOCK // max(1, each))
-
-
-@contextmanager
-def unbroken() -> Iterator[list[int]]:
-    """Write everything at once meanwhile, so that a program for any number of samples has no loop over them.
-
-    Yields:
-        How many numbers were written each time: see ``is_small``.
-    """
-    totals: list[int] = []
-    flags.totals = totals
-    try:
-        yield totals
-    finally:
-        flags.totals = None
-
-
-def is_unbroken() -> bool:
-    """Return whether a program for any number of samples is being made."""
-    return getattr(flags, "totals", None) is not None
 
 
 def is_small(numbers: float) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample.factors.base import Factor
-from persample.utils import numeric
+from persample.utils import dtypes, norms
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Dense:
     def scale_rows(self, scale: Tensor) -> Dense:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         scaled = self.values.double() * scale.view(-1, *[1] * (self.values.ndim - 1))
-        return Dense(scaled.to(numeric.accumulate_dtype(self.dtype)))
+        return Dense(scaled.to(dtypes.accumulate_dtype(self.dtype)))
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        return numeric.squared_norms(self.values)
+        return norms.squared_norms(self.values)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
@@ -134,5 +134,5 @@ class Dense:
 
     def _rows(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the gradients as the rows of one matrix, ``[B, P]``."""
-        rows = self.values.to(dtype or numeric.accumulate_dtype(self.dtype))
+        rows = self.values.to(dtype or dtypes.accumulate_dtype(self.dtype))
         return rows.reshape(rows.shape[0], rows.shape[1:].numel())  # -1 is ambiguous where B = 0

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.cpu import gemm
 from persample.factors import blocks, cost_model
 from persample.factors.base import Factor
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
-from persample.utils import numeric
+from persample.utils import dtypes, norms, strides
+
+# For so few columns MKL takes up to 5 times as long as for as many rows (measured, torch 2.13, AMD EPYC).
+_FEW_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ class Outer:
             target = self.layout.blocks(out)
             if is_alias_of(target, out):
                 if self.num_terms == 1:
-                    torch.mul(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
+                    torch.mul(strides.laid_out(left, target), strides.laid_out(right, target), out=target)
                 else:
-                    torch.matmul(left, numeric.laid_out(right), out=target)
+                    torch.matmul(left, strides.laid_out(right), out=target)
                 return out
         if self.num_terms == 1:  # a broadcast multiply writes at the speed of memory, bmm at half of it
             # What is multiplied elementwise hands its order in memory on to the result.
-            product = numeric.laid_out(left) * numeric.laid_out(right)
+            product = strides.laid_out(left) * strides.laid_out(right)
         else:
-            product = gemm.contracted(self.left, numeric.laid_out(right))
+            product = _sum_of_products(self.left, strides.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 
@@ -99,7 +101,7 @@ class Outer:
 
     def scale_rows(self, scale: Tensor) -> Outer:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         # Half of the scale goes to each: the whole of it times one of them might overflow.
         half = scale.double().abs().sqrt().view(-1, 1, 1, 1)
         sign = scale.sign().view(-1, 1, 1, 1)
@@ -110,9 +112,9 @@ class Outer:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:
             if self.left.shape[1] == 1:  # as a rule, and fewer operations
-                left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+                left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
                 return left * right
-            left, right = (numeric.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
+            left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
         if not cost_model.gram_is_cheaper(self.num_terms, *self.layout.block[1:]):
             return blocks.squared_norms(self)
@@ -124,20 +126,20 @@ class Outer:
         """Return Σ wᵢ gᵢ, ``[*shape]``: the product that computes the batch gradient, on scaled signals."""
         left, right = self.left, self.right
         if weights is not None and left.numel() <= right.numel():
-            left = numeric.scaled_rows(left, weights, dtype)
+            left = dtypes.scaled_rows(left, weights, dtype)
         elif weights is not None:
-            right = numeric.scaled_rows(right, weights, dtype)
+            right = dtypes.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
-            product = gemm.contracted(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
+            product = _sum_of_products(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
 
     def _balanced(self) -> Outer:
         """Return the same with operands of like norms, where squares and products of one alone might not exist."""
-        dtype = numeric.accumulate_dtype(self.dtype)
-        left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
-        if dtype == torch.float64 or not any(numeric.exceeds(x, 1e10) for x in (left, right)):
+        dtype = dtypes.accumulate_dtype(self.dtype)
+        left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+        if dtype == torch.float64 or not any(norms.has_extreme(x, 1e10) for x in (left, right)):
             return self
         regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
         ratio = torch.where(regular, right / left, 1).sqrt().sqrt().view(-1, 1, 1, 1)
@@ -160,7 +162,7 @@ class Outer:
         other = self if other is None else other
         if not isinstance(other, Outer) or other.layout != self.layout:
             return blocks.gram(self, other)
-        dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
+        dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
         if self.num_terms == other.num_terms == 1:
             pairs = _pairs(self._balanced(), other._balanced())
             left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in pairs)
@@ -169,7 +171,7 @@ class Outer:
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: Σₜ lₜᵀ Dₖ rₜ."""
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
         matrices = self.layout.blocks(directions.to(dtype))
         return torch.stack([((left @ matrix) * right).sum((1, 2, 3)) for matrix in matrices], 1)
@@ -178,7 +180,7 @@ class Outer:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``: both operands are projected by themselves."""
         if not self.layout.is_matrix:
             return blocks.project(self, left, right)
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         signals, inputs = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
         return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(1)
 
@@ -200,6 +202,14 @@ class Outer:
             return None
         left, right = (torch.cat(pair, dim=2) for pair in _pairs(self, other))
         return replace(self, left=left, right=right)
+
+
+def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left.mT @ right``, ``[..., o, i]`` from ``[..., T, o]`` and ``[..., T, i]``."""
+    multiply = torch.mm if left.ndim == 2 else torch.matmul
+    if left.device.type == "cpu" and right.shape[-1] <= _FEW_COLUMNS < left.shape[-1]:
+        return multiply(right.mT, left).mT.contiguous()
+    return multiply(left.mT, right)
 
 
 def _folded(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arguments are normalized and checked here, one file per argument; what follows trusts them."""
+"""Arguments are normalized and checked here, one file per argument; later code trusts them."""
 
 from persample.inputs.call import Call
 from persample.inputs.derivatives import check_derivatives

@@ -1,4 +1,4 @@
-"""The argument ``batch``: arrays become tensors, batch axes move to the front, sizes agree."""
+"""The argument ``batch``: arrays become tensors, batch axes come first, and their sizes must agree."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
 def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
-    """Return a NumPy array as a tensor on the parameters' device, anything else as it is.
+    """Return a NumPy array as a tensor on the parameters' device, and any other leaf unchanged.
 
     Args:
-        path: the leaf's name.
+        path: the name of the leaf.
         leaf: any leaf of a batch.
-        like: the parameter whose dtype floating arrays take, and whose device all arrays take.
+        like: the parameter that determines the device of arrays, and the dtype of floating ones.
 
     Raises:
         ArgumentError: if an array does not hold numbers.
@@ -35,7 +35,7 @@ def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
     if isinstance(leaf, np.ma.MaskedArray):
         fix = "Fill it (.filled(0)) and pass its mask as a leaf of its own."
         raise ArgumentError.about(path, expected="an array without a mask", received="a masked array", fix=fix)
-    # torch takes native byte order, positive strides and at most doubles, and warns of read-only memory.
+    # torch accepts native byte order, positive strides and at most doubles, and warns of read-only memory.
     dtype = {"g": np.dtype("d"), "G": np.dtype("D")}.get(leaf.dtype.char, leaf.dtype.newbyteorder("="))
     native = np.require(leaf.astype(dtype, copy=False), requirements=["C", "W"])
     if leaf.dtype.kind == "f":
@@ -48,15 +48,15 @@ def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
 def sample_structure(
     batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], *, keep_batch_dim: bool
 ) -> trees.TreeSpec:
-    """Return the structure of one sample. It is the batch's own, but for TensorDicts, which know their batch size.
+    """Return the structure of one sample: that of the batch, except that TensorDicts store a batch size.
 
     Args:
-        batch: what the user passed.
-        structure: its own.
+        batch: the argument.
+        structure: the structure of the batch.
         dims: the batch axis of every leaf, or None.
-        keep_batch_dim: the sample keeps an axis of 1.
+        keep_batch_dim: whether a sample keeps a batch axis of 1.
     """
-    if type(batch) in {tuple, list} and trees.is_flat(structure):  # as a rule
+    if type(batch) in {tuple, list} and trees.is_flat(structure):  # the common case
         return structure
     nodes, outer = trees.flatten(batch, is_leaf=_is_tensordict)
     if not any(map(_is_tensordict, nodes)):
@@ -77,8 +77,8 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
     """Return a leaf with its batch axis first, and whether it has one.
 
     Args:
-        path: the leaf's name.
-        leaf: a tensor, or what passes through unsliced: None, strings, numbers, and anything under dim None.
+        path: the name of the leaf.
+        leaf: a tensor, or a leaf that is not sliced: None, a string, a number, or anything of dim None.
         dim: the batch axis, or None.
 
     Raises:
@@ -94,7 +94,7 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
     if leaf.layout != torch.strided:
         fix = "Convert it with .to_dense()."
         raise ArgumentError.about(path, expected="a dense tensor", received=f"layout {leaf.layout}", fix=fix)
-    # Autograd refuses inference tensors, but not their clones.
+    # Autograd rejects inference tensors, but not their clones.
     leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
     if dim is None:
         return leaf, False
@@ -112,10 +112,10 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
         names: one name per leaf.
         leaves: parameters and batch, batch axes first.
         batched: which of them have a batch axis.
-        argument: what the caller calls the batch.
+        argument: the name of the argument, for messages.
 
     Raises:
-        ArgumentError: if no leaf has a batch axis, or they disagree about its size.
+        ArgumentError: if no leaf has a batch axis, or if their sizes differ.
     """
     rows = {name: leaf for name, leaf, split in zip(names, leaves, batched, strict=True) if split}
     sizes = {name: int(leaf.shape[0]) for name, leaf in rows.items()}
@@ -124,7 +124,7 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
         raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
         fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
-        alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1  # but for their length
+        alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1
         if alike and all(name.startswith(argument) for name in rows):
             fix += f" {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in sizes.items())

@@ -1,4 +1,4 @@
-"""Derivatives of the caller's: what is computed here would be a constant to them."""
+"""Derivatives around a call, for which its results would be constants."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from persample.utils.flags import is_inside
 
 _FIX = (
     "Its results are constants to outer derivatives. To differentiate them, reduce the rows of "
-    "torch.func.vmap(torch.func.grad(loss_fn), in_dims=(None, 0))(params, batch) yourself; where constants are meant, "
-    "call it under torch.no_grad(), or before."
+    "torch.func.vmap(torch.func.grad(loss_fn), in_dims=(None, 0))(params, batch) yourself. If constants are meant, "
+    "call it under torch.no_grad(), or before the differentiated function."
 )
 
 
 def check_derivatives(called: str) -> None:
-    """Refuse a call whose result somebody differentiates.
+    """Reject a call inside of a derivative.
 
-    ``torch.func.vmap`` around a call is fine, and so is ``torch.no_grad()``, which says that a constant is meant.
+    ``torch.func.vmap`` around a call is accepted, and so is ``torch.no_grad()``: its results are meant to be constants.
 
     Args:
-        called: the public function.
+        called: the name of the public function.
 
     Raises:
-        ArgumentError: if the call stands inside of a derivative.
+        ArgumentError: if a derivative is active.
     """
     around = [f"torch.func.{name}" for name in _torch.transforms() if name == "jvp" or _recorded(name)]
     if not around and _torch.is_forward_mode():

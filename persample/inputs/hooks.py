@@ -1,4 +1,4 @@
-"""Hooks on tensors, which would be called with the gradient of the batch: here there is none."""
+"""Hooks on tensors. torch calls them with the gradient of a batch, which is never computed here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from persample._torch import backward_hooks, post_accumulate_grad_hooks
 
 
 def is_hooked(x: Tensor) -> bool:
-    """Return whether a hook was put on a tensor and not removed since.
+    """Return whether a tensor has a hook.
 
     Args:
         x: a parameter.

@@ -1,4 +1,4 @@
-"""The argument ``in_dims``: which axis of which leaf counts the samples."""
+"""The argument ``in_dims``: the batch axis of each leaf."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from persample.utils import trees
 
 
 def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
-    """Return (params_dims, batch_dims); refuse the flat form of ``torch.func.vmap``.
+    """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``.
 
     Args:
-        in_dims: what the user passed.
-        has_modules: whether there are modules among the parameters, which belong to all samples.
+        in_dims: the argument.
+        has_modules: whether some parameters are modules, which all samples share.
 
     Raises:
-        ArgumentError: if it is no pair; the message spells the pair that was probably meant.
+        ArgumentError: if ``in_dims`` is not a pair; the message spells the pair that was probably meant.
     """
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
@@ -35,9 +35,9 @@ def spread_dims(argument: str, dims: Any, spec: trees.TreeSpec) -> list[int | No
     """Return one batch axis, or None, for every leaf.
 
     Args:
-        argument: which half of ``in_dims`` this is, for messages.
+        argument: the name of this half of ``in_dims``, for messages.
         dims: an int, None, or a tree prefix of them; a tuple may stand for a list.
-        spec: the structure to fill.
+        spec: the structure of the leaves.
 
     Raises:
         ArgumentError: if the dims do not fit the structure or are not ints.

@@ -1,4 +1,4 @@
-"""The options that are one word or one number."""
+"""The options ``engine``, ``randomness`` and ``chunk_size``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Randomness: TypeAlias = Literal["error", "same", "different"]
 
 
 def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
-    """Refuse options that no engine knows.
+    """Reject invalid options.
 
     Args:
-        engine: name of an engine.
-        randomness: what random operations do.
-        chunk_size: how many samples are processed at a time.
+        engine: the name of an engine.
+        randomness: how random operations draw for the samples.
+        chunk_size: the number of samples processed at a time.
 
     Raises:
-        ArgumentError: if one is not of the values it can take.
+        ArgumentError: if an option has none of its allowed values.
     """
     check_choice("engine", engine, get_args(Engine))
     check_loop(engine)
@@ -30,13 +30,13 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
 
 
 def check_loop(engine: str) -> None:
-    """Refuse the loop engine under transforms of the caller's, which plain autograd does not see through.
+    """Reject the loop engine inside of the caller's transforms, which plain autograd cannot handle.
 
     Args:
-        engine: name of an engine.
+        engine: the name of an engine.
 
     Raises:
-        ArgumentError: if the call stands inside of a transform and the engine is the loop.
+        ArgumentError: if the engine is the loop, inside of a transform.
     """
     around = transforms() if engine == "loop" else []
     if around:
@@ -45,13 +45,13 @@ def check_loop(engine: str) -> None:
 
 
 def check_chunk_size(chunk_size: Any) -> None:
-    """Refuse what is no number of samples.
+    """Reject an invalid chunk size.
 
     Args:
-        chunk_size: how many samples are processed at a time.
+        chunk_size: the number of samples processed at a time.
 
     Raises:
-        ArgumentError: if it is neither a positive int nor None.
+        ArgumentError: if the chunk size is neither a positive int nor None.
     """
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size > 0):
         fix = "Pass how many samples to process at a time, or None for all."
@@ -59,15 +59,15 @@ def check_chunk_size(chunk_size: Any) -> None:
 
 
 def check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuse a word that is not one of those an option can be.
+    """Reject an option that is none of some words.
 
     Args:
-        argument: the option.
-        value: what the user passed.
+        argument: the name of the option.
+        value: its value.
         choices: the words.
 
     Raises:
-        ArgumentError: if it is none of them.
+        ArgumentError: if the value is none of the words.
     """
     if not isinstance(value, str) or value not in choices:
         expected = " or ".join(repr(name) for name in choices)

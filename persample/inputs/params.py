@@ -15,16 +15,16 @@ from persample.inputs.modules import ParamTree, take_apart
 
 
 def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
-    """Return the parameters taken apart; refuse what cannot be differentiated.
+    """Return the parameters as flat tensors; reject leaves that cannot be differentiated.
 
     Args:
-        params: what the user passed.
-        batch_statistics: modules may normalize with the statistics of a batch.
-        name: what the caller calls them, for messages.
+        params: the argument.
+        batch_statistics: whether modules may normalize with the statistics of a batch.
+        name: the name of the argument, for messages.
 
     Raises:
-        ArgumentError: if a leaf is no floating tensor or has a hook, if none is there, or if a module cannot be used
-            sample by sample.
+        ArgumentError: if there are no leaves, if a leaf is not a floating tensor or has a hook, or if a module cannot
+            be used sample by sample.
     """
     tree = take_apart(params, name)
     for path, part in tree.parts.items():
@@ -58,7 +58,7 @@ def _check_hooks(path: str, leaf: Tensor) -> None:
 
 
 def _check_script(argument: str, name: str, part: nn.Module) -> None:
-    """Refuse TorchScript modules that hold what would have to be swapped: they take no other tensors."""
+    """Reject TorchScript modules with parameters or buffers, which cannot be replaced by other tensors."""
     if not isinstance(part, torch.jit.ScriptModule):
         return
     if any(p.requires_grad for p in part.parameters(recurse=False)) or any(True for _ in part.buffers(recurse=False)):

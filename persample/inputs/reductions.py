@@ -10,13 +10,13 @@ from persample.utils import trees
 
 
 def reductions(reduce: Any) -> tuple[list[Reduction], trees.TreeSpec]:
-    """Return the reductions asked for as a list, and the container they came in.
+    """Return the reductions of a call as a list, and the structure of their container.
 
     Args:
         reduce: a reduction, None, or a container of them.
 
     Raises:
-        ArgumentError: if there is none, or something else among them.
+        ArgumentError: if there is no reduction, or if a leaf is not a reduction.
     """
     leaves, container = trees.flatten(reduce)
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""The argument ``weights``, and what averages need of it."""
+"""The argument ``weights``, and the conditions of averages on it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check_weights(weights: Any, size: int, device: torch.device) -> Tensor | Non
     """Return the weights as ``[B]`` float64.
 
     Args:
-        weights: what the user passed.
+        weights: the argument.
         size: B.
-        device: where the parameters are.
+        device: the device of the parameters.
 
     Raises:
-        ArgumentError: if they are not B finite real numbers.
+        ArgumentError: if the weights are not B finite real numbers.
     """
     if weights is None:
         return None
@@ -44,15 +44,15 @@ def check_weights(weights: Any, size: int, device: torch.device) -> Tensor | Non
 
 
 def check_averages(wanted: Sequence[Reduction], weights: Tensor | None, size: int) -> None:
-    """Refuse averages over nothing: no samples, weights that sum to 0, or weights that are negative.
+    """Reject averages without samples, with negative weights, or with weights that sum to too little.
 
     Args:
-        wanted: the reductions asked for.
+        wanted: the reductions of the call.
         weights: ``[B]``, or None for ones.
         size: B.
 
     Raises:
-        ArgumentError: if a reduction divides by what is not there.
+        ArgumentError: if the divisor of an average would not be positive, or if one of its weights is negative.
     """
     averages = [reduction for reduction in wanted if reduction.divides_by_weight]
     if not averages:

@@ -1,4 +1,4 @@
-"""What can be asked of the per-sample gradients. Each reduction is one class with ``lift`` and ``finish``."""
+"""Reductions of per-sample gradients. Each one is a class with ``lift`` and ``finish``."""
 
 from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project

@@ -1,4 +1,4 @@
-"""What a reduction is: two functions, and what it refuses at the door."""
+"""The base classes of reductions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from persample.utils.trees import tree_map
 
 
 class Reduction:
-    """What is asked of the per-sample gradients.
+    """A quantity computed from the per-sample gradients.
 
     A reduction is a frozen dataclass with two methods. ``lift`` turns the gradients of one chunk into a tree of
-    mergeable leaves (``Summed``, ``Moments``, ``Stacked`` of ``persample.merge``); ``finish`` turns that tree, merged
-    over all chunks, into the result. ``divides_by_weight`` says that the result is an average, so that a call whose
-    weights are negative or sum to ``needs_more_than`` or less is refused before anything is computed. ``uses`` names
-    the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call: gradients are written out for all
-    samples only if "materialize" is among them, or if that is smaller. ``live`` names the fields whose numbers and
-    tensors may change from call to call without another program of the compiled engine.
+    mergeable leaves (``Summed``, ``Moments``, ``Stacked`` of ``persample.merge``). ``finish`` turns that tree, merged
+    over all chunks, into the result.
+
+    Attributes:
+        uses: the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call. Per-sample gradients are
+            materialized for all samples only if "materialize" is one of them, or if they are smaller so.
+        live: the fields whose numbers and tensors may change between calls without a new program of the compiled
+            engine.
+        divides_by_weight: whether the result is an average. A call is then rejected, before anything is computed, if a
+            weight is negative or if the weights sum to ``needs_more_than`` or less.
     """
 
     uses: ClassVar[frozenset[str]] = frozenset({"materialize"})
@@ -28,18 +32,18 @@ class Reduction:
 
     @property
     def needs_more_than(self) -> float:
-        """The total weight that an average must exceed."""
+        """The bound that the total weight of an average must exceed."""
         return 0.0
 
     def check(self, spec: ParamSpec) -> None:
-        """Refuse what does not fit the parameters.
+        """Raise an error if the reduction does not fit the parameters.
 
         Args:
-            spec: structure, names, shapes and dtypes of the parameters.
+            spec: the structure, names, shapes and dtypes of the parameters.
         """
 
     def lift(self, gradients: Gradients) -> Any:
-        """Return the mergeable tree of one chunk.
+        """Return the mergeable leaves of one chunk.
 
         Args:
             gradients: the gradients of the chunk.
@@ -50,26 +54,26 @@ class Reduction:
         """Return the result.
 
         Args:
-            merged: what ``lift`` returned, merged over all chunks.
+            merged: the tree that ``lift`` returns, merged over all chunks.
         """
         raise NotImplementedError
 
-    def finish_into(self, merged: Any, out: Any) -> Any:  # noqa: ARG002 (as a rule there is nothing to gain)
-        """Return the result, written straight into the tensors of a previous one where that saves fresh memory.
+    def finish_into(self, merged: Any, out: Any) -> Any:  # noqa: ARG002 (most reductions save nothing)
+        """Return the result, written into the tensors of a previous result where that saves memory.
 
         Args:
             merged: as for ``finish``.
-            out: a previous result, or what the user took for one.
+            out: the argument ``out`` of the user, not checked yet.
         """
         return self.finish(merged)
 
 
-# What can be asked for in one call. Lists are invariant, and so of anything.
+# The argument ``reduce`` of one call. Lists are invariant in Python's types, hence list[Any].
 Reduce: TypeAlias = "Reduction | Mapping[Any, Reduce] | tuple[Reduce, ...] | list[Any] | None"
 
 
-class Total(Reduction):
-    """A reduction that adds the samples up; subclasses say what is added."""
+class SumOverSamples(Reduction):
+    """A reduction that is a sum over samples; subclasses define its terms."""
 
     def sums(self, gradients: Gradients) -> Any:
         """Return a tree of ``Summed`` like the parameters.
@@ -88,13 +92,13 @@ class Total(Reduction):
         return tree_map(Summed.finish, merged)
 
 
-class Average(Total):
-    """A total divided by Σ wᵢ."""
+class Average(SumOverSamples):
+    """A sum over samples divided by Σ wᵢ."""
 
     divides_by_weight = True
 
     def lift(self, gradients: Gradients) -> Any:
-        """Return the sums of one chunk beside its weight."""
+        """Return the sums of one chunk, and its total weight."""
         return {"sums": self.sums(gradients), "weight": Summed(gradients.total_weight)}
 
     def finish(self, merged: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reductions to inner products with directions: given ones, or random ones."""
+"""Inner products of the gradients with directions, given or random."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
-from persample.reductions.per_sample import Rows
-from persample.utils.numeric import as_real, untraced
+from persample.reductions.per_sample import PerSample
+from persample.utils.dtypes import as_real
+from persample.utils.tracing import untraced
 from persample.utils.trees import leaves_like, structure
 
 
 @dataclass(frozen=True, eq=False)
-class Dot(Rows):
+class Dot(PerSample):
     """⟨gᵢ, d⟩: inner products with a direction, ``[B]``; ``[B, K]`` with K directions.
 
     The result is real (complex parameters count as pairs of reals), in float32 at least.
@@ -45,16 +46,16 @@ class Dot(Rows):
     live: ClassVar[tuple[str, ...]] = ("direction",)
 
     def check(self, spec: ParamSpec) -> None:
-        """Refuse a direction that is not like the parameters."""
+        """Raise an error if the direction is not a tree like the parameters."""
         leaves = leaves_like(self.direction, spec.structure)
         if leaves is None:
-            raise self._refused(f"the structure {spec.structure}", f"{structure(self.direction)}")
+            raise self._rejected(f"the structure {spec.structure}", f"{structure(self.direction)}")
         count: list[int] | None = None
         for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):
             if not isinstance(leaf, Tensor):
-                raise self._refused(f"a tensor for {path}", type(leaf).__name__)
+                raise self._rejected(f"a tensor for {path}", type(leaf).__name__)
             if leaf.is_complex() and not dtype.is_complex:
-                raise self._refused(f"real numbers for {path}", f"{leaf.dtype}")
+                raise self._rejected(f"real numbers for {path}", f"{leaf.dtype}")
             lead = list(leaf.shape[: leaf.ndim - len(shape)]) if self.stacked else []
             count = lead if count is None else count
             if len(lead) != self.stacked or lead != count or leaf.shape[len(lead) :] != shape:
@@ -62,10 +63,10 @@ class Dot(Rows):
                 expected = (
                     f"shape {[*count, *shape]}" if known else f"K directions of one common K, [K, *{list(shape)}],"
                 )
-                raise self._refused(f"{expected} for {path}", f"shape {list(leaf.shape)}")
+                raise self._rejected(f"{expected} for {path}", f"shape {list(leaf.shape)}")
 
     @staticmethod
-    def _refused(expected: str, received: str) -> ArgumentError:
+    def _rejected(expected: str, received: str) -> ArgumentError:
         fix = "Pass a tree like the parameters (of a module: a dict by name); K directions on axis 0 need stacked=True."
         return ArgumentError.about("Dot(direction)", expected=expected, received=received, fix=fix)
 
@@ -81,11 +82,11 @@ class Dot(Rows):
 
 
 @dataclass(frozen=True)
-class Project(Rows):
+class Project(PerSample):
     """Random projections of the gradients, ``[B, dim]``, that preserve inner products in expectation.
 
     Entry j is Σ over parameters of uⱼᵀ g vⱼ / √dim, with g seen as a matrix ``[o, rest]`` and u, v random signs drawn
-    from (seed, the parameter's path), so every chunk and process draws the same. E⟨p(g), p(h)⟩ = ⟨g, h⟩.
+    from (seed, the parameter's path), so that all chunks and processes draw the same signs. E⟨p(g), p(h)⟩ = ⟨g, h⟩.
 
     Source: random signs: Achlioptas, "Database-friendly random projections" (2003); one sign vector on each side of a
     weight gradient: LoGra, Choe et al., "What is Your Data Worth to GPT?" (2024).
@@ -127,7 +128,7 @@ class Project(Rows):
 
     def _signs(self, path: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()
-        with untraced():  # constants: a program must not draw them again
+        with untraced():  # signs are constants of a compiled program
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             left, right = (torch.randint(0, 2, (self.dim, n), generator=generator) for n in (rows, columns))
             return left * 2.0 - 1.0, right * 2.0 - 1.0

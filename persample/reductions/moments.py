@@ -1,4 +1,4 @@
-"""Reductions that measure how the samples' gradients spread: second moments, variance, gradient noise scale."""
+"""Second moments, variance, and gradient noise scale."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
 from persample.reductions.base import Average, Reduction
-from persample.utils.numeric import accumulate_dtype, restore, widest
+from persample.utils.dtypes import accumulate_dtype, restore, widest
 from persample.utils.trees import flatten, tree_map
 
 
 def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:
-    """Weight, mean and squared deviations of each parameter, these elementwise or added up."""
+    """Return the weight, mean and squared deviations of each parameter; the last elementwise, or their sum."""
     pairs = zip(gradients.moments, gradients.spec.dtypes, strict=True)
     n = gradients.total_weight
     return [Moments(n, mean, m2 if elementwise else m2.sum(), dtype) for (mean, m2), dtype in pairs]
@@ -27,8 +27,8 @@ def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:
 class SecondMoment(Average):
     """Σ wᵢ gᵢ² / Σ wᵢ: the mean of the squared gradients, elementwise; a tree like the parameters.
 
-    Of a complex parameter the squares of the real and of the imaginary part are averaged, each in its place. Weights
-    as in Mean.
+    The real and the imaginary part of a complex parameter are squared and averaged separately. The rules for weights
+    are those of Mean.
 
     Examples:
         >>> import torch
@@ -54,7 +54,7 @@ class Variance(Reduction):
     Weight k means that the sample was seen k times. Contracted in float64, chunks merged by Chan's formula.
 
     Args:
-        correction: degrees of freedom taken off, as in ``torch.var``: 1 for the unbiased estimate, 0 for the plain one.
+        correction: as in ``torch.var``: 1 for the unbiased estimate, 0 for the biased one.
 
     Raises:
         ArgumentError: if ``correction`` is negative or not a number, or (when used) if n does not exceed it.
@@ -92,11 +92,11 @@ class Variance(Reduction):
 
 
 class NoiseScaleEstimate(NamedTuple):
-    """What ``NoiseScale`` returns; three 0-d tensors.
+    """The result of ``NoiseScale``; three 0-d tensors.
 
     Attributes:
         covariance_trace: tr Σ, the summed variance of one sample's gradient (unbiased).
-        squared_mean: the unbiased estimate of ‖E g‖²; may come out negative when noise drowns the mean.
+        squared_mean: the unbiased estimate of ‖E g‖²; it may be negative when the noise exceeds the mean.
         noise_scale: their ratio, the simple gradient noise scale, in samples.
     """
 
@@ -107,10 +107,10 @@ class NoiseScaleEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseScale(Reduction):
-    """The simple gradient noise scale tr Σ / ‖E g‖²: about how many samples a useful batch holds.
+    """The simple gradient noise scale tr Σ / ‖E g‖²: roughly the size of a useful batch.
 
     With n = Σ wᵢ: tr Σ = Σ wᵢ ‖gᵢ − ḡ‖² / (n − 1), and ‖E g‖² is estimated without bias by ‖ḡ‖² − tr Σ / n. Contracted
-    in float64; returns a ``NoiseScaleEstimate`` in the parameters' real dtype, float32 at least. n ≤ 1 is refused.
+    in float64; returns a ``NoiseScaleEstimate`` in the parameters' real dtype, float32 at least. n ≤ 1 is an error.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
 
@@ -127,7 +127,7 @@ class NoiseScale(Reduction):
 
     @property
     def needs_more_than(self) -> float:
-        """One sample has no spread."""
+        """One sample has no variance."""
         return 1.0
 
     def lift(self, gradients: Gradients) -> Any:

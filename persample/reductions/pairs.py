@@ -1,4 +1,4 @@
-"""Reductions over all pairs of samples."""
+"""Inner products and cosines of all pairs of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from persample.reductions.base import Reduction
 class Gram(Reduction):
     """⟨gᵢ, gⱼ⟩: the ``[B, B]`` matrix of inner products over all parameters, real, in float32 at least.
 
-    Pairs reach across chunks, so the factors of all samples are kept until the end.
+    Pairs span chunks, so the factors of all samples are kept until the end.
 
     Examples:
         >>> import torch
@@ -62,12 +62,12 @@ class CosineSimilarity(Gram):
     uses: ClassVar[frozenset[str]] = frozenset({"gram", "squared_norms"})
 
     def lift(self, gradients: Gradients) -> Any:
-        """Return the factors and the norms."""
+        """Return the factors, and the norms."""
         return {"factors": super().lift(gradients), "norms": Stacked(gradients.norms)}
 
     def finish(self, merged: Any) -> Tensor:
         """Return the cosines."""
         norms = merged["norms"].finish()
         inverse = torch.where(norms == 0, 0, 1 / norms)
-        # Scaled before the product: that of two small float32 gradients may vanish.
+        # Factors are scaled before the product, which may underflow for small float32 gradients.
         return _summed_gram([stacked.concatenated().scale_rows(inverse) for stacked in merged["factors"]])

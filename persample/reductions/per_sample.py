@@ -1,4 +1,4 @@
-"""Reductions that keep one row per sample: the gradients, their norms, products, projections; losses and aux."""
+"""One row per sample: the gradients, as tensors or factors, their norms, the losses and aux."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
-from persample.utils.numeric import accumulate_dtype, widest
+from persample.utils.dtypes import accumulate_dtype, widest
 from persample.utils.trees import flatten, leaves_like, tree_map, unflatten
 
 
-class Rows(Reduction):
-    """One row per sample: merging concatenates, nothing is left to finish."""
+class PerSample(Reduction):
+    """A reduction with one row per sample: chunks are concatenated."""
 
     def finish(self, merged: Any) -> Any:
         """Return the rows of all samples."""
@@ -22,7 +22,7 @@ class Rows(Reduction):
 
 
 @dataclass(frozen=True)
-class Stack(Rows):
+class Stack(PerSample):
     """The per-sample gradients themselves: a tree like the parameters with leaves ``[B, *shape]``.
 
     Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. ``reduce=None`` means the same.
@@ -40,20 +40,21 @@ class Stack(Rows):
         return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
 
     def finish_into(self, merged: Any, out: Any) -> Any:
-        """Return the gradients, products of signals and inputs multiplied straight into ``out``."""
+        """Return the gradients; factors are materialized into ``out`` where all of them fit."""
         leaves, structure = flatten(merged)
         targets = leaves_like(out, structure) or []
-        fits = len(targets) == len(leaves) and all(map(Stacked.fits, leaves, targets))  # written into all, or into none
+        # Either all tensors of out are written, or none.
+        fits = len(targets) == len(leaves) and all(map(Stacked.fits, leaves, targets))
         return unflatten(list(map(Stacked.finish, leaves, targets if fits else [None] * len(leaves))), structure)
 
 
 @dataclass(frozen=True)
 class Factored(Reduction):
-    """The per-sample gradients in the form they are stored in: a tree of factors, one per parameter.
+    """The per-sample gradients in the form in which they are stored: a tree of factors, one per parameter.
 
-    For contractions of one's own; a factor answers ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``,
-    ``dot`` and more (``persample.factors.Factor``). Complex parameters appear as pairs of reals. Factors may share
-    memory with the batch (inputs are kept as they are): clone what you are going to overwrite.
+    A factor has the methods ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``, ``dot`` and more
+    (``persample.factors.Factor``), and serves contractions that no reduction computes. Complex parameters appear as
+    pairs of reals. Factors may share memory with the batch: clone a tensor before you overwrite it.
 
     Examples:
         >>> import torch
@@ -75,11 +76,11 @@ class Factored(Reduction):
 
 
 @dataclass(frozen=True)
-class Norm(Rows):
+class Norm(PerSample):
     """‖gᵢ‖: Euclidean norms over all parameters, ``[B]``, in the parameters' real dtype, float32 at least.
 
     Args:
-        per_param: return a tree like the parameters instead, with each one's own norms ``[B]``.
+        per_param: return a tree like the parameters instead, with the norms ``[B]`` of each parameter.
 
     Examples:
         >>> import torch
@@ -101,7 +102,7 @@ class Norm(Rows):
 
 
 @dataclass(frozen=True)
-class Loss(Rows):
+class Loss(PerSample):
     """ℓᵢ: the losses, ``[B]``, in the dtype the loss returns.
 
     Examples:
@@ -119,8 +120,8 @@ class Loss(Rows):
 
 
 @dataclass(frozen=True)
-class Aux(Rows):
-    """What the loss returned beside its value, stacked: leaves ``[B, *]``.
+class Aux(PerSample):
+    """The auxiliary outputs that the loss returns beside its value, stacked: leaves ``[B, *]``.
 
     Raises:
         LossError: (when used) if the loss returns no aux.

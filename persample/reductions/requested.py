@@ -12,7 +12,7 @@ import torch
 from persample.gradients import Gradients
 from persample.merge import AnyOf
 from persample.reductions import Reduction
-from persample.utils.numeric import full_precision
+from persample.utils.dtypes import full_precision
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reductions that add the samples up: sums, means, and their clipped and weighted forms."""
+"""Sums and means over samples, plain, clipped and weighted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Summed
-from persample.reductions.base import Average, Total
-from persample.utils.numeric import accumulate_dtype
+from persample.reductions.base import Average, SumOverSamples
+from persample.utils.dtypes import accumulate_dtype
 
 
-class _Scaled(Total):
-    """Σ wᵢ sᵢ gᵢ for some scale sᵢ of each sample."""
+class _ScaledSum(SumOverSamples):
+    """Σ wᵢ sᵢ gᵢ; subclasses define the scale sᵢ of each sample."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum"})
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Return the sᵢ for each parameter, ``[B]`` float64, or None for ones."""
+        """Return the sᵢ of each parameter, ``[B]`` float64, or None for ones."""
         return [None] * len(gradients.factors)
 
     def sums(self, gradients: Gradients) -> Any:
@@ -34,7 +34,7 @@ class _Scaled(Total):
 
 
 @dataclass(frozen=True)
-class _Clipped(_Scaled):
+class _Clipped(_ScaledSum):
     max_norm: float | Tensor
     per_param: bool = False
     uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
@@ -48,7 +48,7 @@ class _Clipped(_Scaled):
             raise ArgumentError.about("max_norm", expected=expected, received=repr(self.max_norm), fix=fix)
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is to be clipped (C = ∞, a zero gradient)."""
+        """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped (C = ∞, or a zero gradient)."""
         if self.per_param:
             return [self._scale(norms) for norms in gradients.norms_per_param]
         return [self._scale(gradients.norms)] * len(gradients.factors)
@@ -59,7 +59,7 @@ class _Clipped(_Scaled):
 
 
 @dataclass(frozen=True)
-class Sum(_Scaled):
+class Sum(_ScaledSum):
     """Σ wᵢ gᵢ: the sum of the per-sample gradients.
 
     Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32.
@@ -73,7 +73,7 @@ class Sum(_Scaled):
 
 
 @dataclass(frozen=True)
-class Mean(_Scaled, Average):
+class Mean(_ScaledSum, Average):
     """Σ wᵢ gᵢ / Σ wᵢ: the averaged update, equal to the gradient of the (weighted) mean loss.
 
     Returns a tree like the parameters, in their dtypes; half precision is accumulated in float32. Weights must not be
@@ -91,15 +91,15 @@ class Mean(_Scaled, Average):
 class ClippedSum(_Clipped):
     """Σ wᵢ gᵢ min(1, C/‖gᵢ‖): the sum of per-sample gradients, each clipped to norm C first.
 
-    Returns a tree like the parameters. One sample of weight 1 contributes at most C (to 4 eps of the output dtype), so
-    adding or removing it moves the sum by at most C, and replacing it by at most 2C. C = 0 gives zeros, C = ∞ the
+    Returns a tree like the parameters. One sample of weight 1 contributes at most C (to 4 eps of the output dtype).
+    Adding or removing it changes the sum by at most C, and replacing it by at most 2C. C = 0 gives zeros, C = ∞ the
     plain sum, and zero gradients stay zero. A NaN gradient of non-zero weight makes the result NaN.
 
     Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
 
     Args:
         max_norm: the bound C, a number or 0-d tensor in [0, ∞].
-        per_param: clip each parameter's gradient to C by itself instead of all of them together.
+        per_param: clip the gradient of each parameter to C by itself, instead of all of them together.
 
     Raises:
         ArgumentError: if ``max_norm`` is negative or NaN.
@@ -116,11 +116,11 @@ class ClippedSum(_Clipped):
 class ClippedMean(_Clipped, Average):
     """Σ wᵢ gᵢ min(1, C/‖gᵢ‖) / Σ wᵢ: the average of per-sample gradients, each clipped to norm C first.
 
-    Returns a tree like the parameters; otherwise as ClippedSum, and the weights as in Mean.
+    Returns a tree like the parameters. The bounds are those of ClippedSum, the rules for weights those of Mean.
 
     Args:
         max_norm: the bound C, a number or 0-d tensor in [0, ∞].
-        per_param: clip each parameter's gradient to C by itself instead of all of them together.
+        per_param: clip the gradient of each parameter to C by itself, instead of all of them together.
 
     Raises:
         ArgumentError: if ``max_norm`` is negative or NaN.
@@ -134,11 +134,11 @@ class ClippedMean(_Clipped, Average):
 
 
 @dataclass(frozen=True)
-class WeightedSum(_Scaled):
-    """Σ wᵢ f(‖gᵢ‖) gᵢ: a sum in which each sample's scale follows from its own gradient norm.
+class WeightedSum(_ScaledSum):
+    """Σ wᵢ f(‖gᵢ‖) gᵢ: a sum that scales each sample by a function of its own gradient norm.
 
-    Returns a tree like the parameters. f sees one norm at a time (a 0-d float64 tensor, under ``torch.vmap``), so it
-    cannot mix samples and chunks agree.
+    Returns a tree like the parameters. f sees one norm at a time (a 0-d float64 tensor, under ``torch.vmap``), so the
+    result does not depend on the chunks.
 
     Args:
         weight_fn: f, from a 0-d norm to a 0-d scale, without data-dependent control flow (use ``torch.where``).
@@ -149,7 +149,7 @@ class WeightedSum(_Scaled):
     Examples:
         >>> import torch
         >>> from persample import per_sample_grads
-        >>> unit = WeightedSum(lambda norm: 1 / norm)  # every sample counts with length 1
+        >>> unit = WeightedSum(lambda norm: 1 / norm)  # every gradient is normalized to length 1
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), unit)
         tensor(2.)
     """
@@ -159,23 +159,23 @@ class WeightedSum(_Scaled):
 
     def __post_init__(self) -> None:
         if not callable(self.weight_fn):
-            raise self._refused(repr(self.weight_fn))
+            raise self._rejected(repr(self.weight_fn))
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return f(‖gᵢ‖)."""
         norms = gradients.norms
-        if len(norms) == 0:  # vmap refuses an empty batch
+        if len(norms) == 0:  # vmap rejects an empty batch
             return [norms] * len(gradients.factors)
         try:
             scale = torch.vmap(lambda norm: torch.as_tensor(self.weight_fn(norm), device=norm.device))(norms)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise self._refused(f"a function that fails: {error}") from error
+            raise self._rejected(f"a function that fails: {error}") from error
         if scale.shape != norms.shape or scale.is_complex():
-            raise self._refused(f"a function that returns shape {list(scale.shape[1:])}, {scale.dtype}")
+            raise self._rejected(f"a function that returns shape {list(scale.shape[1:])}, {scale.dtype}")
         return [scale.to(norms)] * len(gradients.factors)
 
     @staticmethod
-    def _refused(received: str) -> ArgumentError:
+    def _rejected(received: str) -> ArgumentError:
         return ArgumentError.about(
             "weight_fn",
             expected="a function from one 0-d norm to one 0-d scale",

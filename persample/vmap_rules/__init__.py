@@ -1,4 +1,10 @@
-"""Operations that torch.func cannot batch, or batches in a loop, replaced by compositions of those it batches well."""
+"""Rules for functions that ``torch.func.vmap`` cannot batch, batches wrongly, or batches in a loop over samples.
+
+There is one file per family of functions, as in the reference of torch: ``linear.py``, ``normalization.py``,
+``recurrent.py``, …; a rule for ``F.grid_sample`` would go to a new ``vision.py``. Each of these files has ``RULES``,
+from a function of torch to its replacement: a composition of functions that vmap batches well. Some files also have
+``FIRST_DERIVATIVE_RULES``: replacements with a hand-written gradient, for losses that are differentiated only once.
+"""
 
 from __future__ import annotations
 
@@ -9,77 +15,107 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from persample.vmap_rules.copies import COPIES
-from persample.vmap_rules.distances import DISTANCES
-from persample.vmap_rules.filling import FILLING
-from persample.vmap_rules.functional import FUNCTIONAL
-from persample.vmap_rules.lookups import LOOKUPS
-from persample.vmap_rules.nested import NESTED
-from persample.vmap_rules.packing import PACKING
-from persample.vmap_rules.reads import READS
-from persample.vmap_rules.recurrent import RECURRENT
-from persample.vmap_rules.rows import SecondDerivativeError, composed, plain_autograd
-from persample.vmap_rules.strides import STRIDES, any_format
+from persample.vmap_rules import (
+    activation,
+    attention,
+    autograd,
+    copies,
+    cross_entropy,
+    distances,
+    embedding,
+    indexing,
+    linear,
+    memory_layout,
+    normalization,
+    packed_sequences,
+    pooling,
+    recurrent,
+    regression_losses,
+)
+from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
 
-_REWRITES = {
-    **COPIES,
-    **DISTANCES,
-    **FILLING,
-    **FUNCTIONAL,
-    **LOOKUPS,
-    **NESTED,
-    **PACKING,
-    **READS,
-    **RECURRENT,
-    **STRIDES,
+_RULES: dict[Any, Callable[..., Any]] = {
+    **activation.RULES,
+    **attention.RULES,
+    **autograd.RULES,
+    **copies.RULES,
+    **distances.RULES,
+    **embedding.RULES,
+    **indexing.RULES,
+    **linear.RULES,
+    **memory_layout.RULES,
+    **normalization.RULES,
+    **packed_sequences.RULES,
+    **pooling.RULES,
+    **recurrent.RULES,
+    **regression_losses.RULES,
+}
+_FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
+    **attention.FIRST_DERIVATIVE_RULES,
+    **cross_entropy.FIRST_DERIVATIVE_RULES,
+    **distances.FIRST_DERIVATIVE_RULES,
+    **normalization.FIRST_DERIVATIVE_RULES,
+    **recurrent.FIRST_DERIVATIVE_RULES,
 }
 
 
-class rewritten(TorchFunctionMode):  # noqa: N801
-    """While it is entered, around a loss under ``torch.func``, its operations are replaced where that helps.
+class VmapRules(TorchFunctionMode):
+    """A context that replaces functions of torch by their rules; it is entered inside of ``vmap``, around the loss.
 
-    Exact: up to the order of summation, results and gradients are those of torch.
+    The replacements are exact: results and gradients equal those of torch, up to the order of summation.
 
     Args:
-        others: replacements that come before those of this package.
+        overrides: further rules, which come before those of this package.
+        differentiated_by: who differentiates the loss; see ``derivatives.py``.
 
     Examples:
         >>> import torch
         >>> from torch.func import functional_call, grad, vmap
         >>> gru = torch.nn.GRU(2, 3)
         >>> def loss(params, x):
-        ...     with rewritten():
+        ...     with VmapRules():
         ...         return functional_call(gru, params, x)[0].sum()
         >>> grads = vmap(grad(loss), in_dims=(None, 0))(dict(gru.named_parameters()), torch.ones(5, 7, 2))
         >>> grads["weight_hh_l0"].shape
         torch.Size([5, 9, 3])
     """
 
-    def __init__(self, others: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+    def __init__(
+        self,
+        overrides: Mapping[Any, Callable[..., Any]] | None = None,
+        *,
+        differentiated_by: DifferentiatedBy = "torch.func",
+    ) -> None:
         super().__init__()
-        self._rewrites = {**_REWRITES, **others} if others else _REWRITES
+        self._rules = {**_RULES, **overrides} if overrides else _RULES
+        self._differentiated_by = differentiated_by
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the replacement of a function, or the function itself.
+        """Call the rule of a function of torch, or the function itself if it has none.
 
         Args:
-            func: a function of torch.
+            func: the function.
             types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
 
         Returns:
-            What the function returns.
+            The result of the function.
         """
         if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
-            kwargs = any_format(args[0], kwargs)
-        if kwargs and kwargs.get("distance_function") is not None:  # the loss's own, called where no mode is at work
+            kwargs = memory_layout.without_image_format(args[0], kwargs)
+        if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
-        return self._rewrites.get(func, func)(*args, **(kwargs or {}))
+        return self._rule(func)(*args, **(kwargs or {}))
+
+    def _rule(self, func: Any) -> Callable[..., Any]:
+        if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
+            return _FIRST_DERIVATIVE_RULES[func]
+        return self._rules.get(func, func)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with self:
             return function(*args)
 
 
-__all__ = ["SecondDerivativeError", "composed", "plain_autograd", "rewritten"]
+__all__ = ["DifferentiatedBy", "SecondDerivativeError", "VmapRules"]

@@ -1,4 +1,4 @@
-"""Copies and pickles of parameters inside a loss: of the user's values, not of torch.func's wrappers."""
+"""Deep copies and pickles of parameters inside a loss: they hold the values, not the wrappers of torch.func."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 
 from persample._torch import temporarily_clear_interpreter_stack
-from persample.utils.numeric import is_traced
-from persample.vmap_rules.rows import is_batched, unwrapped
+from persample.utils.tracing import is_traced
+from persample.vmap_rules.batched import is_batched, unwrapped
 
 
 def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Any:
@@ -27,8 +27,11 @@ def _untyped_storage(x: Tensor) -> UntypedStorage:
 
 
 def _is_shared_leaf(x: Tensor) -> bool:
-    """Return whether a tensor is one that all samples share, as parameters and buffers are, and has no history."""
+    """Return whether all samples share a tensor that no operation made, as parameters and buffers."""
     return x.is_leaf and not is_batched(x) and not is_traced(unwrapped(x))
 
 
-COPIES: dict[Any, Callable[..., Any]] = {Tensor.__deepcopy__: _deepcopy, Tensor.untyped_storage: _untyped_storage}
+RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.__deepcopy__: _deepcopy,
+    Tensor.untyped_storage: _untyped_storage,
+}

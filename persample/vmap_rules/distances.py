@@ -1,34 +1,37 @@
-"""Distances between all pairs of rows, whose gradient torch.func takes of sample 0 where no sample has its own rows."""
+"""``torch.cdist``: where all samples share the rows, torch.func returns the gradient of sample 0 for all of them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample._torch import aten_cdist_backward, aten_cdist_forward
-from persample.utils.numeric import full_precision, is_autocast
-from persample.vmap_rules.levels import differentiated
-from persample.vmap_rules.rows import differentiated_once
+from persample.utils.dtypes import full_precision, is_autocast
+from persample.vmap_rules.kernel_call import call_kernel
 
-# Of Euclidean distances: a matrix product for more rows than these, always, and never.
+# torch computes Euclidean distances by a matrix product if asked to, and of as many rows as these by default.
 _PRODUCT_FROM, _PRODUCT, _NO_PRODUCT = 26, "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"
 _IF_MANY = "use_mm_for_euclid_dist_if_necessary"
 
 
-def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = _IF_MANY) -> Tensor:
+def _cdist(
+    distances: Callable[[Tensor, Tensor, float], Tensor],
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    compute_mode: str = _IF_MANY,
+) -> Tensor:
     if not _fits(x1, x2, compute_mode) or _is_product(x1, x2, p, compute_mode):
-        return torch.cdist(x1, x2, p, compute_mode)  # raises, or is composed of operations whose rules are right
-    if is_autocast(x1.device):  # done here: torch.func differentiates none of the kernels under it
+        return torch.cdist(x1, x2, p, compute_mode)  # raises, or is composed of operations that vmap batches rightly
+    if is_autocast(x1.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
         with full_precision(x1.device):
-            return _cdist(_widened(x1), _widened(x2), p, compute_mode)
+            return _cdist(distances, _widened(x1), _widened(x2), p, compute_mode)
     lead = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
-    x1, x2 = (x.expand(*lead, *x.shape[-2:]) for x in (x1, x2))
-    if differentiated_once():
-        return differentiated(functools.partial(_distances, p=p), functools.partial(_gradients, p=p), x1, x2)
-    return _composed(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
+    return distances(x1.expand(*lead, *x1.shape[-2:]), x2.expand(*lead, *x2.shape[-2:]), p)
 
 
 def _fits(x1: Tensor, x2: Tensor, compute_mode: str) -> bool:
@@ -47,25 +50,29 @@ def _widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _distances(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
-    """The kernel."""
+def _by_kernel(x1: Tensor, x2: Tensor, p: float) -> Tensor:
+    return call_kernel(functools.partial(_kernel, p=p), functools.partial(_gradients, p=p), x1, x2)
+
+
+def _kernel(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
     return (aten_cdist_forward(x1, x2, p, 2),)
 
 
 def _gradients(grad: Tensor, x1: Tensor, x2: Tensor, distances: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """The kernel's own."""
     grad, x1, x2 = grad.contiguous(), x1.contiguous(), x2.contiguous()
     of_second = aten_cdist_backward(grad.mT.contiguous(), x2, x1, p, distances.mT.contiguous())
     return aten_cdist_backward(grad, x1, x2, p, distances), of_second
 
 
-def _composed(difference: Tensor, p: float) -> Tensor:
+def _composed(x1: Tensor, x2: Tensor, p: float) -> Tensor:
+    difference = x1.unsqueeze(-2) - x2.unsqueeze(-3)
     if p != torch.inf:
         return torch.linalg.vector_norm(difference, p, -1)
-    # As the kernel: of several largest entries each has the whole gradient.
+    # The kernel passes the whole gradient to each of several largest entries.
     entries = difference.abs()
     largest = entries.detach().amax(-1, keepdim=True)
     return largest.squeeze(-1) + torch.where(entries == largest, entries - entries.detach(), 0).sum(-1)
 
 
-DISTANCES: dict[Any, Any] = {torch.cdist: _cdist}
+RULES: dict[Any, Callable[..., Any]] = {torch.cdist: functools.partial(_cdist, _composed)}
+FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {torch.cdist: functools.partial(_cdist, _by_kernel)}

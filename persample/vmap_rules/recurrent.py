@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.numeric import is_autocast
-from persample.vmap_rules.sweep import Cell, recur, unrolled
+from persample.utils.dtypes import is_autocast
+from persample.vmap_rules.recurrent_scan import Cell, Recurrence, scan, unrolled
+
+# (inputs [T, N, I], initial states [1, N, H], weights, whether there are biases) → states [T, N, H]
+_Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, ...]]
 
 
+# Cells: (gates of the input, gates of the state, *state) → state.
 def _gru(x: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor]:
     (xr, xz, xn), (ar, az, an) = x.chunk(3, -1), a.chunk(3, -1)
     r, z = torch.sigmoid(xr + ar), torch.sigmoid(xz + az)
@@ -54,26 +58,26 @@ def _one_step(  # noqa: PLR0917 - as torch's
     if x.ndim != 2 or {s.shape for s in states} != {(len(x), w_hh.shape[1])}:
         return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
     gates = F.linear(x, w_ih, b_ih)
-    states = _alike(states, gates)
+    states = _in_dtype_of_autocast(states, gates)
     after = cell(*_of_one_dtype(gates, F.linear(states[0], w_hh, b_hh), *states))
     return after if len(after) > 1 else after[0]
 
 
 def _of_one_dtype(*tensors: Tensor) -> Sequence[Tensor]:
-    # As torch's cells compute, in the widest.
+    """Return tensors in the widest of their dtypes, in which torch's cells compute."""
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return [x.to(dtype) for x in tensors]
 
 
-def _sequence(cell: Cell, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    if isinstance(args[2], list | tuple):  # the weights, in third place only behind the sizes of a packed sequence
-        return _packed(cell, x, *args)
+def _sequence(layer: _Layer, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    if isinstance(args[2], list | tuple):  # a packed sequence: the weights come third, after the sizes and the state
+        return _packed(layer, x, *args)
     *args, batch_first = args  # type: ignore[assignment]
-    out, *finals = _stack(cell, x.transpose(0, 1) if batch_first else x, *args)
+    out, *finals = _stack(layer, x.transpose(0, 1) if batch_first else x, *args)
     return out.transpose(0, 1) if batch_first else out, *finals
 
 
-def _packed(cell: Cell, data: Tensor, batch_sizes: Tensor, state: Any, *args: Any) -> tuple[Tensor, ...]:
+def _packed(layer: _Layer, data: Tensor, batch_sizes: Tensor, state: Any, *args: Any) -> tuple[Tensor, ...]:
     sizes = batch_sizes.tolist()
     starts = batch_sizes.cumsum(0) - batch_sizes
     lengths = [sum(size > n for size in sizes) for n in range(sizes[0])]
@@ -82,7 +86,7 @@ def _packed(cell: Cell, data: Tensor, batch_sizes: Tensor, state: Any, *args: An
         members = torch.tensor(list(group))
         rows = starts[:length, None] + members
         initial = [x[:, members] for x in _as_tuple(state)]
-        out, *finals = _stack(cell, data[rows], initial, *args)
+        out, *finals = _stack(layer, data[rows], initial, *args)
         places.append(rows.flatten())
         results.append((out.flatten(0, 1), *finals))
     outs, *ends = zip(*results, strict=True)
@@ -90,7 +94,7 @@ def _packed(cell: Cell, data: Tensor, batch_sizes: Tensor, state: Any, *args: An
 
 
 def _stack(  # noqa: PLR0917 - as torch's
-    cell: Cell,
+    layer: _Layer,
     x: Tensor,
     state: Any,
     weights: Sequence[Tensor],
@@ -109,30 +113,43 @@ def _stack(  # noqa: PLR0917 - as torch's
         if k and not backwards:
             x, outs = F.dropout(torch.cat(outs, -1), dropout, train), []
         initial = [s[k : k + 1] for s in _as_tuple(state)]
-        states = _layer(cell, x.flip(0) if backwards else x, initial, weights[k * size : (k + 1) * size], has_biases)
+        states = layer(x.flip(0) if backwards else x, initial, weights[k * size : (k + 1) * size], has_biases)
         outs.append(states[0].flip(0) if backwards else states[0])
         finals.append([s[-1] for s in states])
     return torch.cat(outs, -1), *(torch.stack(s) for s in zip(*finals, strict=True))
 
 
 def _layer(
-    cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool
+    x: Tensor,
+    initial: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    *,
+    cell: Cell,
+    recurrence: Recurrence,
 ) -> tuple[Tensor, ...]:
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = rest[:2] if has_biases else (None, None)
     gates = F.linear(x, w_ih, b_ih)
-    initial = _alike(initial, gates)
-    if len(rest) % 2:  # a projection of the state, with which a step is not elementwise
+    initial = _in_dtype_of_autocast(initial, gates)
+    if len(rest) % 2:  # the last weight projects the state, so a step is not elementwise
         return unrolled(functools.partial(_projected, cell, rest[-1]), gates, w_hh, b_hh, *initial)
-    return recur(cell, gates, w_hh, b_hh, *initial)
+    return recurrence(cell, gates, w_hh, b_hh, *initial)
 
 
-def _alike(states: Sequence[Tensor], gates: Tensor) -> Sequence[Tensor]:
+def _in_dtype_of_autocast(states: Sequence[Tensor], gates: Tensor) -> Sequence[Tensor]:
     return [s.to(gates.dtype) for s in states] if is_autocast(gates.device) else states
 
 
 def _as_tuple(state: Any) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
+
+
+def _sequences(recurrence: Recurrence) -> dict[Any, Callable[..., Any]]:
+    return {
+        layers: functools.partial(_sequence, functools.partial(_layer, cell=cell, recurrence=recurrence))
+        for layers, (_, cell) in _CELLS.items()
+    }
 
 
 _CELLS: dict[Any, tuple[Any, Cell]] = {
@@ -141,7 +158,8 @@ _CELLS: dict[Any, tuple[Any, Cell]] = {
     torch.rnn_tanh: (torch.rnn_tanh_cell, _rnn_tanh),
     torch.rnn_relu: (torch.rnn_relu_cell, _rnn_relu),
 }
-RECURRENT: dict[Any, Callable[..., Any]] = {
-    **{layers: functools.partial(_sequence, cell) for layers, (_, cell) in _CELLS.items()},
+RULES: dict[Any, Callable[..., Any]] = {
     **{step: functools.partial(_one_step, step, cell) for step, cell in _CELLS.values()},
+    **_sequences(unrolled),
 }
+FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = _sequences(scan)

@@ -15,7 +15,7 @@ from persample.engines.compiled.sizes import Varying
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, full_size
 from persample.engines.compiled.trace import Format, TraceError, said
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -133,6 +133,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
     if varying is not None and min(varying.of(formats) or (0,)) < 2:
         varying = None  # no program for many sizes takes 0 or 1, which torch treats apart
     by_batch = varying is not None and varying.is_batch_only(task)
+    handled = handled_error()
     try:
         program = None if varying is None or (family.is_frozen and by_batch) else _dynamic(task, now, varying)
         if program is None and by_batch:
@@ -143,7 +144,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
     except Warning:  # which somebody made an error
         raise
     except Exception as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         by_loss = isinstance(error, TraceError)
         family.failure = Failure(str(error) if by_loss else said(error), by_loss)

@@ -21,7 +21,7 @@ from persample.merge import Stacked
 from persample.outputs import is_apart
 from persample.reductions.requested import Reductions
 from persample.utils import rng, trees
-from persample.utils.numeric import full_precision
+from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 
 

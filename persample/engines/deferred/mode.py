@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from persample._torch import UnguardedDispatchMode, schema
-from persample.cpu.mode import FASTER
 from persample.engines.deferred.numbering import Numbering
 from persample.engines.deferred.placeholder import Placeholder, Watch, memory, placeholder
 from persample.engines.deferred.producers import PRODUCERS, index_put
@@ -52,13 +51,13 @@ class Deferral(UnguardedDispatchMode):
         kwargs = kwargs or {}
         if self._watch.is_filling:
             return func(*args, **kwargs)
-        mutable, creator, computed = _known(func)
+        mutable, creator = _known(func)
         if mutable:
             for written in _written(func, args, kwargs):
                 self._watch.before_write(written)
         if Placeholder not in types:
             deferred = None if creator is None else creator(self, *args, **kwargs)
-            return (func if types else computed)(*args, **kwargs) if deferred is None else deferred
+            return func(*args, **kwargs) if deferred is None else deferred
         deferred = index_put(self, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
         return act(func, args, kwargs, functools.partial(self._call, func)) if deferred is None else deferred
 
@@ -98,8 +97,8 @@ class Deferral(UnguardedDispatchMode):
 
 
 @functools.cache  # hashing an operation is the dearest part of looking it up
-def _known(func: Any) -> tuple[bool, Any, Any]:
-    return schema(func).is_mutable, PRODUCERS.get(func), FASTER.get(func, func)
+def _known(func: Any) -> tuple[bool, Any]:
+    return schema(func).is_mutable, PRODUCERS.get(func)
 
 
 @functools.cache

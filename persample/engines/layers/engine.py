@@ -29,12 +29,11 @@ from persample.engines.layers.interceptor import LayerInterceptor
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
-from persample.utils.fallback import explained
+from persample.utils.dtypes import is_autocast
 from persample.utils.interrupts import interrupts_first
-from persample.utils.numeric import is_autocast, is_traced
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
+from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
-from persample.vmap_rules import plain_autograd
 
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
 # Of other vectors with so few numbers every sample may be given its own.
@@ -76,11 +75,12 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         NotLayersError: if the loss is another, or if torch refuses what it does.
         Exception: what the loss itself raises.
     """
+    handled = handled_error()
     try:
-        with interrupts_first(), explained(), plain_autograd():
+        with interrupts_first():
             return _gradients(call.loss, call, required_ops)
     except Exception as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         raise NotLayersError from error
 

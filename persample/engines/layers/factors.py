@@ -12,7 +12,7 @@ from torch import Tensor
 from persample.engines.layers.interceptor import LayerParams
 from persample.factors import Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.layout import Layout
-from persample.vmap_rules.functional import is_small
+from persample.vmap_rules.linear import is_small
 
 
 class LayerFactors:

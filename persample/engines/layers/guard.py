@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from persample.engines.layers.functions import adds, asks, only_computes, written
 from persample.engines.layers.interceptor import LayerInterceptor
 from persample.outputs import memory
-from persample.vmap_rules import rewritten
-from persample.vmap_rules.rows import is_batched, unwrapped
+from persample.vmap_rules import VmapRules
+from persample.vmap_rules.batched import is_batched, unwrapped
 
 
 class NotLayersError(Exception):
     """A parameter of layers is used by something else, too, or what torch.func refuses is to be refused."""
 
 
-class LayerGuard(rewritten):
+class LayerGuard(VmapRules):
     """Refuses what is not as it is between torch.func's two transforms: asking what has a gradient, and writing.
 
     Args:
@@ -30,7 +30,7 @@ class LayerGuard(rewritten):
     """
 
     def __init__(self, caught: LayerInterceptor, given: Sequence[Any], repeated: Iterable[Tensor]) -> None:
-        super().__init__({F.linear: caught, F.embedding: caught.embedding})
+        super().__init__({F.linear: caught, F.embedding: caught.embedding}, differentiated_by="autograd")
         self.has_refused = False
         self._given = given
         self._repeated = {id(x): x for x in repeated}

@@ -1,0 +1,32 @@
+"""Access to tensors past autograd: ``Tensor.data``, and the dual tensors of ``torch.func.linearize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from persample._torch import TransformType, is_batchedtensor, make_dual, peek_interpreter_stack
+from persample.errors import LossError
+
+_data = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _detached_data(x: Tensor, *rest: Any) -> Tensor:
+    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
+
+
+def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
+    # In a graph that torch traces of the function, parameters are constants: their gradients would be zeros.
+    top = peek_interpreter_stack()
+    if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
+        raise LossError(
+            "loss_fn calls torch.func.linearize (or traces a forward derivative), whose result torch.func takes for a "
+            "constant of the parameters. Use torch.func.jvp, or pass engine='loop'."
+        )
+    return make_dual(tensor, tangent, level=level)
+
+
+RULES: dict[Any, Callable[..., Any]] = {_data: _detached_data, make_dual: _dual}

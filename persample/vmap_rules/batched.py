@@ -1,0 +1,31 @@
+"""The plain tensors inside of the wrappers of ``torch.func``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from persample._torch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return whether a vmap batches a tensor, so that its values may differ between samples.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the plain tensor inside of all wrappers, which holds the values of all samples.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x

@@ -1,0 +1,66 @@
+"""Embeddings: ``F.embedding_bag`` and ``F.one_hot``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes <= 0 or tensor.dtype != torch.long:
+        return F.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _embedding_bag(  # noqa: PLR0917 - as torch's
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    given = dict(locals())
+    own = per_sample_weights is None or (
+        mode == "sum" and per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
+    )
+    bags = input.ndim == (2 if offsets is None else 1) and weight.ndim == 2 and not input.is_floating_point()
+    padded = padding_idx is None or -len(weight) <= padding_idx < len(weight)
+    known = own and bags and padded and mode in {"sum", "mean", "max"}
+    if not known or max_norm is not None or scale_grad_by_freq or sparse:
+        return F.embedding_bag(**given)  # torch raises, or vmap does
+    rows = F.embedding(input, weight)  # [*, N, D]
+    members = _members(input, offsets, include_last_offset)
+    if padding_idx is not None:
+        kept = input != padding_idx % len(weight)
+        members, rows = members & kept, torch.where(kept.unsqueeze(-1), rows, 0)
+    if mode == "max":
+        best = torch.where(members.unsqueeze(-1), rows, -torch.inf).max(-2).values
+        return torch.where(members.any(-1, keepdim=True), best, 0)
+    scale = members.to(rows.dtype)
+    if mode == "mean":
+        scale = scale / scale.sum(-1, keepdim=True).clamp(min=1)
+    if per_sample_weights is not None:
+        scale = scale * per_sample_weights
+    return (scale.unsqueeze(-2) @ rows).squeeze(-2)
+
+
+def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+    """Return which entries of the index belong to which bag, ``[bags, N]`` bool."""
+    if offsets is None:
+        return torch.ones_like(index, dtype=torch.bool)
+    ends = offsets[1:] if include_last_offset else F.pad(offsets[1:], (0, 1), value=len(index))
+    places = torch.arange(len(index), device=index.device)
+    return (places >= offsets[: len(ends), None]) & (places < ends[:, None])
+
+
+RULES: dict[Any, Callable[..., Any]] = {F.one_hot: _one_hot, F.embedding_bag: _embedding_bag}

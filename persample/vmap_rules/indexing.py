@@ -1,0 +1,106 @@
+"""Indexing: reading, writing, selecting and rolling along an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from persample.vmap_rules.batched import is_batched
+
+_MASKS = {torch.bool, torch.uint8}
+
+
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
+    index = index.reshape(1) if index.ndim == 0 else index  # under vmap a 0-d index has no gradient
+    rows = input.ndim == 2 and dim in {0, -2} and input.is_floating_point() and index.ndim == 1
+    # The gradient of an embedding is twice as fast. Of a table per sample, an embedding would not check the range.
+    if rows and index.dtype == torch.long and not is_batched(input):
+        return F.embedding(index, input)
+    return torch.index_select(input, dim, index)
+
+
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    # torch reads the value of a 0-d index i, which vmap forbids. It does not read [i]: the axis of 1 is removed later.
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    scalars = [isinstance(part, Tensor) and not part.ndim and is_batched(part) for part in parts]
+    if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):
+        return x[index]
+    before: list[Any] = []
+    for place, part in enumerate(parts):
+        if part is Ellipsis:
+            before = [slice(None)] * (x.ndim - sum(later is not None for later in parts[place + 1 :]))
+        elif part is not None:
+            if scalars[place]:
+                x, parts[place] = x[(*before, part.unsqueeze(0))], 0
+            before.append(slice(None))
+    return x[tuple(parts)]
+
+
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
+    # A tensor that all samples share is filled by torch.func with the last sample's value.
+    if not _takes_scalar_tensor(input, dim, value):
+        return torch.index_fill(input, dim, index, value)  # fills with a number, or raises
+    return torch.where(_mask_of_rows(input, dim, index), value.to(input.dtype), input)
+
+
+def _index_fill_in_place(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
+    if not _takes_scalar_tensor(input, dim, value):
+        return input.index_fill_(dim, index, value)
+    return input.copy_(torch.where(_mask_of_rows(input, dim, index), value.to(input.dtype), input))
+
+
+def _takes_scalar_tensor(x: Tensor, dim: Any, value: Any) -> bool:
+    scalar = isinstance(value, Tensor) and not value.ndim and (x.is_complex() or not value.is_complex())
+    axes = max(x.ndim, 1)
+    return scalar and isinstance(dim, int) and -axes <= dim < axes
+
+
+def _mask_of_rows(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return a mask of the indexed rows, of the size of x along one axis and of size 1 along the others."""
+    shape = [1] * x.ndim
+    if shape:
+        shape[dim] = x.shape[dim]
+    rows = torch.zeros(shape[dim] if shape else 1, dtype=torch.bool, device=x.device)
+    return rows.index_fill(0, index, True).view(shape)
+
+
+def _masked_select(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # torch.func's gradient keeps this shape
+    return torch.masked_select(input.expand(shape), mask.expand(shape))
+
+
+def _roll(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    if input.ndim:
+        return torch.roll(input, *args, **kwargs)
+    torch.roll(torch.zeros(()), *args, **kwargs)  # may raise
+    return input.clone()  # torch.func would roll the samples of a scalar
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002
+    if not isinstance(index, int) or src.shape != input.select(dim, index).shape:
+        return torch.select_scatter(input, src, dim, index)  # raises
+    size = input.shape[dim]
+    chosen = torch.arange(size, device=input.device) == index % size
+    shape = [1] * input.ndim
+    shape[dim] = size
+    return torch.where(chosen.view(shape), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
+    Tensor.__getitem__: _getitem,
+    torch.index_fill: _index_fill,
+    Tensor.index_fill: _index_fill,
+    Tensor.index_fill_: _index_fill_in_place,
+    torch.masked_select: _masked_select,
+    Tensor.masked_select: _masked_select,
+    torch.roll: _roll,
+    Tensor.roll: _roll,
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
+}

@@ -1,0 +1,84 @@
+"""Linear layers, bilinear forms, and sums of matrix products: ``F.linear``, ``F.bilinear``, ``Tensor.addbmm_``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from persample.errors import LossError
+from persample.utils.dtypes import is_autocast
+from persample.vmap_rules.batched import is_batched, unwrapped
+
+_SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """Compute ``F.linear``, and add a bias that all samples share in place."""
+    # To a vector that is not contiguous torch adds a bias of any dtype.
+    if input.ndim > 1 or input.is_contiguous():
+        _check_dtype(bias, weight)
+    if weight.ndim != 2 or not _fits(bias, weight):
+        return F.linear(input, weight, bias)
+    # torch.func decomposes a linear layer with a bias into a product and a sum; the sum needs no second tensor.
+    out = torch.mv(weight, input) if _is_small_vector(input, weight) else F.linear(input, weight)
+    if bias is None or is_batched(bias) or out.dtype != bias.dtype:
+        return out if bias is None else out + bias.to(out.dtype)
+    return out.add_(bias)
+
+
+def is_small(samples: int, weight: Tensor) -> bool:
+    """Return whether the products of a matrix and one vector per sample are small.
+
+    Small products are best computed in few operations, whatever the layout of the result.
+
+    Args:
+        samples: the number of vectors.
+        weight: the matrix.
+    """
+    return samples > 1 and samples * max(weight.shape) <= _SMALL
+
+
+def _is_small_vector(x: Tensor, weight: Tensor) -> bool:
+    # A matrix-vector product takes half as many operations, but its layout is slow to use where tensors are large.
+    small = x.ndim == 1 and is_small(unwrapped(x).numel() // max(1, x.numel()), weight)
+    return small and not is_autocast(x.device)  # autocast does not know mv
+
+
+def _check_dtype(bias: Tensor | None, weight: Tensor) -> None:
+    """Reject a bias of another dtype, as torch does; torch.func would cast it."""
+    if bias is not None and bias.dtype != weight.dtype and not is_autocast(bias.device):
+        raise RuntimeError(f"expected weight and bias to have the same dtype, not {weight.dtype} and {bias.dtype}")
+
+
+def _fits(bias: Tensor | None, weight: Tensor) -> bool:
+    return bias is None or bias.shape == weight.shape[:1]
+
+
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _check_dtype(bias, weight)
+    if input1.shape[:-1] != input2.shape[:-1] or not _fits(bias, weight):
+        return torch.bilinear(input1, input2, weight, bias)  # raises
+    forms = F.linear(input2, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+    out = (forms @ input1.unsqueeze(-1)).squeeze(-1)
+    return out if bias is None else out + bias
+
+
+def _addbmm_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    out = torch.addbmm(input, *args, **kwargs)
+    if input.shape != out.shape:  # torch resizes the tensor, torch.func does not
+        raise LossError(
+            f"loss_fn: addbmm_ expected a tensor of the shape of its result, {list(out.shape)}, received "
+            f"{list(input.shape)}. Use torch.addbmm, which makes a new one."
+        )
+    return input.copy_(out)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: linear,
+    torch.bilinear: _bilinear,
+    Tensor.addbmm_: _addbmm_in_place,
+}

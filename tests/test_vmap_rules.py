@@ -1,0 +1,126 @@
+"""Cross-entropy, weight norm, bilinear layers, embedding bags, indexing and Gaussian losses under vmap."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vmap_rules_cases import B, check, check_module, draw
+
+from persample.vmap_rules import VmapRules, cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+CROSS_ENTROPY = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored": {"ignore_index": 2},
+    "weight": {"weight": torch.linspace(0.5, 2, 6).double()},
+    "smoothed": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["once", "recorded"])
+@pytest.mark.parametrize("option", CROSS_ENTROPY)
+@pytest.mark.parametrize("lead", [(), (4,)], ids=str)
+def test_cross_entropy(lead, option, recorded, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_MANY", 0)
+
+    def fn(gain, logits, target):
+        return F.cross_entropy(gain * logits, target, **CROSS_ENTROPY[option])
+
+    target = torch.randint(6, (B, *lead))
+    target.view(B, -1)[:, :1] = 1  # not all are ignored
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(*lead, 6), target), recorded=recorded)
+
+
+def test_cross_entropy_of_class_probabilities():
+    def fn(gain, logits, target):
+        return F.cross_entropy(gain * logits, target.softmax(-1))
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(4, 6), draw(4, 6)))
+
+
+def test_weight_norm():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+    check_module(layer, draw(3))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("lead", [(), (4,), (2, 2)], ids=str)
+def test_bilinear(lead, bias):
+    check_module(nn.Bilinear(2, 3, 4, bias=bias), draw(*lead, 2), draw(*lead, 3))
+
+
+@pytest.mark.parametrize("padding", [None, 2, -1], ids=["no-padding", "padding", "padding-from-end"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag(mode, padding):
+    bag = nn.EmbeddingBag(5, 3, mode=mode, padding_idx=padding)
+    index = torch.randint(5, (B, 4, 3))
+    index[0, 0] = 2 if padding is None else padding % 5  # nothing is left in this bag
+    offsets = torch.tensor([[0, 2, 2, 5], [0, 0, 1, 2], [0, 6, 7, 7]])
+    check_module(bag, index)
+    check_module(bag, index.flatten(1)[:, :7], offsets)
+    bag.include_last_offset = True
+    check_module(bag, index.flatten(1)[:, :7], torch.cat([offsets, torch.full((B, 1), 7)], 1))
+    if mode == "sum":
+        check_module(bag, index, draw(4, 3), call=lambda apply, i, w: apply(i, per_sample_weights=w))
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 0.5}, {"scale_grad_by_freq": True, "mode": "sum"}], ids=["norm", "frequency"]
+)
+def test_embedding_bags_left_alone(options):
+    bag = nn.EmbeddingBag(5, 3, **options)
+    index = torch.tensor([[1, 1, 4]])
+    expected = bag(index)
+    with VmapRules():
+        assert torch.equal(bag(index), expected)
+
+
+GETS = {
+    "scalar": lambda x, i: x[i],
+    "second": lambda x, i: x[:, i],
+    "last": lambda x, i: x[..., i],
+    "new-axis": lambda x, i: x[None, 1:, i],
+    "two": lambda x, i: x[i, ..., i],
+    "all": lambda x, i: x[i, i, i],
+    "int": lambda x, i: x[0, i],
+    "beside-tensor": lambda x, i: x[i, :, torch.tensor([0, 2])],
+    "negative": lambda x, i: x[i - 3],
+    "tensor": lambda x, i: x[i[None]],
+    "one-hot": lambda x, i: x @ F.one_hot(i, 3).double(),
+    "index-select-rows": lambda x, i: x[0].index_select(0, i[None]),
+    "index-select-columns": lambda x, i: torch.index_select(x, dim=-1, index=i),
+}
+
+
+@pytest.mark.parametrize("get", GETS.values(), ids=GETS)
+def test_lookups(get):
+    def fn(params, x, i):
+        return get(params * x, i), get(params, i)
+
+    check(fn, draw(3, 3), (draw(3, 3, 3), torch.tensor([0, 2, 1])))
+
+
+def test_items_of_constants_stay_views():
+    x = torch.zeros(2, 2)
+    with VmapRules():
+        x[torch.tensor(1)].add_(1)
+        assert x.tolist() == [[0, 0], [1, 1]]
+        assert F.one_hot(torch.tensor([0, 2])).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "proportional"])
+def test_gaussian_nll_loss(full, reduction):
+    def fn(gain, x, y, log_var):
+        each = F.gaussian_nll_loss(gain * x, y, log_var.exp(), full=full, reduction=reduction, eps=0.5)
+        one = F.gaussian_nll_loss(gain * x, y, log_var[:, 0].exp(), full, reduction=reduction)
+        return each, one, F.gaussian_nll_loss(gain * x, y, 0.7, reduction=reduction)
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(4, 2), draw(4, 2), draw(4, 2)))

@@ -1,0 +1,204 @@
+"""Attention and transformer layers under vmap."""
+
+import functools
+
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from vmap_rules_cases import B, check, check_module, draw, once
+
+from persample import per_sample_grads
+from persample.vmap_rules import VmapRules, attention
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("option", ATTENTION)
+@pytest.mark.parametrize("lead", [(), (1,)], ids=["heads", "batch-of-one"])
+def test_attention(lead, option):
+    heads = 4 if option == "grouped" else 2
+
+    def fn(gain, q, k, v):
+        return F.scaled_dot_product_attention(gain * q, k, v, **ATTENTION[option])
+
+    qkv = draw(*lead, heads, 5, 3), draw(*lead, 2, 6, 3), draw(*lead, 2, 6, 3)
+    check(fn, torch.tensor(1.1, dtype=torch.float64), qkv)
+
+
+def test_attention_without_a_mask_is_one_call_of_the_fused_kernel_for_all_samples(monkeypatch):
+    calls = []
+    kernel = attention.aten_attention_cpu
+    monkeypatch.setattr(
+        attention, "aten_attention_cpu", lambda *args, **kw: calls.append(args[0].shape) or kernel(*args, **kw)
+    )
+
+    def loss(gain, x):
+        with VmapRules():
+            return F.scaled_dot_product_attention(gain * x, x, x, is_causal=True).sum()
+
+    with torch.no_grad():
+        vmap(once(loss), in_dims=(None, 0))(torch.tensor(1.1), torch.randn(B, 2, 5, 4))
+    assert calls == [(B, 2, 5, 4)]
+
+
+STRIDED = {
+    "features-first": lambda q, x: (q.mT, x.mT, x.mT),
+    "columns": lambda q, x: (q.mT.contiguous().mT, x, x),
+    "every-other": lambda q, x: (q[..., ::2], x[..., ::2], x[..., 1::2]),
+    "repeated": lambda q, x: (q, x[..., :1].expand(x.shape), x),
+}
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+def test_attention_whose_features_do_not_lie_side_by_side(kind):
+    def fn(w, x):
+        return F.scaled_dot_product_attention(*STRIDED[kind](x @ w, x)).mT
+
+    check(fn, torch.randn(4, 4, dtype=torch.float64), (draw(2, 6, 4),))
+
+
+def test_attention_to_keys_that_all_samples_share():
+    keys = draw(2, 6, 3)
+
+    def fn(gain, q):
+        return F.scaled_dot_product_attention(q, gain * keys, keys)
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, 5, 3),))
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, 2)], ids=str)
+@pytest.mark.parametrize("inner", [False, True], ids=["", "inner-vmap"])
+def test_operands_that_only_an_outer_vmap_batches(axes, inner):
+    x, keys, target = (
+        torch.randn(6, 3, 5, 4, dtype=torch.float64),
+        torch.randn(6, 2, 5, 4, dtype=torch.float64),
+        torch.arange(6),
+    )
+
+    def attended(w, x, keys):
+        y = (x @ w).unsqueeze(0)
+        return F.scaled_dot_product_attention(y, keys.unsqueeze(0), keys.unsqueeze(0)).square().sum()
+
+    def grads(x, keys, target, options):
+        def loss(w, x):
+            each = vmap(lambda k: attended(w, x, k))(keys).sum() if inner else attended(w, x, keys[0])
+            return each + F.cross_entropy((x @ w).flatten().repeat(250), target)
+
+        return per_sample_grads(loss, torch.eye(4, dtype=torch.float64), x, **options)
+
+    moved = x.movedim(0, axes[0]), keys.movedim(0, axes[1])
+    result = vmap(lambda *args: grads(*args, {}), in_dims=(*axes, 0))(*moved, target)
+    truth = [grads(*row, {"engine": "loop"}) for row in zip(x, keys, target, strict=True)]
+    torch.testing.assert_close(result, torch.stack(truth), rtol=1e-9, atol=1e-12)
+
+
+def test_attention_to_fewer_keys_than_values_is_refused():
+    def loss(gain, x):
+        with VmapRules():
+            return F.scaled_dot_product_attention(gain * x, x[:, :3], x).sum()
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        vmap(once(loss), in_dims=(None, 0))(torch.tensor(1.1), torch.randn(B, 2, 5, 4))
+
+
+@pytest.mark.parametrize(
+    "mask", [None, torch.zeros(5, 5), torch.ones(5, 5, dtype=torch.bool)], ids=["plain", "float", "bool"]
+)
+def test_attention_under_autocast(mask):
+    w, x, dtypes = torch.randn(4, 4), torch.randn(B, 2, 5, 4), []
+
+    def loss(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.scaled_dot_product_attention(x @ w, x, x, attn_mask=mask)
+        dtypes.append(out.dtype)
+        return out.float().sin().sum()
+
+    def under(w, x):
+        with VmapRules():
+            return loss(w, x)
+
+    with torch.no_grad():
+        grads = vmap(once(under), in_dims=(None, 0))(w, x)
+    assert dtypes == [torch.bfloat16]
+    w.requires_grad_()
+    rows = [torch.autograd.grad(loss(w, row), w)[0] for row in x]  # torch.func fails on it
+    assert_trees_close(grads, torch.stack(rows), 0.05)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "nothing-to-see"])
+def test_attention_mask(kind):
+    mask = torch.rand(B, 5, 5) < 0.5 if kind != "float" else draw(5, 5)
+    if kind != "float":
+        mask |= torch.eye(5, dtype=torch.bool)
+    if kind == "nothing-to-see":
+        mask[:, 2] = False
+
+    def fn(gain, qkv, mask):
+        return F.scaled_dot_product_attention(gain * qkv[None], *qkv.expand(2, 1, 2, 5, 3), attn_mask=mask)
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, 5, 3), mask))
+
+
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no-weights"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_multihead_attention(train, need_weights):
+    layer = nn.MultiheadAttention(4, 2, add_bias_kv=True).train(train)
+    missing = torch.tensor([False, False, True])
+
+    def call(apply, x):
+        return apply(x, x, x, need_weights=need_weights, key_padding_mask=missing)
+
+    check_module(layer, draw(3, 4), call=call)
+
+
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no-weights"])
+def test_multihead_attention_under_autocast(need_weights):
+    layer, x = nn.MultiheadAttention(4, 2), torch.randn(B, 3, 4)
+    names, params = zip(*layer.named_parameters(), strict=True)
+    missing = torch.tensor([False, False, True])
+
+    def loss(params, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            module = functools.partial(functional_call, layer, dict(zip(names, params, strict=True)))
+            return module((x, x, x), {"need_weights": need_weights, "key_padding_mask": missing})[0].float().sin().sum()
+
+    def under(params, x):
+        with VmapRules():
+            return loss(params, x)
+
+    with torch.no_grad():
+        grads = vmap(once(under), in_dims=(None, 0))(params, x)
+    rows = [torch.autograd.grad(loss(params, row), params) for row in x]
+    assert_trees_close(grads, tuple(map(torch.stack, zip(*rows, strict=True))), 0.05)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("first", [True, False], ids=["norm-first", "norm-last"])
+def test_transformer_layers(first, train):
+    options = {"dim_feedforward": 6, "dropout": 0.0, "norm_first": first, "batch_first": True}
+    check_module(nn.TransformerEncoderLayer(4, 2, **options).train(train), draw(1, 3, 4))
+    check_module(nn.TransformerDecoderLayer(4, 2, **options).train(train), draw(1, 3, 4), draw(1, 3, 4))
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_transformer(train):
+    def call(apply, x, y):
+        mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+        return apply(x, y, tgt_mask=mask, src_key_padding_mask=torch.tensor([[False, False, False, True]]))
+
+    model = nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True).train(train)
+    check_module(model, draw(1, 4, 4), draw(1, 3, 4), call=call)

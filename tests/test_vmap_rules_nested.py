@@ -1,0 +1,134 @@
+"""Operations that torch.func batches wrongly, in one vmap or in two nested ones, against the loop."""
+
+import pytest
+import torch
+from agreement import WANTED, assert_eager_is_loop, assert_mapped_is_looped
+from oracle import assert_trees_close
+from torch.func import vmap
+from torch.nn import functional as F
+
+from persample import per_sample_grads
+
+ROWS = torch.tensor([0, 2, 2])
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+FILLS = {
+    "shared": lambda w, x: w.index_fill(0, ROWS, x[0]),
+    "function": lambda w, x: torch.index_fill(input=w, dim=-2, index=ROWS, value=x[0] * w[0, 1]),
+    "own": lambda w, x: (w * x[0]).index_fill(1, ROWS, w[0, 1]),
+    "in place": lambda w, x: (w * x).index_fill_(0, ROWS, x[0] * w[0, 1]),
+    "number": lambda w, x: (w * x).index_fill_(0, ROWS, 2.0),
+    "scalar": lambda w, x: w[0, 0].index_fill(0, ROWS[:1], x[0]) + w,
+    "integer": lambda w, x: (w > 0).long().index_fill(0, ROWS, x[0] * 3) * w,
+    "own index": lambda w, x: w.index_fill(0, (x > 0).long(), x[0]),
+}
+
+
+@pytest.mark.parametrize("case", FILLS)
+def test_filling(case):
+    assert_eager_is_loop(lambda w, x: FILLS[case](w, x).sin().sum(), draw(5, 3), draw(4, 3), WANTED)
+
+
+@pytest.mark.parametrize("own", [lambda w, x: w, lambda w, x: w * x[0]], ids=["shared", "own"])
+def test_filling_within_a_vmap(own):
+    assert_mapped_is_looped(
+        lambda w, y, x: own(w, x).index_fill(0, ROWS, y[0]).sin().sum(), draw(5, 3), (draw(4, 5, 3),)
+    )
+
+
+def test_selecting_from_what_is_smaller_than_the_mask():
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    assert_eager_is_loop(lambda w, x: (w.masked_select(mask) * x).sum(), draw(3), draw(4), WANTED)
+    assert_eager_is_loop(lambda w, x: (torch.masked_select(w * x, mask[0])).sum(), draw(2, 1), draw(4), WANTED)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_undoing_a_pooling(axes):
+    pool, unpool = (getattr(F, f"max_{name}{axes}d") for name in ("pool", "unpool"))
+    x = draw(4, *(2, 6, 4, 4)[: axes + 1])
+    kernel = (2,) * axes
+    places = pool(x[0], kernel, return_indices=True)[1]
+    nearby = x[0] * 0.9
+    assert_eager_is_loop(lambda w, x: unpool(*pool(x * w, kernel, return_indices=True), 2).sin().sum(), draw(()), x)
+    assert_eager_is_loop(lambda w, x: (unpool(pool(w, 2), places, 2) * x).sum(), nearby, x, WANTED)
+    assert_eager_is_loop(lambda w, x: unpool(pool(w, 2), places, 2).sum() + (w * x).sum(), nearby, x, WANTED)
+
+
+def test_undoing_a_pooling_of_channels_that_come_last():
+    x = draw(4, 1, 2, 6, 4)
+    pooled, places = F.max_pool2d(x[0].to(memory_format=torch.channels_last), 2, return_indices=True)
+    assert_eager_is_loop(lambda w, x: (F.max_unpool2d(w, places, 2) * x).sum(), pooled, x, WANTED)
+
+
+def test_scalars_are_not_rolled_from_sample_to_sample():
+    assert_eager_is_loop(lambda w, x: (w * x).roll(1) + torch.roll(x, 2) * w, draw(()), draw(4), WANTED)
+
+
+NESTED = {
+    "mse": lambda w, y, x: F.mse_loss(w * 1.5, y),
+    "mse of one": lambda w, y, x: F.mse_loss(w[:1] * x[0, :1], y[:1], reduction="sum"),
+    "huber": lambda w, y, x: F.huber_loss(w * x[0], y, delta=0.4),
+    "huber of one": lambda w, y, x: F.huber_loss(w[:1] * 1.5, y[:1], reduction="none").sum(),
+    "smooth": lambda w, y, x: F.smooth_l1_loss(y, w * x[0], beta=0.4),
+    "smooth of beta 0": lambda w, y, x: F.smooth_l1_loss(y, w, beta=0),
+    "slope": lambda w, y, x: F.prelu(y * x[0], w[:1]).sum(),
+    "slope of each": lambda w, y, x: F.prelu(x[0], (w * y)[:1]).sum(),
+    "slopes": lambda w, y, x: F.prelu(torch.stack([y, x[0]]), w).sum(),
+    "scattered": lambda w, y, x: torch.select_scatter(x, w * y, 0, -1).square().sum(),
+    "scattered rows": lambda w, y, x: w.expand(2, 3).select_scatter(y[:2], 1, 2).square().sum(),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_one_vmap_inside_of_another(case):
+    assert_mapped_is_looped(NESTED[case], draw(3), (draw(4, 3, 3),))
+    assert_mapped_is_looped(NESTED[case], draw(3), (draw(4, 1, 3),))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["mse_loss", "huber_loss", "smooth_l1_loss"])
+def test_losses_at_their_edges(name, reduction):
+    function = getattr(F, name)
+    x = torch.tensor([[0.0, 1.0, -1.0, 3.0, torch.inf], [0.5, 0.0, 2.0, -torch.inf, 1e200]], dtype=torch.float64)
+
+    def loss(w, x):
+        return function(w * x, torch.zeros_like(x), reduction=reduction).sum()
+
+    got, expected = (per_sample_grads(loss, torch.ones(5, dtype=torch.float64), x, engine=e) for e in ("eager", "loop"))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, equal_nan=True)
+
+
+def test_infinite_inputs_leave_the_slope_alone():
+    x = torch.tensor([[1.0, torch.inf], [-1.0, 2.0], [-torch.inf, 1.0]], dtype=torch.float64)
+    slope = draw(1)
+    got, expected = (per_sample_grads(lambda w, x: F.prelu(x, w).sum(), slope, x, engine=e) for e in ("eager", "loop"))
+    assert expected.isfinite().tolist() == [[True], [True], [False]]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["fill", *(pytest.param(x, marks=pytest.mark.slow) for x in ("distances", "mse", "prelu", "unpool", "scattered"))],
+)
+def test_compiled(case):
+    places = F.max_pool2d(draw(1, 4, 4), 2, return_indices=True)[1]
+    loss = {
+        "distances": lambda w, x: (torch.cdist(w, w * 0.5 + 1, 1.5) * x[0, 0]).sum(),
+        "fill": lambda w, x: w.index_fill(0, ROWS, x[0, 0]).sin().sum(),
+        "mse": lambda w, x: vmap(lambda row: F.mse_loss(w[0], row))(x).sum(),
+        "prelu": lambda w, x: vmap(lambda row: F.prelu(row, w[0, :1]).sum())(x).sum(),
+        "unpool": lambda w, x: (F.max_unpool2d(w[None, :2, :2], places, 2) * x[0, 0]).sum(),
+        "scattered": lambda w, x: torch.select_scatter(x, w[0], 0, 1).square().sum(),
+    }[case]
+    w, x = draw(5, 3), draw(4, 5, 3)
+    expected = per_sample_grads(loss, w, x, WANTED)
+    assert_trees_close(per_sample_grads(loss, w, x, WANTED, engine="compiled"), expected, 1e-9)

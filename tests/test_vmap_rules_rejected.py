@@ -1,0 +1,165 @@
+"""Rules reject the arguments that torch rejects, and accept those that it accepts."""
+
+import pytest
+import torch
+from agreement import assert_eager_is_loop
+from torch import nn
+from torch.nn import functional as F
+
+from persample import Norm, Stack, per_sample_grads
+
+D = torch.float64
+
+
+def draw(*shape, dtype=D):
+    return torch.randn(*shape, dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+ROWS = torch.tensor([[0, 3, 1], [2, 2, 4]])
+REFUSED = {
+    "linear, bias of another dtype": (lambda w, x: F.linear(x, w, torch.ones(5)), draw(5, 3), draw(2, 3)),
+    "linear, vectors of another dtype": (lambda w, x: F.linear(x, w, torch.ones(5)), draw(5, 3), draw(2, 4, 3)),
+    "bilinear, rows that are broadcast": (lambda w, x: F.bilinear(x[:1], x, w), draw(5, 3, 3), draw(2, 4, 3)),
+    "bilinear, a bias of one": (lambda w, x: F.bilinear(x, x, w, draw(1)), draw(5, 3, 3), draw(2, 4, 3)),
+    "weight norm, gains of another dtype": (
+        lambda w, x: torch._weight_norm(w * x, torch.ones(3, 1)),
+        draw(3, 4),
+        draw(2, 4),
+    ),
+    "GRU cell, one state for two rows": (
+        lambda w, x: torch.gru_cell(x, x[:1], w, w),
+        draw(9, 3),
+        draw(2, 2, 3),
+    ),
+    "LSTM cell, a narrow cell state": (
+        lambda w, x: torch.lstm_cell(x, (x, x[:, :1]), w, w)[0],
+        draw(12, 3),
+        draw(2, 2, 3),
+    ),
+    "RNN, a state of another dtype": (
+        lambda w, x: torch.rnn_tanh(x, torch.zeros(1, 2, 3), [w, w], False, 1, 0.0, False, False, False)[0],
+        draw(3, 3),
+        draw(2, 4, 2, 3),
+    ),
+    "variances of another shape": (lambda w, x: F.gaussian_nll_loss(w * x, x, draw(3).exp()), draw(3), draw(2, 4, 3)),
+    "a variance below 0": (lambda w, x: F.gaussian_nll_loss(w * x, x, -0.5), draw(3), draw(2, 4, 3)),
+    "an unknown reduction": (
+        lambda w, x: F.gaussian_nll_loss(w * x, x, x.exp(), reduction="all"),
+        draw(3),
+        draw(2, 4, 3),
+    ),
+    "a selection by a matrix": (lambda w, i: torch.index_select(w, 0, i.view(3, 1)), draw(5, 3), ROWS),
+    "a selection beyond a sample's own rows": (
+        lambda w, i: torch.index_select(w * i[:, None], 0, i + 1),
+        draw(3, 3),
+        ROWS,
+    ),
+    "one-hot of floats": (lambda w, i: F.one_hot(i.double(), 5) * w, draw(5), ROWS),
+    "bags of one vector": (lambda w, i: F.embedding_bag(i, w, mode="sum"), draw(5, 3), ROWS),
+    "bags, padding beyond the table": (
+        lambda w, i: F.embedding_bag(i[None], w, mode="sum", padding_idx=7),
+        draw(5, 3),
+        ROWS,
+    ),
+    "bags, one weight for all": (
+        lambda w, i: F.embedding_bag(i[None], w, mode="sum", per_sample_weights=draw(1, 1)),
+        draw(5, 3),
+        ROWS,
+    ),
+    "cross-entropy, one class for all rows": (
+        lambda w, x: F.cross_entropy(x @ w, torch.zeros(1, dtype=torch.long)),
+        draw(3, 5000),
+        draw(2, 4, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_what_torch_refuses(case, engine):
+    fn, params, batch = REFUSED[case]
+    with pytest.raises((RuntimeError, ValueError, IndexError, TypeError)):
+        per_sample_grads(lambda w, x: fn(w, x).sum(), params, (batch,), engine=engine)
+
+
+TAKEN = {
+    "linear, a weight of one axis": (lambda w, x: F.linear(x, w), draw(3), draw(2, 3)),
+    "a cell, biases by name": (
+        lambda w, x: torch.gru_cell(x, x, w, w, b_ih=w[:, 0], b_hh=w[:, 1]),
+        draw(9, 3),
+        draw(2, 2, 3),
+    ),
+    "variances of one number": (lambda w, x: F.gaussian_nll_loss(w * x, x, x[:, :1].exp()), draw(3), draw(2, 4, 3)),
+    "cross-entropy of one row": (lambda w, x: F.cross_entropy(w @ x, torch.tensor(7)), draw(5000, 3), draw(2, 3)),
+    "cross-entropy of a bias": (lambda w, x: F.cross_entropy(w + 0 * x.sum(), torch.tensor(7)), draw(5000), draw(2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_torch_takes(case):
+    fn, params, batch = TAKEN[case]
+    assert_eager_is_loop(lambda w, x: fn(w, x).sum(), params, (batch,), wanted={"stack": Stack(), "norm": Norm()})
+
+
+def test_a_padded_row_that_is_nan_adds_nothing():
+    table = draw(5, 3)
+    table[2] = torch.nan
+
+    def loss(w, i):
+        return (F.embedding_bag(i[None], table, mode="mean", padding_idx=2) @ w).sum()
+
+    assert_eager_is_loop(loss, draw(3), (ROWS,))
+
+
+def test_cross_entropy_differentiated_by_the_loss_first():
+    def loss(w, x):
+        logits = x @ w
+        value = F.cross_entropy(logits, torch.arange(len(x)))
+        (signals,) = torch.autograd.grad(value, logits, retain_graph=True)
+        return value + (signals.detach() * logits).sum()
+
+    assert_eager_is_loop(loss, draw(3, 2000), (draw(2, 4, 3),))
+
+
+def test_cross_entropy_mapped_within_a_sample():
+    def loss(w, x):
+        values = torch.func.vmap(lambda row, label: F.cross_entropy(row @ w, label))(x, torch.arange(len(x)))
+        return (values * x[:, 0]).sum()
+
+    assert_eager_is_loop(loss, draw(3, 5000), (draw(2, 4, 3),))
+
+
+def test_cross_entropy_under_autocast_is_of_single_precision():
+    def loss(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = F.cross_entropy(x @ w, torch.arange(len(x)))
+        assert value.dtype == torch.float32
+        return value
+
+    assert_eager_is_loop(loss, draw(3, 2000, dtype=torch.float32), (draw(2, 4, 3, dtype=torch.float32),), rtol=5e-2)
+
+
+LAYERS = {
+    "LayerNorm": (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)), (4, 6)),
+    "GroupNorm": (nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8)), (1, 4, 6)),
+    "BatchNorm": (nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8)).eval(), (1, 4, 6)),
+    "InstanceNorm": (nn.Sequential(nn.Conv1d(4, 8, 3), nn.InstanceNorm1d(8, affine=True)), (1, 4, 6)),
+    "GRUCell": (nn.GRUCell(6, 5), (4, 6)),
+    "TransformerEncoderLayer": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), (1, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_under_autocast(name):
+    module, shape = LAYERS[name]
+
+    def loss(module, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x).float().sin().sum()
+
+    assert_eager_is_loop(loss, module, (draw(2, *shape, dtype=torch.float32),), Norm(), 5e-2)
