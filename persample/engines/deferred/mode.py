@@ -85,7 +85,7 @@ class Deferral(TorchDispatchMode):
         real = all(x.dtype.is_floating_point and x.dtype == operands[0].dtype and x.numel() for x in operands)
         if not written or not real or any(memory(x) in self._params for x in operands):
             return False
-        return cost_model.keeps_product(self._uses, steps, written, sum(x.numel() for x in operands))
+        return cost_model.prefers_factored(self._uses, steps, written, sum(x.numel() for x in operands))
 
     def make(
         self, terms: tuple[DeferredTerm, ...], shape: Any, dtype: torch.dtype, device: torch.device
