@@ -87,7 +87,7 @@ OPERATIONS = {
     "second_moment": lambda f: f.second_moment(WEIGHTS.abs(), torch.float64),
     "second_moment-ones": lambda f: f.second_moment(None, torch.float64),
     "second_moment-centered": lambda f: f.second_moment(
-        WEIGHTS.abs(), torch.float64, torch.full(f.shape, 0.3).double()
+        WEIGHTS.abs(), torch.float64, torch.full(f.shape, 0.3, dtype=torch.float64)
     ),
     "gram": lambda f: f.gram(),
     "gram-other": lambda f: f.gram(f.rows(slice(1, 3))),
@@ -141,7 +141,9 @@ PLAIN = {
     ),
     "gram": lambda values: torch.stack([torch.stack([(g * h).sum() for h in values]) for g in values]),
     "gram-dense": lambda values: torch.stack([g.sum().expand(2) for g in values]),
-    "project": lambda values: torch.stack([torch.stack([l @ g @ r for l, r in pairs(values)]) for g in values]),
+    "project": lambda values: torch.stack(
+        [torch.stack([left @ g @ right for left, right in pairs(values)]) for g in values]
+    ),
     "zero_rows": lambda values: torch.stack([g * (w != 0) for w, g in zip(WEIGHTS, values, strict=True)]),
     "scale_rows": lambda values: torch.stack([w * g for w, g in zip(WEIGHTS, values, strict=True)]),
 }
