@@ -1,158 +1,311 @@
-"""Private names of torch, each behind a function of ours that says what it does."""
+"""Every private name of torch that persample uses, and nothing else: when torch renames one, this file changes.
+
+Each name stands for a public one that torch does not have; the comment above it says what the public API lacks. The
+names are torch's own, without leading underscores. ``tests/test_torch.py`` checks what each of them does.
+
+Importing this file succeeds on any torch. A name that is missing becomes a stand-in that raises ``TorchVersionError``
+when it is called, subclassed and instantiated, or asked for an attribute. Names of the compiler are looked up when
+they are used, because importing Inductor takes seconds.
+"""
 
 from __future__ import annotations
 
+import operator
+import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import overrides
-from torch._C import _functorch as functorch
-from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
-from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch import nn
 from torch.autograd import forward_ad
-from torch.utils import _python_dispatch as dispatch
 
-_autograd = torch._C._autograd
+from persample.errors import TorchVersionError
+
+
+class _Missing(type):
+    """The class of stand-ins for names that the installed torch does not have."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        raise TorchVersionError.about(cls.__name__)
+
+    def __instancecheck__(cls, instance: object) -> NoReturn:
+        raise TorchVersionError.about(cls.__name__)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python probes classes for optional methods
+            raise AttributeError(name)
+        raise TorchVersionError.about(f"{cls.__name__}.{name}")
+
+
+def private(path: str) -> Any:
+    """Return an object of torch, or a stand-in for it if the installed torch has none.
+
+    Args:
+        path: "module:name", as ``pkgutil.resolve_name`` takes it.
+
+    Examples:
+        >>> private("torch:Tensor") is torch.Tensor
+        True
+        >>> private("torch._C:no_such_name")()
+        Traceback (most recent call last):
+        persample.errors.TorchVersionError: persample needs torch._C.no_such_name, ...
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return _Missing(path.replace(":", "."), (), {})
+
+
+def attribute(example: Any, *names: str) -> Any:
+    """Return a function that reads private attributes of an object, or a stand-in if torch no longer has them.
+
+    Args:
+        example: an object of the same class, or the class itself, that is asked whether the attributes exist.
+        *names: the attributes; of several the function returns a tuple.
+
+    Examples:
+        >>> attribute(torch.Tensor, "ndim")(torch.zeros(2, 3))
+        2
+    """
+    owner = getattr(example, "__name__", type(example).__name__)
+    for name in names:
+        if type(example) is _Missing or not hasattr(example, name):
+            return _Missing(f"{owner}.{name}", (), {})
+    return operator.attrgetter(*names)
+
+
+# --- The levels of torch.func. Its public API applies transforms, but does not tell which ones are active, nor which of
+# --- them wraps a tensor, nor what is inside of the wrapper.
+peek_interpreter_stack = private("torch._C._functorch:peek_interpreter_stack")  # the innermost level, or None
+retrieve_all_functorch_interpreters = private("torch._functorch.pyfunctorch:retrieve_all_functorch_interpreters")
+GradInterpreter = private("torch._functorch.pyfunctorch:GradInterpreter")  # the class of levels of grad, vjp, jacrev
+TransformType = private("torch._C._functorch:TransformType")  # the kinds of levels, an enum
+is_functorch_wrapped_tensor = private("torch._C._functorch:is_functorch_wrapped_tensor")  # by a level of any kind
+is_batchedtensor = private("torch._C._functorch:is_batchedtensor")  # whether the outermost wrapper is one of vmap
+get_unwrapped = private("torch._C._functorch:get_unwrapped")  # the tensor inside of the outermost wrapper
+maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis of the outermost wrapper, or -1
+maybe_get_level = private("torch._C._functorch:maybe_get_level")  # the level of the outermost wrapper, or -1
+unwrap_dead_wrappers = private("torch._functorch.utils:unwrap_dead_wrappers")  # of levels that have ended
+
+# Public vmap and vjp take functions; these wrap single tensors, and run code below all levels.
+add_batch_dim = private("torch._C._functorch:_add_batch_dim")
+remove_batch_dim = private("torch._C._functorch:_remove_batch_dim")
+wrap_for_grad = private("torch._C._functorch:_wrap_for_grad")
+vmap_increment_nesting = private("torch._functorch.vmap:vmap_increment_nesting")  # a level of vmap, as a context
+lazy_load_decompositions = private("torch._functorch.predispatch:lazy_load_decompositions")  # vmap does so by itself
+temporarily_clear_interpreter_stack = private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
+DisableFuncTorch = private("torch._C:_DisableFuncTorch")  # a context in which wrappers are opaque
+
+# A public autograd.Function passes through all levels, in Python; this one belongs to a single level.
+enable_single_level_autograd_function = private("torch._functorch.utils:enable_single_level_autograd_function")
+
+# --- The state of a thread. Public contexts restore it when they are left; after an interrupt none of them was left.
+get_dynamic_layer_stack_depth = private("torch._C._functorch:get_dynamic_layer_stack_depth")
+pop_dynamic_layer_stack_and_undo_to_depth = private("torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth")
+get_single_level_autograd_function_allowed = private("torch._C._functorch:get_single_level_autograd_function_allowed")
+set_single_level_autograd_function_allowed = private("torch._C._functorch:set_single_level_autograd_function_allowed")
+get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack")
+push_function_mode = private("torch.overrides:_push_mode")
+pop_function_mode = private("torch.overrides:_pop_mode")
+len_torch_function_stack = private("torch._C:_len_torch_function_stack")
+get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
+pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
+len_torch_dispatch_stack = private("torch._C:_len_torch_dispatch_stack")
+set_grad_enabled = private("torch._C:_set_grad_enabled")  # one call of C, which no signal interrupts
+is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled")
+set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
+saved_tensors_hooks_disabled_message = private("torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message")
+saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
+saved_tensors_hooks_disable = private("torch._C._autograd:_saved_tensors_hooks_disable")
+
+_dispatch = private("torch.utils._python_dispatch")
+_transforms = private("torch._functorch.eager_transforms")
+_set_compile_flag = private("torch._C._dynamo.guards:set_is_in_mode_without_ignore_compile_internals")
+_forward_level = attribute(forward_ad, "_current_level")
+_jvp_nesting = attribute(_transforms, "JVP_NESTING")
+_dispatch_flags = attribute(
+    _dispatch,
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+def dispatch_flags() -> tuple[bool, bool, bool]:
+    """Return whether dispatch modes are active, as torch keeps it once for all threads."""
+    return _dispatch_flags(_dispatch)
+
+
+def set_dispatch_flags(flags: tuple[bool, bool, bool]) -> None:
+    """Set what ``dispatch_flags`` returns."""
+    _dispatch._is_in_torch_dispatch_mode, _dispatch._is_in_non_infra_torch_dispatch_mode, compiles = flags
+    _dispatch._is_in_any_mode_without_ignore_compile_internals = compiles
+    _set_compile_flag(compiles)
+
+
+def forward_levels() -> tuple[int, int]:
+    """Return the level of ``torch.autograd.forward_ad`` (−1: none), and how many levels of ``jvp`` are active."""
+    return _forward_level(forward_ad), _jvp_nesting(_transforms)
+
+
+def set_jvp_nesting(levels: int) -> None:
+    """Set how many levels of ``jvp`` torch takes to be active, once for all threads."""
+    _transforms.JVP_NESTING = levels
 
 
 def transforms() -> list[str]:
-    """Return the names of the ``torch.func`` transforms at work, outermost first: "vmap", "grad", "jvp", …."""
-    if functorch.peek_interpreter_stack() is None:  # as a rule; the list takes longer
+    """Return the names of the active ``torch.func`` transforms, outermost first: "vmap", "grad", "jvp", …."""
+    if peek_interpreter_stack() is None:  # the common case; the list takes longer
         return []
     return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
 
 
 def is_forward_mode() -> bool:
-    """Return whether a level of ``torch.autograd.forward_ad`` is entered, by others than ``torch.func.jvp``.
+    """Return whether ``torch.autograd.forward_ad`` is active, entered by other callers than ``torch.func.jvp``.
 
-    torch counts levels once for all threads, and those of ``jvp``, which ``transforms`` tells of, may be another's.
+    torch counts both kinds of levels once for all threads, so that a level of ``jvp`` may belong to another thread.
     """
-    return forward_ad._current_level >= 0 and not eager_transforms.JVP_NESTING
+    level, nesting = forward_levels()
+    return level >= 0 and not nesting
 
 
-def thread_state() -> list[Any]:
-    """Return what transforms, modes and contexts of torch change for this thread until they are left."""
-    return [read() for read, _ in _STATES]
+# --- Modes and fake tensors, whose public users are torch.compile and torch.export.
+disable_current_modes = private("torch.utils._python_dispatch:_disable_current_modes")  # a context
+# Public autograd replays writes into views by strides only; this context replays the views themselves.
+force_original_view_tracking = private("torch.autograd.grad_mode:_force_original_view_tracking")
+disabled_torch_function = private("torch._C:_disabled_torch_function_impl")  # for subclasses below torch functions
+make_wrapper_subclass = private("torch:Tensor._make_wrapper_subclass")  # a tensor without memory
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import TreeSpec as TreeSpec
+
+    SingleLevelFunction = torch.autograd.Function
+else:
+    OpOverload = private("torch._ops:OpOverload")  # the class of torch.ops.aten.add.Tensor
+    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor")
+    FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
+    SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
+    TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
+    TreeSpec = private("torch.utils._pytree:TreeSpec")
 
 
-def restore_thread_state(before: Sequence[Any]) -> None:
-    """Leave every transform, mode and context of torch that was entered since.
+class UnguardedDispatchMode(TorchDispatchMode):
+    """A dispatch mode that torch.compile never traces: guarding each of its calls against that costs more than it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# --- Attributes of tensors, operators and modules.
+version = attribute(torch.Tensor, "_version")  # how often a tensor was written into
+backward_hooks = attribute(torch.Tensor, "_backward_hooks")
+backward_hooks_getter = private("torch:Tensor._backward_hooks.__get__")  # as modes see the same
+post_accumulate_grad_hooks = attribute(torch.Tensor, "_post_accumulate_grad_hooks")
+is_zerotensor = private("torch:Tensor._is_zerotensor")  # a tensor of zeros without memory
+storage_id = attribute(torch.UntypedStorage, "_cdata")  # as data_ptr, of storages without memory too
+is_alias_of = private("torch._C:_is_alias_of")  # whether two tensors share a storage, of fake ones too
+schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
+parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
+buffer_slots = attribute(nn.Module(), "_buffers")
+init_flat_weights = private("torch.nn:RNNBase._init_flat_weights")  # the second list of weights that nn.GRU keeps
+MODULE_SLOTS = frozenset({"_parameters", "_buffers", "_modules"})  # attributes that every forward pass reads
+NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
+BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """Return the hooks that are called for every module; the public API only adds and removes them."""
+    from torch.nn.modules import module
+
+    return [x for name, x in vars(module).items() if name.startswith("_global_") and name.endswith("_hooks")]
+
+
+# --- Functions and operators that public functions call. Rules replace them, or call them without their callers.
+weight_norm = private("torch:_weight_norm")
+nested_tensor_from_mask_left_aligned = private("torch:_nested_tensor_from_mask_left_aligned")
+pack_padded_sequence = private("torch:_pack_padded_sequence")
+pad_packed_sequence = private("torch:_pad_packed_sequence")
+pad_sequence = private("torch._C._nn:pad_sequence")
+make_dual = private("torch:_VF._make_dual")
+unpool_output_size = private("torch.nn.functional:_unpool_output_size")
+aten_cdist_forward = private("torch:ops.aten._cdist_forward")
+aten_cdist_backward = private("torch:ops.aten._cdist_backward")
+aten_attention_math = private("torch:ops.aten._scaled_dot_product_attention_math")
+aten_attention_cpu = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
+aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
+aten_efficientzerotensor = private("torch:ops.aten._efficientzerotensor.default")  # zeros without memory
+aten_local_scalar_dense = private("torch:ops.aten._local_scalar_dense.default")  # what .item() calls
+aten_to_copy = private("torch:ops.aten._to_copy.default")
+aten_reshape_alias = private("torch:ops.aten._reshape_alias.default")
+aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
+aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
+aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
+mkldnn_linear = private("torch:ops.mkldnn._linear_pointwise.default")  # a product by oneDNN, of plain tensors
+
+# --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
+tree_flatten = private("torch.utils._pytree:tree_flatten")
+tree_unflatten = private("torch.utils._pytree:tree_unflatten")
+tree_structure = private("torch.utils._pytree:tree_structure")
+tree_map = private("torch.utils._pytree:tree_map")
+tree_is_leaf = private("torch.utils._pytree:tree_is_leaf")
+tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
+keystr = private("torch.utils._pytree:keystr")
+treespec_tuple = private("torch.utils._pytree:treespec_tuple")
+
+
+# --- The compiler, which torch.compile alone makes public.
+TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtypes, shapes, strides, devices in C
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions of aten operations."""
+    private("torch._inductor.lowering")  # registers decompositions of pooling
+    return private("torch._inductor.decomposition:select_decomp_table")()
+
+
+def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, prefers_channels_last: bool) -> Any:
+    """Compile a functional graph of aten operations by Inductor, without the guards of ``torch.compile``.
 
     Args:
-        before: what ``thread_state`` returned.
+        graph: the graph module.
+        mode: the mode of the inputs.
+        inputs: fake tensors like those that the code will be called with.
+        prefers_channels_last: whether convolutions may be laid out so, where Inductor would.
+
+    Returns:
+        A function from a list of tensors, which it empties, to the outputs.
     """
-    _restore(_STATES, before)
+    config = private("torch._inductor.config")
+    layout = config.layout_optimization and prefers_channels_last
+    with private("torch._inductor.virtualized:V").set_fake_mode(mode), config.patch(layout_optimization=layout):
+        private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
+        return private("torch._inductor.compile_fx:compile_fx_inner")(graph, list(inputs), is_inference=True)
 
 
-def shared_state() -> list[Any]:
-    """Return the same of what torch keeps once for all threads."""
-    return [read() for read, _ in _SHARED]
+def lacks_cpp_compiler(error: BaseException) -> bool:
+    """Return whether Inductor failed because it found no C++ compiler."""
+    return isinstance(getattr(error, "inner_exception", error), private("torch._inductor.exc:InvalidCxxCompiler"))
 
 
-def restore_shared_state(before: Sequence[Any]) -> None:
-    """Put back what torch keeps once for all threads, others that change it meanwhile or not.
-
-    Args:
-        before: what ``shared_state`` returned.
-    """
-    _restore(_SHARED, before)
+def load_cpp(source: str) -> Any:
+    """Return the library that C++ code compiles to, by the compiler and the flags of Inductor."""
+    return private("torch._inductor.codecache:CppCodeCache").load(source)
 
 
-def _restore(states: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]], before: Sequence[Any]) -> None:
-    for (read, write), value in zip(states, before, strict=True):
-        if read() != value:
-            write(value)
+def keep_strides(x: torch.Tensor) -> torch.Tensor:
+    """Return a traced tensor as it lies in memory; Inductor may change the layout of any other."""
+    return private("torch._inductor.inductor_prims:force_stride_order")(x, x.stride())
 
 
-def _leave_transforms(depth: int) -> None:
-    if functorch.get_dynamic_layer_stack_depth() > depth:
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-def _leave_forward_mode(before: tuple[int, int]) -> None:
-    level, eager_transforms.JVP_NESTING = before
-    while forward_ad._current_level > level:
-        forward_ad.exit_dual_level()
-
-
-def _restored(push: Callable[[Any], None], pop: Callable[[], Any], size: Callable[[], int]) -> Callable[[Any], None]:
-    def write(modes: Sequence[Any]) -> None:
-        while size() > len(modes):
-            pop()
-        for mode in modes[size() :]:  # torch takes a mode off while it is called
-            push(mode)
-
-    return write
-
-
-def _disable_saved_tensor_hooks(message: str | None) -> None:
-    if message is None:
-        _autograd._saved_tensors_hooks_enable()
-    else:
-        _autograd._saved_tensors_hooks_disable(message)
-
-
-def _dispatch_flags() -> tuple[bool, bool, bool]:
-    return (
-        dispatch._is_in_torch_dispatch_mode,
-        dispatch._is_in_non_infra_torch_dispatch_mode,
-        dispatch._is_in_any_mode_without_ignore_compile_internals,
-    )
-
-
-def _set_dispatch_flags(flags: tuple[bool, bool, bool]) -> None:
-    dispatch._is_in_torch_dispatch_mode, dispatch._is_in_non_infra_torch_dispatch_mode, compiles = flags
-    dispatch._is_in_any_mode_without_ignore_compile_internals = compiles
-    set_is_in_mode_without_ignore_compile_internals(compiles)
-
-
-def _autocast() -> tuple[bool, bool]:
-    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-def _set_autocast(enabled: tuple[bool, bool]) -> None:
-    torch.set_autocast_enabled("cpu", enabled[0])
-    torch.set_autocast_enabled("cuda", enabled[1])
-
-
-def _attention_kernels() -> tuple[bool, bool, bool, bool]:
-    backends = torch.backends.cuda
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
-
-
-def _set_attention_kernels(enabled: tuple[bool, bool, bool, bool]) -> None:
-    backends = torch.backends.cuda
-    backends.enable_flash_sdp(enabled[0])
-    backends.enable_mem_efficient_sdp(enabled[1])
-    backends.enable_math_sdp(enabled[2])
-    backends.enable_cudnn_sdp(enabled[3])
-
-
-_STATES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
-    (functorch.get_dynamic_layer_stack_depth, _leave_transforms),
-    (
-        overrides._get_current_function_mode_stack,
-        _restored(overrides._push_mode, overrides._pop_mode, torch._C._len_torch_function_stack),
-    ),
-    (
-        dispatch._get_current_dispatch_mode_stack,
-        _restored(dispatch._push_mode, dispatch._pop_mode, torch._C._len_torch_dispatch_stack),
-    ),
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
-    (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
-    (functorch.get_single_level_autograd_function_allowed, functorch.set_single_level_autograd_function_allowed),
-    (_autograd._saved_tensors_hooks_get_disabled_error_message, _disable_saved_tensor_hooks),
-    (_autocast, _set_autocast),
-]
-_SHARED: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
-    (_dispatch_flags, _set_dispatch_flags),
-    (lambda: (forward_ad._current_level, eager_transforms.JVP_NESTING), _leave_forward_mode),
-    (_attention_kernels, _set_attention_kernels),
-]
+def symbol_source(name: str) -> Any:
+    """Return where a symbolic size comes from, for ``ShapeEnv.create_symbol``."""
+    return private("torch._dynamo.source:ConstantSource")(name)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+# The versions that the tests are run with; pyproject.toml says the same.
+TORCH_VERSIONS = ">=2.11,<2.14"
 # Advice that is given both at the door and where a loss is seen doing it.
 SAY_RANDOMNESS = (
     "Pass randomness='different' (each sample its own) or 'same' (all samples the same), "
@@ -35,3 +39,26 @@ class ArgumentError(ValueError):
 
 class LossError(RuntimeError):
     """The user's loss returned, or did, something that per-sample gradients cannot be taken of."""
+
+
+class TorchVersionError(RuntimeError):
+    """The installed torch lacks a private name that the engine needs."""
+
+    @classmethod
+    def about(cls, name: str) -> TorchVersionError:
+        """Return an error that says which name is missing, and which versions of torch have it.
+
+        Args:
+            name: the name, with its module.
+
+        Returns:
+            The error, ready to be raised.
+
+        Examples:
+            >>> "expected torch>=2.11,<2.14 to have it" in str(TorchVersionError.about("torch._C.no_such_name"))
+            True
+        """
+        return cls(
+            f"persample needs {name}, which torch {torch.__version__} does not have; expected torch{TORCH_VERSIONS} to "
+            f"have it. Install such a version (pip install 'torch{TORCH_VERSIONS}'), or a newer persample."
+        )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -118,7 +117,7 @@ def _allocations(call: Callable[[], object]) -> list[int]:
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     ordered = sorted(events, key=lambda event: event.start_ns())
-    return [event.nbytes() for event in ordered if event.device_type() == DeviceType.CPU]
+    return [event.nbytes() for event in ordered if event.device_type().name == "CPU"]
 
 
 def _peak_memory_cuda(call: Callable[[], object], device: torch.device) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from persample._torch import BatchNormBase
 from persample.errors import ArgumentError
 from persample.inputs import check_call
 from persample.inputs.call import Call
@@ -111,7 +111,7 @@ def refuse_batch_statistics(params: Any) -> None:
     """
     for module in trees.flatten(params)[0]:
         for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
-            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None):
                 mode = "in train mode" if part.training else "without running statistics"
                 raise ArgumentError.about(
                     "params",

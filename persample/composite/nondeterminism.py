@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped
 from torch.nn.modules.module import register_module_forward_hook
 
+from persample._torch import get_unwrapped
 from persample.composite.encoder import Tower
 from persample.composite.replay import NotReplayedError
 from persample.errors import LossError

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import treespec_tuple
 
 from persample.composite.encoder import Tower
 from persample.gradients import Gradients
@@ -90,7 +89,7 @@ def contributions(
     encoder = replace(
         tower.encoder,
         fn=loss,
-        batch=treespec_tuple([tower.encoder.batch, *structures]),
+        batch=trees.treespec_tuple([tower.encoder.batch, *structures]),
         batched=(*tower.encoder.batched, *(True for _ in extra)),
         unpack=True,
     )

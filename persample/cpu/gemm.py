@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample._torch import mkldnn_linear
 from persample.cpu import onednn
 from persample.utils.numeric import is_watched, is_wrapped
 
@@ -65,7 +66,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _pointwise(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
-    return torch.ops.mkldnn._linear_pointwise.default(rows, _plain(weight), bias, "none", [], "")
+    return mkldnn_linear(rows, _plain(weight), bias, "none", [], "")
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample._torch import UnguardedDispatchMode
 from persample.cpu import gemm, onednn, tanh
 from persample.utils.numeric import is_traced
 
@@ -33,10 +33,10 @@ def expected(params: Iterable[Tensor], data: Iterable[Any]) -> AbstractContextMa
     tensors = [x for x in data if isinstance(x, Tensor) and not is_traced(x)]
     rows = max((x.shape[:-1].numel() if x.is_floating_point() else x.numel() for x in tensors), default=0)
     worth = rows * sum(x.numel() for x in params) >= _WORTH_LOOKING and onednn.is_ahead()
-    return Faster() if worth else nullcontext()  # type: ignore[no-untyped-call]
+    return Faster() if worth else nullcontext()
 
 
-class Faster(TorchDispatchMode):
+class Faster(UnguardedDispatchMode):
     """While it is entered, a faster library computes what it takes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +52,3 @@ class Faster(TorchDispatchMode):
             What the operation returns.
         """
         return (func if types else FASTER.get(func, func))(*args, **(kwargs or {}))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # guarding against it costs more than the mode itself

@@ -23,4 +23,4 @@ def computes() -> bool:
 
 def is_allowed() -> bool:
     """Return whether the user lets it compute (``torch.backends.mkldnn.flags``)."""
-    return torch._C._get_mkldnn_enabled()
+    return bool(torch.backends.mkldnn.enabled)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from persample._torch import NormBase, version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
@@ -136,11 +136,11 @@ def unwritten(loss: SampleLoss, samples: Call) -> Iterator[None]:
         LossError: if it did; what it wrote stands there then.
     """
     tensors = [x for x in (*samples.params, *samples.leaves) if isinstance(x, Tensor)]
-    versions = [x._version for x in tensors]
+    versions = list(map(version, tensors))
     yield
-    if versions != [x._version for x in tensors]:  # names are looked up only now: every call passes here
+    if versions != list(map(version, tensors)):  # names are looked up only now: every call passes here
         names = [name for name, _ in _named(samples, loss)]
-        written = [name for name, x, before in zip(names, tensors, versions, strict=True) if x._version != before]
+        written = [name for name, x, before in zip(names, tensors, versions, strict=True) if version(x) != before]
         raise LossError(
             f"{loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples and "
             "later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
@@ -169,7 +169,7 @@ def _norm_module(tb: TracebackType | None) -> str:
     methods = [frame for frame, _ in traceback.walk_tb(tb) if "self" in frame.f_code.co_varnames]
     selves = [frame.f_locals.get("self") for frame in methods]
     modules = [module for module in selves if isinstance(module, nn.Module)]
-    norms = [module for module in modules if isinstance(module, _NormBase)]
+    norms = [module for module in modules if isinstance(module, NormBase)]
     if not norms:
         return ""
     for outer in modules:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from persample._torch import FakeTensorMode
 from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.func import vjp, vmap
 
+from persample._torch import peek_interpreter_stack
 from persample.cpu import mode as kernels
 from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import diagnosed

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
 from persample.factors.dense import Dense
@@ -59,7 +60,7 @@ class Embedding(Factor):
         offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
         rows = out.reshape(len(self) * self.shape[0], self.signals.shape[2])
         rows.index_add_(0, (self.index + offset).flatten(), self.signals.flatten(0, 1).to(out.dtype))
-        if not torch._C._is_alias_of(rows, out):  # type: ignore[attr-defined]
+        if not is_alias_of(rows, out):
             out.copy_(rows.view(out.shape))
 
     @cached_property

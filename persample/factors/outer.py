@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from persample._torch import is_alias_of
 from persample.cpu import gemm
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
@@ -64,7 +65,7 @@ class Outer(Factor):
         left, right = self.left.mT, self.right
         if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
             target = self.layout.blocks(out)
-            if torch._C._is_alias_of(target, out):  # type: ignore[attr-defined]
+            if is_alias_of(target, out):
                 if self.num_terms == 1:
                     torch.mul(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
                 else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from persample._torch import backward_hooks, post_accumulate_grad_hooks
+
 
 def is_hooked(x: Tensor) -> bool:
     """Return whether a hook was put on a tensor and not removed since.
@@ -18,4 +20,4 @@ def is_hooked(x: Tensor) -> bool:
         >>> is_hooked(x), hook.remove(), is_hooked(x)
         (True, None, False)
     """
-    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+    return bool(backward_hooks(x) or post_accumulate_grad_hooks(x))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from persample._torch import buffer_slots, init_flat_weights, parameter_slots
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.interrupts import undone
@@ -35,7 +36,7 @@ class _Modules:
         self.others: set[str] = set()
         self.torchs: set[str] = set()
         for prefix, part in self.parts.items():
-            for name, param in part._parameters.items():
+            for name, param in parameter_slots(part).items():
                 if param is None:
                     continue
                 if id(param) not in first_names:
@@ -49,15 +50,15 @@ class _Modules:
         # (Scripted modules take no other tensors, and have none to swap: the arguments were checked.)
         self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
         self._slots: list[tuple[dict[str, Any], str, str]] = [
-            (part._parameters, name, first_names[id(held)])
+            (parameter_slots(part), name, first_names[id(held)])
             for part in self._plain
-            for name, held in part._parameters.items()
+            for name, held in parameter_slots(part).items()
             if held is not None
         ]
         self._buffers = [
-            (part._buffers, name, held)
+            (buffer_slots(part), name, held)
             for part in self._plain
-            for name, held in part._buffers.items()
+            for name, held in buffer_slots(part).items()
             if held is not None
         ]
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what was in them before they were swapped
@@ -71,7 +72,9 @@ class _Modules:
         """
         clones = {id(held): held.clone() for _, _, held in self._buffers}
         self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
-        self._held = [(slots, dict(slots)) for part in self._plain for slots in (part._parameters, part._buffers)]
+        self._held = [
+            (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
+        ]
         for slots, name, first_name in self._slots:
             if first_name in tensors:
                 slots[name] = tensors[first_name]
@@ -90,7 +93,7 @@ class _Modules:
                 _reorder(slots, values)
         for part in self.parts.values():
             if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
-                part._init_flat_weights()
+                init_flat_weights(part)
         self._held = self._attributes = []
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from persample._torch import NormBase
 from persample.errors import STOP_STATISTICS, ArgumentError
 from persample.inputs.hooks import is_hooked
 from persample.inputs.modules import ParamTree, take_apart
@@ -72,7 +72,7 @@ def _check_script(argument: str, name: str, part: nn.Module) -> None:
 
 
 def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: bool) -> None:
-    updates = isinstance(part, _NormBase) and part.training and part.track_running_stats and not batch_statistics
+    updates = isinstance(part, NormBase) and part.training and part.track_running_stats and not batch_statistics
     sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     if not updates and not sparse:
         return

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager, contextmanager, suppress
 from typing import TypeVar
 
-from persample import _torch
 from persample.utils.fallback import Explained
 from persample.utils.flags import flags
 from persample.utils.origin import raised
+from persample.utils.thread_state import restore_shared_state, restore_thread_state, shared_state, thread_state
 
 T = TypeVar("T")
 _STEPS = {"__enter__", "__exit__"}
@@ -57,20 +57,20 @@ def in_same_state(body: Callable[[], T]) -> T:
 
     Examples:
         >>> import torch
-        >>> in_same_state(lambda: torch._C._set_grad_enabled(False)), torch.is_grad_enabled()
-        (None, True)
+        >>> in_same_state(lambda: torch.set_grad_enabled(False)).prev, torch.is_grad_enabled()
+        (True, True)
     """
     handled = sys.exc_info()[1]  # by the caller, before the call
-    state, shared, ours = _torch.thread_state(), _torch.shared_state(), dict(vars(flags))
+    state, shared, ours = thread_state(), shared_state(), dict(vars(flags))
     show = warnings.showwarning
 
     def undo() -> None:
         errors = list(raised(sys.exc_info()[1], handled))
         for error in errors:
             _close_contexts(error)
-        _torch.restore_thread_state(state)
+        restore_thread_state(state)
         if any(map(_broke_off, errors)):  # or else what is shared is another thread's affair
-            _torch.restore_shared_state(shared)
+            restore_shared_state(shared)
         if vars(flags) != ours:
             vars(flags).clear()
             vars(flags).update(ours)

@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from persample._torch import (
+    FakeTensor,
+    disable_current_modes,
+    is_functorch_wrapped_tensor,
+    is_zerotensor,
+    keep_strides,
+    len_torch_dispatch_stack,
+)
 from persample.utils.flags import flags
 
 # Long enough to be as fast as one flat norm, short enough that float32 loses nothing inside a block: over 30 million
@@ -32,7 +38,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as pairs of reals (one more axis of size 2), any other as it is; zeros with memory."""
-    x = x.clone() if x._is_zerotensor() else x  # torch's gradient of sgn, say, which nobody could read or write
+    x = x.clone() if is_zerotensor(x) else x  # torch's gradient of sgn, say, which nobody could read or write
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -52,10 +58,7 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
         like: one of as many axes, whose order in memory it takes; in compiled code its own.
     """
     if is_traced(x):
-        from torch._inductor.inductor_prims import force_stride_order
-
-        x = x.contiguous()
-        return force_stride_order(x, x.stride())
+        return keep_strides(x.contiguous())
     if like is None:
         return x.contiguous()
     order = sorted(range(x.ndim), key=like.stride, reverse=True)
@@ -75,7 +78,7 @@ def is_folded(x: Tensor) -> bool:
 
 
 # Whether a tensor is seen through a vmap or grad of the caller's, so that its values cannot be read.
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
 
 def is_traced(x: Tensor) -> bool:
@@ -85,7 +88,7 @@ def is_traced(x: Tensor) -> bool:
 
 def is_watched() -> bool:
     """Return whether a mode of the caller's (that counts, traces, fakes) looks for the operations of torch."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return len_torch_dispatch_stack() > 0
 
 
 @contextmanager
@@ -121,7 +124,7 @@ def has_known_indices() -> bool:
 @contextmanager
 def untraced() -> Iterator[None]:
     """Compute with real tensors meanwhile, also in the midst of a trace."""
-    with _disable_current_modes():
+    with disable_current_modes():
         yield
 
 

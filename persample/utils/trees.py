@@ -1,7 +1,7 @@
 """Pytrees: nested containers of tensors, flattened to lists and back.
 
-This is the one place that touches ``torch.utils._pytree``, which torch.func itself is built on: what torch.func
-accepts as a tree (dicts, tuples, NamedTuples, registered dataclasses, TensorDicts) is a tree here too.
+torch.func is built on torch's pytrees, and so is this file: what torch.func accepts as a tree (dicts, tuples,
+NamedTuples, registered dataclasses, TensorDicts) is a tree here too.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
-TreeSpec = pytree.TreeSpec
-structure = pytree.tree_structure
+from persample import _torch
+
+TreeSpec = _torch.TreeSpec
+structure = _torch.tree_structure
+treespec_tuple = _torch.treespec_tuple
 _KINDS = {dict, tuple, list}
 _LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter}
-_LEAF = structure(None)
 _Kind = TypeVar("_Kind", bound=type)
 
 
@@ -51,7 +52,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     """Return the leaves of a tree and its structure, as torch does; of one container of tensors three times as fast.
 
     Args:
-        tree: any pytree.
+        tree: any
         is_leaf: what else is to be a leaf.
 
     Examples:
@@ -60,12 +61,17 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     """
     kind: Any = type(tree)
     if kind in _LEAVES and is_leaf is None:
-        return [tree], _LEAF
+        return [tree], _leaf_structure()
     if kind in _KINDS and is_leaf is None:
         leaves, names = list(tree.values() if kind is dict else tree), tuple(tree) if kind is dict else len(tree)
         if all(type(leaf) in _LEAVES for leaf in leaves) and (kind is not dict or all(type(x) is str for x in tree)):
             return leaves, _structure_of(kind, names)
-    return pytree.tree_flatten(tree, is_leaf)
+    return _torch.tree_flatten(tree, is_leaf)
+
+
+@functools.cache
+def _leaf_structure() -> TreeSpec:
+    return structure(None)
 
 
 @functools.lru_cache(256)
@@ -86,7 +92,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """
     if spec.type in _KINDS and is_flat(spec) and len(leaves) == spec.num_leaves:
         return dict(zip(spec.context, leaves, strict=True)) if spec.type is dict else spec.type(leaves)
-    return pytree.tree_unflatten(leaves, spec)
+    return _torch.tree_unflatten(leaves, spec)
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -94,7 +100,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
     Args:
         fn: what to do with each leaf.
-        tree: any pytree.
+        tree: any
         *others: trees that go on below the leaves of this one, perhaps.
 
     Returns:
@@ -105,7 +111,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
         {'a': 3, 'b': [5]}
     """
     if others:
-        return pytree.tree_map(fn, tree, *others)
+        return _torch.tree_map(fn, tree, *others)
     leaves, spec = flatten(tree)
     return unflatten(list(map(fn, leaves)), spec)
 
@@ -114,7 +120,7 @@ def paths(tree: Any, root: str) -> list[str]:
     """Name every leaf of a tree the way Python would index it.
 
     Args:
-        tree: any pytree.
+        tree: any
         root: what the tree itself is called.
 
     Returns:
@@ -127,13 +133,13 @@ def paths(tree: Any, root: str) -> list[str]:
     if type(tree) in {dict, tuple, list}:  # as a rule, and ten times as fast
         children = tree.items() if type(tree) is dict else enumerate(tree)
         return [path for key, child in children for path in paths(child, f"{root}[{key!r}]")]
-    if pytree.tree_is_leaf(tree):
+    if _torch.tree_is_leaf(tree):
         return [root]
     try:
-        keyed, _ = pytree.tree_flatten_with_path(tree)
+        keyed, _ = _torch.tree_flatten_with_path(tree)
     except ValueError:  # a node registered without names for its children
         return [f"{root}<leaf {i}>" for i in range(structure(tree).num_leaves)]
-    return [root + pytree.keystr(path) for path, _ in keyed]
+    return [root + _torch.keystr(path) for path, _ in keyed]
 
 
 def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
@@ -166,7 +172,7 @@ def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
     """Take what a tree holds at the leaves of another structure, in the order of those: dicts by key.
 
     Args:
-        tree: any pytree.
+        tree: any
         spec: the structure to follow.
 
     Returns:
@@ -187,7 +193,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
     Args:
         fn: what to do with each tensor.
-        tree: any pytree.
+        tree: any
 
     Returns:
         The tree with its tensors replaced.

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from persample._torch import (
+    aten_attention_cpu,
+    aten_attention_cpu_backward,
+    aten_attention_math,
+    temporarily_clear_interpreter_stack,
+)
 from persample.utils.numeric import full_precision, holds, is_autocast
 from persample.utils.trees import map_tensors
 from persample.vmap_rules.levels import differentiated
 from persample.vmap_rules.rows import differentiated_once
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_math = torch.ops.aten._scaled_dot_product_attention_math  # composed of operations
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attention(  # noqa: PLR0917 - as torch's
@@ -96,7 +97,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel: attention, the logarithms of its normalizers, and which heads were computed without it."""
     images = [_as_images(x) for x in (query, key, value)]
-    out, normalizers = _forward(*images, 0.0, is_causal, scale=scale)
+    out, normalizers = aten_attention_cpu(*images, 0.0, is_causal, scale=scale)
     composed = _irregular(*images[:2])
     if holds(composed.any()):
         out[composed] = _composed(*(x[composed] for x in images), is_causal=is_causal, scale=scale)
@@ -109,7 +110,7 @@ def _gradients(grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | N
     *same, normalizers, composed = tensors
     images = [_as_images(x) for x in (grad, *same)]
     normalizers, composed = normalizers.reshape(images[0].shape[:-1]), composed.reshape(images[0].shape[:-2])
-    grads = _backward(*images, normalizers, 0.0, is_causal, scale=scale)
+    grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, scale=scale)
     if holds(composed.any()):
         attend = functools.partial(_composed, is_causal=is_causal, scale=scale)
         found = _differentiated(attend, *(x[composed] for x in images[:4]))
@@ -123,7 +124,7 @@ def _irregular(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _composed(*tensors: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    return _math(*tensors, None, 0.0, is_causal, scale=scale)[0]
+    return aten_attention_math(*tensors, None, 0.0, is_causal, scale=scale)[0]
 
 
 def _differentiated(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from persample._torch import temporarily_clear_interpreter_stack
 from persample.utils.numeric import is_traced
 from persample.vmap_rules.rows import is_batched, unwrapped
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import aten_cdist_backward, aten_cdist_forward
 from persample.utils.numeric import full_precision, is_autocast
 from persample.vmap_rules.levels import differentiated
 from persample.vmap_rules.rows import differentiated_once
 
-_forward = torch.ops.aten._cdist_forward
-_backward = torch.ops.aten._cdist_backward
 # Of Euclidean distances: a matrix product for more rows than these, always, and never.
 _PRODUCT_FROM, _PRODUCT, _NO_PRODUCT = 26, "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"
 _IF_MANY = "use_mm_for_euclid_dist_if_necessary"
@@ -50,14 +49,14 @@ def _widened(x: Tensor) -> Tensor:
 
 def _distances(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
     """The kernel."""
-    return (_forward(x1, x2, p, 2),)
+    return (aten_cdist_forward(x1, x2, p, 2),)
 
 
 def _gradients(grad: Tensor, x1: Tensor, x2: Tensor, distances: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """The kernel's own."""
     grad, x1, x2 = grad.contiguous(), x1.contiguous(), x2.contiguous()
-    of_second = _backward(grad.mT.contiguous(), x2, x1, p, distances.mT.contiguous())
-    return _backward(grad, x1, x2, p, distances), of_second
+    of_second = aten_cdist_backward(grad.mT.contiguous(), x2, x1, p, distances.mT.contiguous())
+    return aten_cdist_backward(grad, x1, x2, p, distances), of_second
 
 
 def _composed(difference: Tensor, p: float) -> Tensor:

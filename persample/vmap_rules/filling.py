@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.functional import _unpool_output_size  # type: ignore[attr-defined]
+
+from persample._torch import unpool_output_size
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
@@ -59,7 +60,7 @@ def _max_unpool(  # noqa: PLR0917 - as torch's
     if not fits or not input.numel():
         return function(input, indices, kernel_size, stride, padding, output_size)  # raises
     kernel, step, pad = (_per_axis(x, axes) for x in (kernel_size, kernel_size if stride is None else stride, padding))
-    size = _unpool_output_size(input, kernel, step, pad, output_size)
+    size = unpool_output_size(input, kernel, step, pad, output_size)
     flat = input.new_zeros(*input.shape[:-axes], torch.Size(size).numel())
     return flat.scatter(-1, indices.flatten(-axes), input.flatten(-axes)).unflatten(-1, size)
 

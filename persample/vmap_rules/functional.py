@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, _nested_tensor_from_mask_left_aligned
+from torch import Tensor
 from torch.nn import functional as F
 
+from persample._torch import nested_tensor_from_mask_left_aligned, weight_norm
 from persample.cpu import tanh
 from persample.cpu.mode import Faster
 from persample.utils.numeric import is_autocast
@@ -77,7 +78,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     if g.dtype != v.dtype:
-        return torch._weight_norm(v, g, dim)  # raises
+        return weight_norm(v, g, dim)  # raises
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
@@ -108,7 +109,7 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
 def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
     if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
         return function(input, **kwargs)
-    with Faster():  # type: ignore[no-untyped-call]
+    with Faster():
         return function(input, **kwargs)
 
 
@@ -149,8 +150,8 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head,
     F.cross_entropy: cross_entropy,
-    torch._weight_norm: _weight_norm,
-    _nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
+    weight_norm: _weight_norm,
+    nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
     torch.bilinear: _bilinear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},

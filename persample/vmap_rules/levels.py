@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _wrap_for_grad, get_unwrapped, maybe_get_bdim, maybe_get_level
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
-from torch.autograd.function import _SingleLevelFunction
 
+from persample._torch import (
+    DisableFuncTorch,
+    GradInterpreter,
+    SingleLevelFunction,
+    add_batch_dim,
+    enable_single_level_autograd_function,
+    get_unwrapped,
+    maybe_get_bdim,
+    maybe_get_level,
+    retrieve_all_functorch_interpreters,
+    unwrap_dead_wrappers,
+    wrap_for_grad,
+)
 from persample.vmap_rules.rows import SecondDerivativeError, refuse_graph
 
 # Of plain tensors with any number of axes in front, the same for all, which what it returns has, too.
@@ -40,7 +48,7 @@ def differentiated(function: Kernel, gradients: Kernel, *tensors: Tensor, unneed
     level = next(grads, 0)  # none: plain autograd differentiates
     inner, levels = _in_front(tensors, level)
     if level:
-        inner = tuple(x if maybe_get_level(x) == level else _wrap_for_grad(x, level) for x in inner)
+        inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
     with enable_single_level_autograd_function():
         out = _Node.apply(_Recipe(function, gradients, unneeded, level), *inner)
     return _batched(out[:1], levels)[0]
@@ -53,7 +61,7 @@ class _Recipe(NamedTuple):
     level: int
 
 
-class _Node(_SingleLevelFunction):
+class _Node(SingleLevelFunction):
     """A function, at the level of the one derivative."""
 
     apply: Callable[..., tuple[Tensor, ...]]
@@ -61,7 +69,7 @@ class _Node(_SingleLevelFunction):
     @staticmethod
     def forward(recipe: _Recipe, *tensors: Tensor) -> tuple[Tensor, ...]:
         out = _below(recipe.function, tensors)
-        return tuple(_wrap_for_grad(x, recipe.level) for x in out) if recipe.level else out
+        return tuple(wrap_for_grad(x, recipe.level) for x in out) if recipe.level else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -82,7 +90,7 @@ class _Node(_SingleLevelFunction):
 
 def _below(function: Kernel, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Call a function below all levels, which therefore do not differentiate it."""
-    with torch._C._DisableFuncTorch():
+    with DisableFuncTorch():
         plain, levels = _in_front(tensors, 0)
         out = function(*plain)
     return _batched(out, levels)
@@ -117,5 +125,5 @@ def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Ten
 
 def _batched(tensors: tuple[Tensor | None, ...], levels: list[int]) -> tuple[Any, ...]:
     for level in levels:
-        tensors = tuple(None if x is None else _add_batch_dim(x, 0, level) for x in tensors)
+        tensors = tuple(None if x is None else add_batch_dim(x, 0, level) for x in tensors)
     return tensors

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, _pack_padded_sequence, _pad_packed_sequence
-from torch._C._nn import pad_sequence
+from torch import Tensor
 from torch.nn import functional as F
+
+from persample._torch import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     x = x.transpose(0, 1) if batch_first else x
     places = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1)
-    places, batch_sizes = _pack_padded_sequence(places, lengths, False)
+    places, batch_sizes = pack_padded_sequence(places, lengths, False)
     return x.flatten(0, 1)[places.flatten()], batch_sizes
 
 
@@ -41,6 +42,6 @@ def _unpack(
 
 PACKING: dict[Any, Callable[..., Any]] = {
     pad_sequence: _pad,
-    _pack_padded_sequence: _pack,
-    _pad_packed_sequence: _unpack,
+    pack_padded_sequence: _pack,
+    pad_packed_sequence: _unpack,
 }

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, is_batchedtensor, peek_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from persample._torch import TransformType, is_batchedtensor, make_dual, peek_interpreter_stack
 from persample.errors import LossError
 
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
-_make_dual = torch._VF._make_dual
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
@@ -24,10 +22,10 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
             "loss_fn calls torch.func.linearize (or traces a forward derivative), whose result torch.func takes for a "
             "constant of the parameters. Use torch.func.jvp, or pass engine='loop'."
         )
-    return _make_dual(tensor, tangent, level=level)
+    return make_dual(tensor, tangent, level=level)
 
 
 READS: dict[Any, Callable[..., Any]] = {
-    _make_dual: _dual,
+    make_dual: _dual,
     _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),  # refused of what vmap alone wraps
 }

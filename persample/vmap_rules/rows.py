@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch.autograd import Function
 
+from persample._torch import (
+    GradInterpreter,
+    TransformType,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    retrieve_all_functorch_interpreters,
+)
 from persample.utils.flags import flags
 
 

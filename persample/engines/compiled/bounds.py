@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample._torch import TorchDispatchMode, aten_index_put_impl
 from persample.utils.numeric import has_known_indices
 
 _aten = torch.ops.aten
@@ -121,7 +121,7 @@ _RULES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     _aten.embedding_dense_backward: _embedding_backward,
     **dict.fromkeys([_aten.nll_loss_forward, _aten.nll_loss2d_forward], _classes),
     **dict.fromkeys([_aten.nll_loss_backward, _aten.nll_loss2d_backward], _classes_backward),
-    **dict.fromkeys([_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_], _axes),
+    **dict.fromkeys([_aten.index, _aten.index_put, _aten.index_put_, aten_index_put_impl], _axes),
     **dict.fromkeys([_aten.max_unpool2d, _aten.max_unpool3d], _unpooled),
     **dict.fromkeys([_aten.take, _aten.put, _aten.put_], _flat),
     **dict.fromkeys([_aten.index_fill, _aten.index_fill_], _along_from_the_end),

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
+from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.cache import UntraceableError, program_of
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.reads import Reads

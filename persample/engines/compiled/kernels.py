@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import schema
 from persample.engines.compiled.operations import define
 
 _aten = torch.ops.aten
@@ -33,8 +34,10 @@ def _like(*args: Any) -> Tensor:
     return tensors[0].new_empty(torch.broadcast_shapes(*(x.shape for x in tensors)))
 
 
-for _operation in (*_DOUBLE, *_ALWAYS):
-    define(str(_operation._schema).removeprefix("aten::"), functools.partial(_computed, _operation), _like)
+@functools.cache
+def _define_all() -> None:
+    for operation in (*_DOUBLE, *_ALWAYS):
+        define(str(schema(operation)).removeprefix("aten::"), functools.partial(_computed, operation), _like)
 
 
 def kept(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
@@ -43,6 +46,7 @@ def kept(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any
     Args:
         table: the decompositions of all operations.
     """
+    _define_all()
     return {**table, **{x: functools.partial(_decomposed, x, table[x]) for x in (*_DOUBLE, *_ALWAYS)}}
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from persample._torch import FakeTensorMode, aten_unsafe_index_put, compile_graph, decompositions, lacks_cpp_compiler
 from persample.engines.compiled.kernels import kept
 from persample.engines.compiled.products import choose
 from persample.engines.compiled.streaming import stream
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 # What Inductor computes in place of the first argument where nobody else needs that, even if its rows are one row.
 _WRITTEN = {
-    *(_aten.index_put.default, _aten._unsafe_index_put.default),
+    *(_aten.index_put.default, aten_unsafe_index_put),
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
 }
 _warned: set[str] = set()
@@ -62,11 +62,9 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         mode: the mode of the inputs.
         inputs: fake tensors like those it will be called with.
     """
-    import torch._inductor.lowering  # which decompositions of pooling take to be imported by others
-    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = kept({**select_decomp_table(), _aten.tanh.default: tanh})
+    table = kept({**decompositions(), _aten.tanh.default: tanh})
     if mode.shape_env is not None:  # those of products treat very small ones apart, and so split the sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
@@ -83,18 +81,11 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
-
+    choose(graph)
+    stream(graph)
     # With channels last, which Inductor prefers on CPUs, convolutions of many groups take twice as long.
-    layout = config.layout_optimization and not any(map(_is_grouped, graph.graph.nodes))
-    with V.set_fake_mode(mode), config.patch(layout_optimization=layout):
-        choose(graph)
-        stream(graph)
-        joint_graph_passes(graph)
-        code: Any = compile_fx_inner(graph, list(inputs), is_inference=True)
+    grouped = any(map(_is_grouped, graph.graph.nodes))
+    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
     return code
 
 
@@ -107,9 +98,7 @@ def _is_grouped(node: Node) -> bool:
 
 
 def _advice(error: Exception) -> str:
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if isinstance(getattr(error, "inner_exception", error), InvalidCxxCompiler):
+    if lacks_cpp_compiler(error):
         reason = "found no C++ compiler. Install one (Debian: apt install g++), or point CXX to it"
     else:
         reason = f"failed in torch's compiler ({type(error).__name__}: {str(error).splitlines()[0]})"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from persample._torch import FakeTensorMode, symbol_source
 from persample.engines.compiled.lower import Run, functional, lower
 from persample.engines.compiled.packing import unpack
 from persample.engines.compiled.reads import Reads
@@ -155,10 +155,9 @@ def _found(x: int | Tensor, reads: Reads) -> Tensor:
 
 
 def _symbol(env: ShapeEnv, number: int, hint: int) -> Any:
-    from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-    source = ConstantSource(f"size{number}")
+    source = symbol_source(f"size{number}")
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
     return env.create_symintnode(symbol, hint=hint, source=source)
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from persample._torch import MODULE_SLOTS
 from persample.engines.compiled.code import is_installed, is_library, names
 from persample.engines.compiled.places import MISSING, Places
 from persample.errors import LossError
@@ -36,7 +37,7 @@ Facts = tuple[tuple[str, Hashable], ...]
 
 _MOST = 100_000
 _CONSTANTS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size, range)
-_OF_MODULES = {"forward", "training", "_parameters", "_buffers", "_modules"}
+_OF_MODULES = {"forward", "training", *MODULE_SLOTS}
 _BARE = {object, nn.Module, Generic, Protocol, abc.ABC}
 _DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
 

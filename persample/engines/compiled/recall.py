@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _set_grad_enabled
-from torch._C._dynamo.guards import TensorGuards
-from torch._C._functorch import peek_interpreter_stack
 
+from persample._torch import TensorGuards, peek_interpreter_stack, set_grad_enabled
 from persample.engines.compiled.cache import on_clear
 from persample.engines.compiled.matching import Take, any_of, equal, maker, taker, tensor
 from persample.engines.compiled.program import DoubtfulError, Program
@@ -118,13 +116,13 @@ class Recalled:
             return None
         recording = torch.is_grad_enabled()
         try:  # no signal comes between a statement of ``try`` or ``finally`` and one call of C that it starts with
-            _set_grad_enabled(False)  # as no_grad does, without a context
+            set_grad_enabled(False)  # as no_grad does, without a context
             results = self.program.outputs(tensors)
             return self.result(results) if call[-1] is None else call[-1]
         except DoubtfulError:
             return None
         finally:
-            _set_grad_enabled(recording)
+            set_grad_enabled(recording)
 
 
 def recall(loss_fn: Any, *call: Any) -> Any:

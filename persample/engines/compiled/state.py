@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.nn.modules import module
 
-_HOOKS = [x for name, x in vars(module).items() if name.startswith("_global_") and name.endswith("_hooks")]
+from persample._torch import global_module_hooks, len_torch_function_stack
+
+_HOOKS = global_module_hooks()
 
 
 def settings(kind: str) -> tuple[Hashable, ...]:
@@ -20,7 +20,7 @@ def settings(kind: str) -> tuple[Hashable, ...]:
     autocast = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
     return (
         torch.get_default_dtype(),
-        torch.get_default_device() if _len_torch_function_stack() else None,  # slow to ask
+        torch.get_default_device() if len_torch_function_stack() else None,  # slow to ask
         autocast and (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from persample._torch import load_cpp
 from persample.cpu.gemm import sizes
 from persample.engines.compiled.operations import define
 
@@ -54,9 +55,7 @@ def _kernel() -> Any:
     """Return the loop, compiled as Inductor compiles its own."""
     from ctypes import c_int64, c_void_p
 
-    from torch._inductor.codecache import CppCodeCache
-
-    kernel = CppCodeCache.load(_SOURCE).outer
+    kernel = load_cpp(_SOURCE).outer
     kernel.argtypes = [c_void_p] * 3 + [c_int64] * 3
     return kernel
 

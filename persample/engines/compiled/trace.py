@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    aten_efficientzerotensor,
+    aten_local_scalar_dense,
+    force_original_view_tracking,
+)
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import drop_failed, pack
 from persample.utils.numeric import exceptions_noted, is_folded, untraced
@@ -69,10 +74,6 @@ class Traced:
     noted: bool
 
 
-_READ = torch.ops.aten._local_scalar_dense.default
-_ZEROS = torch.ops.aten._efficientzerotensor.default
-
-
 class _Values(TorchDispatchMode):
     """Lets values of tensors be read that are not traced: those that the loss closed over.
 
@@ -96,9 +97,9 @@ class _Values(TorchDispatchMode):
         Returns:
             What the operation returns.
         """
-        if func is _ZEROS:
+        if func is aten_efficientzerotensor:
             return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
-        if func is not _READ or isinstance(args[0], FakeTensor):
+        if func is not aten_local_scalar_dense or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with untraced():
             value = args[0].item()
@@ -164,7 +165,7 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
     # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
-    with FakeTensorMode(allow_non_fake_inputs=True), _force_original_view_tracking(True):
+    with FakeTensorMode(allow_non_fake_inputs=True), force_original_view_tracking(True):
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:

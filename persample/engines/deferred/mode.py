@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from persample._torch import UnguardedDispatchMode, schema
 from persample.cpu.mode import FASTER
 from persample.engines.deferred.numbering import Numbering
 from persample.engines.deferred.placeholder import Placeholder, Watch, memory, placeholder
@@ -19,7 +19,7 @@ from persample.engines.deferred.terms import DeferredTerm
 from persample.factors import cost_model
 
 
-class Deferral(TorchDispatchMode):
+class Deferral(UnguardedDispatchMode):
     """Products of back-propagated signals and inputs become placeholders wherever that is the better form.
 
     Under ``torch.func`` a dispatch mode sees the operations that vmap has batched already. Which of them compute
@@ -31,7 +31,7 @@ class Deferral(TorchDispatchMode):
     """
 
     def __init__(self, uses: Iterable[str], params: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.numbering = Numbering()
         self._uses = frozenset(uses)
         self._params = {memory(param) for param in params}
@@ -64,10 +64,6 @@ class Deferral(TorchDispatchMode):
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__torch_dispatch__(func, (), args, kwargs)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # dynamo never sees this mode; guarding against it costs more than the mode itself
 
     def __exit__(self, *error: Any) -> None:
         """Forget what was numbered."""
@@ -103,12 +99,12 @@ class Deferral(TorchDispatchMode):
 
 @functools.cache  # hashing an operation is the dearest part of looking it up
 def _known(func: Any) -> tuple[bool, Any, Any]:
-    return func._schema.is_mutable, PRODUCERS.get(func), FASTER.get(func, func)
+    return schema(func).is_mutable, PRODUCERS.get(func), FASTER.get(func, func)
 
 
 @functools.cache
 def _writes(func: Any) -> tuple[list[int], list[str]]:
-    arguments = list(enumerate(func._schema.arguments))
+    arguments = list(enumerate(schema(func).arguments))
     places = [place for place, x in arguments if x.alias_info is not None and x.alias_info.is_write]
     return places, [arguments[place][1].name for place in places]
 

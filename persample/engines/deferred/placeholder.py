@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from persample._torch import disabled_torch_function, make_wrapper_subclass, storage_id
 from persample.engines.deferred.terms import DeferredTerm
 from persample.utils import trees
 
@@ -61,7 +62,7 @@ def memory(tensor: Tensor) -> int:
     Args:
         tensor: not a placeholder.
     """
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 class DeferredBuffer:
@@ -128,7 +129,7 @@ class Placeholder(Tensor):
     def __new__(cls, cell: DeferredBuffer, meta: Tensor | None = None, chain: tuple[Step, ...] = ()) -> Placeholder:
         """Return a view of a cell."""
         meta = cell.meta if meta is None else meta
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -139,7 +140,7 @@ class Placeholder(Tensor):
         self.cell, self.meta, self.chain = cell, meta, chain
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from persample._torch import aten_efficientzerotensor
 from persample.engines.deferred.correlations import Correlations
 from persample.engines.deferred.lookups import Lookups, SharedLookups
 from persample.engines.deferred.numbering import Numbering
@@ -153,7 +154,7 @@ PRODUCERS: dict[Any, Callable[..., Any]] = {
     aten.embedding_dense_backward.default: _embedding,
     aten.new_zeros.default: _zeros_like,
     aten.zeros_like.default: _zeros_like,
-    **dict.fromkeys([aten.zeros.default, aten._efficientzerotensor.default], _zeros),
+    **dict.fromkeys([aten.zeros.default, aten_efficientzerotensor], _zeros),
     **dict.fromkeys([aten.arange.default, aten.arange.start, aten.arange.start_step], _arange),
     **{
         func: functools.partial(_follow, func)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import aten_to_copy, schema
 from persample.engines.deferred.lookups import Lookups
 from persample.engines.deferred.placeholder import Placeholder, placeholder, values_of
 from persample.engines.deferred.terms import DeferredTerm, Given
@@ -36,7 +37,7 @@ def act(func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[.
     name = str(func.overloadpacket)
     result = (call or func)(*values_of(list(args), name), **values_of(kwargs, name))
     # In place: what was written is seen through the placeholder, which stays what it is.
-    return args[0] if func._schema.is_mutable and isinstance(args[0], Placeholder) else result
+    return args[0] if schema(func).is_mutable and isinstance(args[0], Placeholder) else result
 
 
 def made(
@@ -199,7 +200,7 @@ _DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 _RULES: dict[Any, Callable[..., Any]] = {
     **VIEWS,
     aten.clone.default: _same,
-    aten._to_copy.default: _cast,
+    aten_to_copy: _cast,
     aten.neg.default: _negate,
     **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar], _scale),
     **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor], _add),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import aten_reshape_alias, aten_unsafe_view
 from persample.engines.deferred.placeholder import Placeholder, Step
 from persample.engines.deferred.terms import DeferredTerm
 
@@ -73,8 +74,8 @@ VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         [
             aten.view.default,
-            aten._unsafe_view.default,
-            aten._reshape_alias.default,
+            aten_unsafe_view,
+            aten_reshape_alias,
             aten.expand.default,
             aten.unsqueeze.default,
             aten.squeeze.default,

@@ -16,10 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _remove_batch_dim
-from torch._functorch.predispatch import lazy_load_decompositions
-from torch._functorch.vmap import vmap_increment_nesting
 
+from persample._torch import add_batch_dim, lazy_load_decompositions, remove_batch_dim, vmap_increment_nesting
 from persample.engines.layers.factors import LayerFactors
 from persample.engines.layers.guard import LayerGuard, NotDirectError
 from persample.engines.layers.interceptor import LayerInterceptor
@@ -110,7 +108,7 @@ def _gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradien
     with torch.enable_grad(), vmap_increment_nesting(samples.size, "error") as level:
 
         def given(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-            return [_add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
+            return [add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
 
         params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
         repeated = itertools.compress(params, own)
@@ -120,9 +118,9 @@ def _gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradien
             value, (aux, has_aux) = loss(params, sample)
         if watching.has_refused:
             raise NotDirectError
-        losses = _remove_batch_dim(value, level, samples.size, 0)
+        losses = remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
-            aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
+            aux = tree_map(lambda x: remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
     others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
     found = [split for split, other in zip(own, others, strict=True) if other is not None]
     if not all(found) or not (found or collected):

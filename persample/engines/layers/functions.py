@@ -8,12 +8,13 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
+
+from persample._torch import OpOverload, backward_hooks_getter, schema
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "_backward_hooks", "output_nr", "retains_grad")
-_GETTERS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}
+_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad")
+_GETTERS = {backward_hooks_getter, *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)}
 _HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
@@ -95,7 +96,7 @@ def _name(func: Any) -> str:
 @functools.cache
 def _writes(func: Any) -> bool:
     if isinstance(func, OpOverload):
-        return func._schema.is_mutable
+        return schema(func).is_mutable
     name = _name(func)
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from torch._C._functorch import (
-    _add_batch_dim,
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from persample._torch import (
+    add_batch_dim,
     get_unwrapped,
     is_batchedtensor,
     maybe_get_bdim,
     maybe_get_level,
+    temporarily_clear_interpreter_stack,
 )
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import Function
-from torch.nn import functional as F
-
 from persample.cpu import gemm
 from persample.utils.numeric import is_autocast, is_wrapped
 from persample.vmap_rules.functional import linear
@@ -131,7 +131,7 @@ class LayerInterceptor:
         take = self._taker.table(place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
             out = _Lookup.apply(weight, index, take)
-        return _add_batch_dim(out, 0, self._level)
+        return add_batch_dim(out, 0, self._level)
 
     def _of_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
         place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
@@ -149,7 +149,7 @@ class LayerInterceptor:
             # The shape is made outside of the function: what it returned as a view could not be written in place.
             out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
             out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
-        return _add_batch_dim(out, 0, self._level)
+        return add_batch_dim(out, 0, self._level)
 
     def _is_of_rows(self, x: Tensor) -> bool:
         own = is_batchedtensor(x) and maybe_get_level(x) == self._level
