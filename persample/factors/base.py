@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Factor(ABC):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensor fields."""
-        return tuple(x for field in fields(self) if isinstance(x := getattr(self, field.name), Tensor))
+        return tuple(tensor_fields(self).values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,9 +143,13 @@ class Factor(ABC):
             yield index, buffer
 
 
+def tensor_fields(x: Any) -> dict[str, Tensor]:
+    """Return the fields of a dataclass that are tensors, by name."""
+    return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
+
+
 def _with_tensors(factor: F, tensors: Iterable[Tensor]) -> F:
-    names = [field.name for field in fields(factor) if isinstance(getattr(factor, field.name), Tensor)]
-    return replace(factor, **dict(zip(names, tensors, strict=True)))
+    return replace(factor, **dict(zip(tensor_fields(factor), tensors, strict=True)))
 
 
 def _layout(factor: Factor) -> tuple[object, ...]:
