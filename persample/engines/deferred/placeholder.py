@@ -27,7 +27,7 @@ class View(NamedTuple):
 
 
 def _method_of_value(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self.value(name), name)(*args, **kwargs)
+    return lambda self, *args, **kwargs: getattr(self.value(name.strip("_")), name)(*args, **kwargs)
 
 
 class Placeholder(Tensor):
