@@ -123,7 +123,7 @@ class Factor(ABC):
     @classmethod
     def concatenate(cls: type[F], factors: Sequence[F]) -> Factor | None:
         """Return the factor of the samples of all, or None where they do not fit together."""
-        if len({_layout(factor) for factor in factors}) > 1:
+        if len({row_format(factor) for factor in factors}) > 1:
             return None
         operands = zip(*(factor.tensors for factor in factors), strict=True)
         return _with_tensors(factors[0], [torch.cat(rows) for rows in operands])
@@ -152,8 +152,8 @@ def _with_tensors(factor: F, tensors: Iterable[Tensor]) -> F:
     return replace(factor, **dict(zip(tensor_fields(factor), tensors, strict=True)))
 
 
-def _layout(factor: Factor) -> tuple[object, ...]:
-    """Return all that must be equal in factors whose rows are stacked."""
+def row_format(factor: Factor) -> tuple[object, ...]:
+    """Return what must be equal in factors whose rows are stacked: the shapes of rows, and all other fields."""
     values = (getattr(factor, field.name) for field in fields(factor))
     return tuple(x.shape[1:] if isinstance(x, Tensor) else x for x in values)
 

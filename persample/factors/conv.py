@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample.factors import cost_model
-from persample.factors.base import Factor
+from persample.factors.base import Factor, row_format
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
 from persample.utils import numeric
@@ -133,23 +133,13 @@ class Conv(Factor):
     @classmethod
     def concatenate(cls, factors: Sequence[Conv]) -> Factor | None:
         """Return the factor of the samples of all, of patches where the sizes of images differ."""
-        if len({_image_shapes(factor) for factor in factors}) == 1:
-            return _stacked(factors, 0)
-        return Outer.concatenate([factor.patches() for factor in factors])
+        return super().concatenate(factors) or Outer.concatenate([factor.patches() for factor in factors])
 
     def add(self, other: Factor) -> Factor | None:
         """Return the factor of gᵢ + hᵢ: of more images, or of more patches where the sizes of images differ."""
         if not isinstance(other, Conv):
             return None
-        same = _image_shapes(self) == _image_shapes(other)
-        return _stacked([self, other], 1) if same else self.patches().add(other.patches())
-
-
-def _stacked(factors: Sequence[Conv], axis: int) -> Conv:
-    signals, inputs = (torch.cat(x, axis) for x in zip(*((f.signals, f.inputs) for f in factors), strict=True))
-    return replace(factors[0], signals=signals, inputs=inputs)
-
-
-def _image_shapes(factor: Conv) -> tuple[object, ...]:
-    geometry = (factor.stride, factor.padding, factor.dilation, factor.groups, factor.signals.shape[1])
-    return (*geometry, factor.signals.shape[3:], factor.inputs.shape[3:])
+        if row_format(self) != row_format(other):
+            return self.patches().add(other.patches())
+        signals, inputs = (torch.cat(pair, 1) for pair in zip(self.tensors, other.tensors, strict=True))
+        return replace(self, signals=signals, inputs=inputs)
