@@ -38,7 +38,7 @@ class Factor(ABC):
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``, written into ``out`` where it is given."""
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensor fields."""
         return tuple(tensor_fields(self).values())

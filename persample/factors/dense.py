@@ -38,11 +38,6 @@ class Dense(Factor):
         return cls(torch.zeros(1, *shape, dtype=dtype, device=device).expand(size, *shape))
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The gradients."""
-        return (self.values,)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one gradient."""
         return tuple(self.values.shape[1:])

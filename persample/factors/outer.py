@@ -41,11 +41,6 @@ class Outer(Factor):
     out_dtype: torch.dtype
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Signals and inputs."""
-        return (self.left, self.right)
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the gradients."""
         return self.out_dtype

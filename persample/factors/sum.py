@@ -32,7 +32,7 @@ class SumFactor(Factor):
 
     parts: tuple[Factor, ...]
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of all parts."""
         return tuple(x for part in self.parts for x in part.tensors)

@@ -41,11 +41,6 @@ class DeferredBuffer:
         self.needed_by = ""
         pending.add(self)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-        return self.meta.dtype
-
     def compute(self, needed_by: str) -> Tensor:
         """Return the value, which the first call computes.
 
@@ -63,8 +58,8 @@ class DeferredBuffer:
 
     def _sum(self) -> Tensor:
         if not self.terms:
-            return torch.zeros(self.meta.shape, dtype=self.dtype, device=self.device)
-        value = functools.reduce(torch.add, (term.compute(self.dtype) for term in self.terms)).contiguous()
+            return torch.zeros(self.meta.shape, dtype=self.meta.dtype, device=self.device)
+        value = functools.reduce(torch.add, (term.compute(self.meta.dtype) for term in self.terms)).contiguous()
         # A value that shares memory with another tensor could be changed by a write into that tensor.
         shared = len(self.terms) == 1 and any(storage_key(value) == storage_key(x) for x in self.terms[0].tensors)
         return value.clone() if shared else value

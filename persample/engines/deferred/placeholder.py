@@ -52,7 +52,7 @@ class Placeholder(Tensor):
             meta.shape,
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
-            dtype=buffer.dtype,
+            dtype=meta.dtype,
             device=buffer.device,
         )
         self.buffer, self.meta, self.views = buffer, meta, views

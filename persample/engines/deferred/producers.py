@@ -110,30 +110,19 @@ def index_put(
     return context.placeholder(term, values)
 
 
-def _zeros_like(context: DeferralContext, like: Tensor, shape: Any = None, **kwargs: Any) -> Placeholder | None:
-    given = {name: x for name, x in kwargs.items() if x is not None}
-    return _zeros(
-        context, like.shape if shape is None else shape, **{"dtype": like.dtype, "device": like.device, **given}
-    )
+def _zeros_like(context: DeferralContext, like: Tensor, shape: Any = None, **options: Any) -> Placeholder | None:
+    given = {name: x for name, x in options.items() if x is not None}
+    options = {"dtype": like.dtype, "device": like.device, **given}
+    return _zeros(context, like.shape if shape is None else shape, **options)
 
 
-def _zeros(
-    context: DeferralContext,
-    shape: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    layout: Any = None,
-    **_: Any,
-) -> Placeholder | None:
+def _zeros(context: DeferralContext, shape: Any, **options: Any) -> Placeholder | None:
     """Defer zeros: gradients are added to them, or they are the gradient of a parameter without influence."""
-    if dtype is None or not dtype.is_floating_point or device is None or layout not in {None, torch.strided}:
+    dtype, device = options.get("dtype"), options.get("device")
+    if dtype is None or not dtype.is_floating_point or device is None:
         return None
-    return defer((), shape, dtype, torch.device(device), context.pending)
-
-
-def _arange(context: DeferralContext, *bounds: int, **kwargs: Any) -> Tensor:
-    return context.offsets.arange(*bounds, **kwargs)
+    is_strided = options.get("layout") in {None, torch.strided}
+    return defer((), shape, dtype, torch.device(device), context.pending) if is_strided else None
 
 
 def _follow(func: Any, context: DeferralContext, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -149,7 +138,10 @@ PRODUCERS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _zeros_like,
     aten.zeros_like.default: _zeros_like,
     **dict.fromkeys([aten.zeros.default, aten_efficientzerotensor], _zeros),
-    **dict.fromkeys([aten.arange.default, aten.arange.start, aten.arange.start_step], _arange),
+    **dict.fromkeys(
+        [aten.arange.default, aten.arange.start, aten.arange.start_step],
+        lambda context, *bounds, **kwargs: context.offsets.arange(*bounds, **kwargs),
+    ),
     **{
         func: functools.partial(_follow, func)
         for func in (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.add.Tensor)

@@ -40,11 +40,6 @@ class ProductTerm(DeferredTerm):
         """The sizes of the product before axes were merged or split."""
         return _axes(self.left, self.right)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Both operands."""
-        return (self.left, self.right)
-
     def factor(self, dtype: torch.dtype) -> Outer | None:
         """Return the factor whose samples are the rows of the tensor, or None if their axis was merged with others."""
         if not self.shape or self.axes[:1] != self.shape[:1]:
@@ -74,28 +69,26 @@ class ProductTerm(DeferredTerm):
         if self.axes != self.shape:
             return None
         order = [*(dim % len(self.shape) for dim in dims), len(self.shape)]
-        return ProductTerm.of(self.left.permute(order), self.right.permute(order))
+        return ProductTerm.of(*(x.permute(order) for x in self.tensors))
 
     def pick(self, dim: int, index: slice) -> ProductTerm | None:
         """Return a range along one axis."""
         if self.axes != self.shape:
             return None
-        if len(range(*index.indices(self.shape[dim]))) == 0:  # sizes 0 and 1 do not broadcast
+        if (
+            len(range(*index.indices(self.shape[dim]))) == 0
+        ):  # an operand that repeats has size 1, and the larger size counts
             return None
         full = (slice(None),) * dim
-        left, right = (x[(*full, index)] if x.shape[dim] == self.shape[dim] else x for x in self.tensors)
-        return ProductTerm.of(left, right)
+        return ProductTerm.of(*(x[(*full, index)] if x.shape[dim] == self.shape[dim] else x for x in self.tensors))
 
     def place(self, dim: int, size: int, index: slice) -> ProductTerm | None:
         """Return a product of ``size`` along one axis, zero outside of a range: the adjoint of ``pick``."""
         if self.axes != self.shape:
             return None
-        vary = [x.shape[dim] == self.shape[dim] for x in self.tensors]
-        if self.shape[dim] == 1:  # zeros in one operand are enough
-            vary = [True, False]
-        return ProductTerm.of(
-            *(_placed(x, dim, size, index) if v else x for x, v in zip(self.tensors, vary, strict=True))
-        )
+        left_varies, right_varies = (x.shape[dim] == self.shape[dim] != 1 for x in self.tensors)
+        left = self.left if right_varies and not left_varies else _placed(self.left, dim, size, index)
+        return ProductTerm.of(left, _placed(self.right, dim, size, index) if right_varies else self.right)
 
     def reshape(self, shape: Sequence[int]) -> ProductTerm:
         """Return the product in another shape; merged axes of unlike operands stay apart in the operands."""
