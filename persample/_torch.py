@@ -23,18 +23,19 @@ from persample.errors import TorchVersionError
 
 
 class _Missing(type):
-    """The class of stand-ins for names that the installed torch does not have."""
+    """The class of stand-ins for names that the installed torch does not have, and of the classes derived from them."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        raise TorchVersionError.about(cls.__name__)
+        raise cls._error()
 
     def __instancecheck__(cls, instance: object) -> NoReturn:
-        raise TorchVersionError.about(cls.__name__)
+        raise cls._error()
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python probes classes for optional methods
-            raise AttributeError(name)
-        raise TorchVersionError.about(f"{cls.__name__}.{name}")
+        raise AttributeError(name) if name.startswith("__") else cls._error()  # Python itself asks for the former
+
+    def _error(cls) -> TorchVersionError:
+        return TorchVersionError.about(cls.__mro__[-2].__name__)
 
 
 def private(path: str) -> Any:
@@ -249,7 +250,6 @@ aten_reshape_alias = private("torch:ops.aten._reshape_alias.default")
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
 aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
 aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
-mkldnn_linear = private("torch:ops.mkldnn._linear_pointwise.default")  # a product by oneDNN, of plain tensors
 
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
 tree_flatten = private("torch.utils._pytree:tree_flatten")
@@ -294,11 +294,6 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
 def lacks_cpp_compiler(error: BaseException) -> bool:
     """Return whether Inductor failed because it found no C++ compiler."""
     return isinstance(getattr(error, "inner_exception", error), private("torch._inductor.exc:InvalidCxxCompiler"))
-
-
-def load_cpp(source: str) -> Any:
-    """Return the library that C++ code compiles to, by the compiler and the flags of Inductor."""
-    return private("torch._inductor.codecache:CppCodeCache").load(source)
 
 
 def keep_strides(x: torch.Tensor) -> torch.Tensor:

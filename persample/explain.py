@@ -125,19 +125,26 @@ def explain(
     uses = Reductions(wanted).required_ops
 
     def compute() -> Explanation:
-        loss, samples = inputs.check_call(
-            loss_fn, params, batch, wanted, weights=None, in_dims=in_dims, keep_batch_dim=keep_batch_dim
+        call = inputs.normalize(
+            loss_fn,
+            params,
+            batch,
+            wanted,
+            weights=None,
+            in_dims=in_dims,
+            keep_batch_dim=keep_batch_dim,
+            randomness=randomness,
         )
-        if samples.size == 0:
+        if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
         # Once to see what every gradient could be kept as, and once as the engine does it.
         start = rng.snapshot()
-        could, *_ = batched_gradients(loss, samples, randomness, Deferral((), samples.params))
+        could, *_ = batched_gradients(call, Deferral((), call.params))
         rng.rewind(start)
-        mode = _Explaining(uses, samples.params)
-        grads, *_ = batched_gradients(loss, samples, randomness, mode)
-        pairs = zip(loss.spec.paths, could, grads, strict=True)
+        mode = _Explaining(uses, call.params)
+        grads, *_ = batched_gradients(call, mode)
+        pairs = zip(call.loss.spec.paths, could, grads, strict=True)
         return Explanation(tuple(_storage(path, factor_of(x, ()), grad, mode, uses) for path, x, grad in pairs))
 
     return isolated(params, compute)

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor
-from persample.utils.numeric import as_real, exceeds, is_traced, together
+from persample.factors.norms import squared_norms_per_factor
+from persample.utils.dtypes import as_real
+from persample.utils.norms import has_extreme
+from persample.utils.tracing import is_traced
 from persample.utils.trees import TreeSpec, unflatten
 
 # Numbers, of all samples, up to which copying gradients costs less than operations on them one by one.
@@ -78,9 +81,7 @@ class Gradients:
 
     def _squared_norms(self, factors: Sequence[Factor]) -> list[Tensor]:
         new = [factor for factor in factors if id(factor) not in self._known]
-        own = (x for factor in new for x in vars(factor).values() if isinstance(x, Tensor))
-        squared = together(own, lambda: [factor.squared_norms() for factor in new])
-        self._known.update(zip(map(id, new), squared, strict=True))
+        self._known.update(zip(map(id, new), squared_norms_per_factor(new), strict=True))
         return [self._known[id(factor)] for factor in factors]
 
     @cached_property
@@ -156,7 +157,7 @@ class Gradients:
         if scale is None:
             return self.weights, dtype, None
         scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
-        return (scale, torch.float64, 0 * scale.sum()) if exceeds(scale) else (scale.to(dtype), dtype, None)
+        return (scale, torch.float64, 0 * scale.sum()) if has_extreme(scale) else (scale.to(dtype), dtype, None)
 
 
 def _is_small(factor: Factor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Factor, concatenate
-from persample.utils.numeric import restore
+from persample.utils.dtypes import restore
 from persample.utils.trees import leaf, tree_map
 
 

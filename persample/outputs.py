@@ -10,7 +10,8 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.utils import trees
-from persample.utils.numeric import is_folded, is_traced, is_wrapped
+from persample.utils.strides import is_folded
+from persample.utils.tracing import is_traced, is_wrapped
 
 
 def owned(result: Any, inputs: Sequence[Any]) -> Any:

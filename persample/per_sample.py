@@ -1,30 +1,21 @@
-"""The one function that does the work: check, compute chunk by chunk, merge, finish."""
+"""``per_sample_grads``: check the arguments, compute chunk by chunk, merge, finish."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from persample import engines, inputs
+from persample import inputs, pipeline
+from persample.engines import ENGINES, compiled, recall
 from persample.engines.diagnosis import unwritten
 from persample.inputs import Engine, Randomness
-from persample.inputs.loss import NotConnectedError
-from persample.merge import merge
 from persample.outputs import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
-from persample.utils import rng, trees
+from persample.utils import trees
 from persample.utils.isolation import isolated
-
-_ENGINES: dict[str, Any] = {
-    "empty": engines.empty,
-    "eager": engines.eager,
-    "compiled": engines.compiled,
-    "loop": engines.loop,
-}
 
 
 def per_sample_grads(
@@ -120,36 +111,34 @@ def per_sample_grads(
         tensor([0.5000, 1.5000])
     """
     inputs.check_derivatives("per_sample_grads")
-    call = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
-    if engine == "compiled" and weights is None:
-        recalled = engines.recall(*call)
-        if recalled is not None:
-            return recalled
     inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
+    asked = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
+    if engine == "compiled" and weights is None and (found := recall(*asked)) is not None:
+        return found
     wanted, container = inputs.reductions(reduce)
 
     def compute() -> Any:
-        loss, samples = inputs.check_call(
-            loss_fn, params, batch, wanted, weights=weights, in_dims=in_dims, keep_batch_dim=keep_batch_dim
+        call = inputs.normalize(
+            loss_fn,
+            params,
+            batch,
+            wanted,
+            weights=weights,
+            in_dims=in_dims,
+            keep_batch_dim=keep_batch_dim,
+            randomness=randomness,
         )
-        given = [*samples.params, *samples.leaves]
-        into = out if out is not None and is_apart(out, given) else None
-        lift = Reductions(wanted, keep_factored=into is not None)
-        with unwritten(loss, samples):
-            if engine == "compiled" and 0 < samples.size <= (chunk_size or samples.size):
-                task = engines.Task(lift, loss, samples, randomness, finishes=True, container=container, out=into)
-                finished = engines.finished(task, call)
+        into = out if out is not None and is_apart(out, call.tensors) else None
+        reductions = Reductions(wanted, keep_factored=into is not None)
+        with unwritten(call):
+            if engine == "compiled" and call.size:
+                results = compiled(call, reductions, chunk_size, container, into, asked)
             else:
-                of_chunk = _ENGINES[engine if samples.size else "empty"]
-                chunks = rng.replayed(samples.chunks(chunk_size), randomness)
-                partials = (of_chunk(lift, loss, chunk, randomness) for chunk in chunks)
-                lifted, connected = functools.reduce(merge, partials)
-                if not connected.value:
-                    raise NotConnectedError
-                finished = lift.finish(lifted, samples.params[0].device, trees.leaves_like(into, container))
-        if finished is None:  # they were written into out
+                gradients_of = ENGINES[engine if call.size else "empty"]
+                results = pipeline.run(call, gradients_of, reductions, chunk_size, trees.leaves_like(into, container))
+        if results is None:  # they were written into out
             return out
-        result = owned(trees.unflatten(finished, container), given)
+        result = owned(trees.unflatten(results, container), call.tensors)
         return result if out is None else write_into(out, result)
 
     return isolated(params, compute)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from persample.errors import LossError
 from persample.merge import Moments
-from persample.utils.numeric import accumulate_dtype
+from persample.utils.dtypes import accumulate_dtype
 
 RULES = ("refuse", "chunk", "full")
 RECOMPUTED = (

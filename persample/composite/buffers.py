@@ -13,7 +13,7 @@ from persample.composite.encoder import Tower
 from persample.composite.processes import Processes
 from persample.merge import merge
 from persample.utils import trees
-from persample.utils.numeric import accumulate_dtype
+from persample.utils.dtypes import accumulate_dtype
 
 
 @dataclass(frozen=True)

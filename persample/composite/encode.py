@@ -16,7 +16,6 @@ from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
-from persample.utils.fallback import explained
 from persample.vmap_rules import rewritten
 
 Encode = Callable[[SampleLoss, Call], Any]  # from one chunk to its z, a tree of tensors ``[k, ...]``
@@ -32,7 +31,7 @@ def first_pass(tower: Tower, encode: Encode) -> Any:
     Returns:
         z: a tree of detached tensors ``[n, ...]`` in memory of their own.
     """
-    with unwritten(tower.encoder, tower.samples):
+    with unwritten(tower.samples):
         pieces = [trees.tree_map(_compact, encode(tower.encoder, chunk)) for chunk in tower.chunks()]
     return trees.tree_map(lambda *rows: torch.cat(rows), *pieces)
 
@@ -60,8 +59,8 @@ def at_once(encoder: SampleLoss, samples: Call) -> Any:
 
     if not samples.size:
         return _of_no_samples(encoder, samples)
-    with diagnosed(samples, encoder, batched=True), explained():
-        return _without_kept_axis(encoder, vmapped(one, samples, "different"))
+    with diagnosed(samples, batched=True):
+        return _without_kept_axis(encoder, vmapped(one, samples))
 
 
 def one_by_one(encoder: SampleLoss, samples: Call) -> Any:
@@ -78,7 +77,7 @@ def one_by_one(encoder: SampleLoss, samples: Call) -> Any:
         return _of_no_samples(encoder, samples)
     rows = []
     for i in range(samples.size):
-        with diagnosed(samples, encoder, batched=False):
+        with diagnosed(samples, batched=False):
             rows.append(_checked(encoder, encoder.returned(*samples.at(i)), one_row=encoder.keep_batch_dim))
     return _without_kept_axis(encoder, trees.tree_map(lambda *z: torch.stack(z), *rows))
 
@@ -96,7 +95,7 @@ def whole(encoder: SampleLoss, samples: Call) -> Any:
     Raises:
         LossError: if z does not hold one row per sample.
     """
-    with diagnosed(samples, encoder, batched=False):
+    with diagnosed(samples, batched=False):
         z = _checked(encoder, encoder.returned(samples.params, samples.leaves), one_row=False)
     for path, leaf in _named(z):
         if leaf.shape[:1] != (samples.size,):

@@ -10,7 +10,7 @@ from torch import nn
 
 from persample._torch import BatchNormBase
 from persample.errors import ArgumentError
-from persample.inputs import check_call
+from persample.inputs import normalize
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
@@ -26,14 +26,17 @@ class Tower:
     """One encoder and what it encodes.
 
     Args:
-        encoder: f as a function of flat tensors; its ``returned`` is z.
-        samples: x₁ … xₙ.
+        samples: x₁ … xₙ, and f as their loss: its ``returned`` is z.
         chunk_size: how many of them are encoded at a time.
     """
 
-    encoder: SampleLoss
     samples: Call
     chunk_size: int | None
+
+    @property
+    def encoder(self) -> SampleLoss:
+        """The function f of flat tensors."""
+        return self.samples.loss
 
     def chunks(self) -> Iterator[Call]:
         """Return the samples in pieces."""
@@ -41,7 +44,7 @@ class Tower:
 
     def calling(self, fn: Callable[..., Any]) -> Tower:
         """Return this tower with another function in the place of the user's."""
-        return replace(self, encoder=replace(self.encoder, fn=fn))
+        return replace(self, samples=replace(self.samples, loss=replace(self.encoder, fn=fn)))
 
 
 def build_towers(
@@ -81,7 +84,7 @@ def build_towers(
     names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
     towers = []
     for encoder, batch, (called, given) in zip(encoders, batches, names, strict=True):
-        parts = check_call(
+        call = normalize(
             encoder,
             params,
             batch,
@@ -92,8 +95,9 @@ def build_towers(
             called=called,
             given=given,
             batch_statistics=batch_statistics,
+            randomness="different",
         )
-        towers.append(Tower(*parts, chunk_size))
+        towers.append(Tower(call, chunk_size))
         if batched and any(towers[-1].samples.params_batched):
             fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
             raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)

@@ -14,7 +14,7 @@ from persample.composite.encoder import Tower
 from persample.composite.replay import NotReplayedError
 from persample.errors import LossError
 from persample.utils import rng, trees
-from persample.utils.numeric import is_wrapped
+from persample.utils.tracing import is_wrapped
 
 _FIX = (
     "Let it draw from the global streams of torch, NumPy or random, which are replayed, and not from a generator of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -32,8 +33,8 @@ from persample.utils import rng, trees
 
 # How a chunk is encoded, and which engine differentiates it.
 WAYS: dict[str, tuple[Any, Any]] = {
-    "eager": (at_once, engines.eager),
-    "loop": (one_by_one, engines.loop),
+    "eager": (at_once, engines.ENGINES["eager"]),
+    "loop": (one_by_one, engines.ENGINES["loop"]),
     "batched": (whole, of_chunk),
 }
 
@@ -114,7 +115,7 @@ class Passes:
         if self._kept is not None:
             return self._kept.lifted(Reductions(wanted), losses.encoder, self._cotangents)
         lift = Reductions([*wanted, Replayed(tolerance(self._tower.encoder, self._z))])
-        with unwritten(losses.encoder, losses.samples):
+        with unwritten(losses.samples):
             chunks = self._replay.over(losses.chunks())
             lifted, connected = functools.reduce(merge, (self._lifted(lift, chunk) for chunk in chunks))
         return lifted[:-1], connected
@@ -124,7 +125,7 @@ class Passes:
         if not chunk.size or not self._used:
             return _zeros(lift, encoder, chunk)
         try:
-            return self._engine(lift, encoder, chunk, "different")
+            return lift.lift(self._engine(chunk, lift.required_ops))
         except NotConnectedError:  # a frozen tower beside others
             return _zeros(lift, encoder, chunk)
         except NotReplayedError as error:
@@ -135,7 +136,8 @@ class Passes:
     def _own(self, chunk: Call) -> Call:
         """Return a chunk without what was added to the inputs."""
         count = len(self._tower.samples.leaves)
-        return Call(chunk.size, chunk.params, chunk.params_batched, chunk.leaves[:count], chunk.leaves_batched[:count])
+        leaves, batched = chunk.leaves[:count], chunk.leaves_batched[:count]
+        return replace(chunk, loss=self._tower.encoder, leaves=leaves, leaves_batched=batched)
 
 
 def _under(mode: Any, tower: Tower) -> Tower:
@@ -172,4 +174,4 @@ def _zeros(lift: Reductions, loss: SampleLoss, samples: Call) -> Any:
     pairs = zip(samples.params, loss.spec.shapes, strict=True)
     values = [x.new_zeros(()).expand(samples.size, *shape) for x, shape in pairs]
     losses = samples.params[0].real.new_zeros(samples.size)
-    return lift(Gradients.dense(values, spec=loss.spec, losses=losses, connected=False))
+    return lift.lift(Gradients.dense(values, spec=loss.spec, losses=losses, connected=False))

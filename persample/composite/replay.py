@@ -15,7 +15,7 @@ from persample.inputs.loss import SampleLoss
 from persample.merge import AnyOf
 from persample.reductions import Reduction
 from persample.utils import rng, trees
-from persample.utils.numeric import accumulate_dtype, as_real, is_autocast
+from persample.utils.dtypes import accumulate_dtype, as_real, is_autocast
 
 T = TypeVar("T")
 
@@ -95,9 +95,8 @@ def contributions(
     )
     samples = tower.samples
     batched = (*samples.leaves_batched, *(True for _ in extra))
-    return replace(
-        tower, encoder=encoder, samples=replace(samples, leaves=(*samples.leaves, *extra), leaves_batched=batched)
-    )
+    leaves = (*samples.leaves, *extra)
+    return replace(tower, samples=replace(samples, loss=encoder, leaves=leaves, leaves_batched=batched))
 
 
 def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:

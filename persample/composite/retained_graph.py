@@ -54,7 +54,7 @@ class KeptGraph:
             outputs, given = zip(*pairs, strict=True)
             grads = torch.autograd.grad(outputs, self._params, grad_outputs=given, allow_unused=True)
         filled = [torch.zeros_like(x) if g is None else g for x, g in zip(self._params, grads, strict=True)]
-        return lift(
+        return lift.lift(
             Gradients.dense(
                 [x.detach().unsqueeze(0) for x in filled],
                 spec=encoder.spec,

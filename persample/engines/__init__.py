@@ -1,11 +1,11 @@
-"""How the gradients of a chunk are computed: one function (lift, loss, samples, randomness) → partial each."""
+"""How the gradients of a chunk are computed: one function ``(call, required_ops) -> Gradients`` each."""
 
-from persample.cpu import pages
-from persample.engines.compiled import Task, clear_cache, compiled, finished, recall
+from persample.engines.compiled import clear_cache, compiled, recall
 from persample.engines.empty import empty
 from persample.engines.loop import loop
 from persample.engines.vmap import eager
+from persample.pipeline import Engine
 
-__all__ = ["Task", "clear_cache", "compiled", "eager", "empty", "finished", "loop", "recall"]
+ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "empty": empty}
 
-pages.keep()
+__all__ = ["ENGINES", "clear_cache", "compiled", "recall"]

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from persample._torch import NormBase, version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
 from persample.utils import trees
-from persample.utils.origin import OURS, is_users
+from persample.utils.origin import OURS, handled_error, is_users
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # What torch's message looks like, what happened, what to do. The first that matches counts.
@@ -88,23 +87,23 @@ _CAUSES = [
 
 
 @contextmanager
-def diagnosed(samples: Call, loss: SampleLoss, *, batched: bool) -> Iterator[None]:
+def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
     """Say what torch's errors inside the loss mean: which line, what it did, what to do instead.
 
     Args:
-        samples: what the loss was called with.
-        loss: the loss of one sample.
+        call: the chunk that the loss is called with.
         batched: whether vmap was at work, so that its limits count.
 
     Raises:
         LossError: in the place of an error whose cause is known. Any other error passes unchanged.
     """
+    handled = handled_error()
     try:
         yield
     except LossError:
         raise
     except RuntimeError as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         text = str(error)
         module = _norm_module(error.__traceback__)
@@ -114,43 +113,43 @@ def diagnosed(samples: Call, loss: SampleLoss, *, batched: bool) -> Iterator[Non
             if re.search(pattern, text):
                 facts = {
                     "module": module,
-                    "dtypes": _formats(samples, loss, "dtype"),
-                    "devices": _formats(samples, loss, "device"),
+                    "dtypes": _formats(call, "dtype"),
+                    "devices": _formats(call, "device"),
                 }
                 where = _user_line(error.__traceback__)
                 raise LossError(
-                    f"{loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
+                    f"{call.loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
                 ) from error
         raise
 
 
 @contextmanager
-def unwritten(loss: SampleLoss, samples: Call) -> Iterator[None]:
+def unwritten(call: Call) -> Iterator[None]:
     """See that the loss does not write into the user's parameters and batch.
 
     Args:
-        loss: the loss of one sample.
-        samples: what it is called with.
+        call: whose loss it is.
 
     Raises:
         LossError: if it did; what it wrote stands there then.
     """
-    tensors = [x for x in (*samples.params, *samples.leaves) if isinstance(x, Tensor)]
+    tensors = call.tensors
     versions = list(map(version, tensors))
     yield
     if versions != list(map(version, tensors)):  # names are looked up only now: every call passes here
-        names = [name for name, _ in _named(samples, loss)]
+        names = [name for name, _ in _named(call)]
         written = [name for name, x, before in zip(names, tensors, versions, strict=True) if version(x) != before]
         raise LossError(
-            f"{loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples and "
-            "later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
+            f"{call.loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples "
+            "and later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it "
+            "first."
         )
 
 
-def _named(samples: Call, loss: SampleLoss) -> list[tuple[str, Tensor]]:
+def _named(call: Call) -> list[tuple[str, Tensor]]:
     """Return the tensors that a loss is called with, and their names."""
-    batch = trees.paths(trees.unflatten(list(samples.leaves), loss.batch), loss.given)
-    named = [*zip(loss.spec.paths, samples.params, strict=True), *zip(batch, samples.leaves, strict=True)]
+    batch = trees.paths(trees.unflatten(list(call.leaves), call.loss.batch), call.loss.given)
+    named = [*zip(call.loss.spec.paths, call.params, strict=True), *zip(batch, call.leaves, strict=True)]
     return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
 
 
@@ -179,9 +178,9 @@ def _norm_module(tb: TracebackType | None) -> str:
     return type(norms[-1]).__name__
 
 
-def _formats(samples: Call, loss: SampleLoss, attribute: str) -> str:
+def _formats(call: Call, attribute: str) -> str:
     """Return which parameters and leaves have which dtype, or are on which device, for a message."""
     groups: dict[str, list[str]] = {}
-    for name, leaf in _named(samples, loss):
+    for name, leaf in _named(call):
         groups.setdefault(str(getattr(leaf, attribute)), []).append(name)
     return "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())

@@ -1,4 +1,4 @@
-"""What stands in for every engine where there are no samples: vmap refuses an empty batch."""
+"""The engine of B = 0, which vmap refuses."""
 
 from __future__ import annotations
 
@@ -12,50 +12,40 @@ from persample._torch import FakeTensorMode
 from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
-from persample.reductions.requested import Reductions
 from persample.utils import trees
 
 
-def empty(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str) -> Any:  # noqa: ARG001
-    """Lift gradients of no rows, their shapes taken from one fake sample.
+def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Return gradients of no rows, their shapes taken from one fake sample.
 
     Args:
-        lift: what to do with the gradients.
-        loss: the loss of one sample.
-        samples: none.
-        randomness: not looked at; nothing is drawn.
-
-    Returns:
-        What ``lift`` returns.
+        call: a call without samples.
+        required_ops: not looked at.
     """
-    value, (aux, has_aux) = of_fake_sample(loss, samples)
-    params = _one(samples.params, samples.params_batched)
-    return lift(
-        Gradients.dense(
-            trees.tree_map(no_rows, params),
-            spec=loss.spec,
-            losses=no_rows(value),
-            aux=trees.tree_map(no_rows, aux),
-            has_aux=has_aux,
-            weights=samples.weights,
-        )
+    value, (aux, has_aux) = of_fake_sample(call.loss, call)
+    return Gradients.dense(
+        trees.tree_map(no_rows, _one(call.params, call.params_batched)),
+        spec=call.loss.spec,
+        losses=no_rows(value),
+        aux=trees.tree_map(no_rows, aux),
+        has_aux=has_aux,
+        weights=call.weights,
     )
 
 
-def of_fake_sample(call: Callable[[Sequence[Tensor], Sequence[Any]], Any], samples: Call) -> Any:
-    """Call a function with the parameters and the leaves of one sample that is not there.
+def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], call: Call) -> Any:
+    """Call a function with the parameters and the leaves of one sample that does not exist.
 
     Args:
-        call: from parameters and leaves to anything.
-        samples: of which only shapes and dtypes are looked at.
+        function: from parameters and leaves to anything.
+        call: whose shapes and dtypes are looked at.
 
     Returns:
-        What it returns; tensors may be fake: only their shapes, dtypes and devices say something.
+        What it returns. Tensors may be fake: only their shapes, dtypes and devices mean anything.
     """
-    params = [param.requires_grad_() for param in _one(samples.params, samples.params_batched)]
+    params = [param.requires_grad_() for param in _one(call.params, call.params_batched)]
     with torch.enable_grad():  # for losses that differentiate something themselves
-        return _fake_call(call, params, _one(samples.leaves, samples.leaves_batched))
+        return _fake_call(function, params, _one(call.leaves, call.leaves_batched))
 
 
 def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
@@ -68,11 +58,11 @@ def no_rows(x: Tensor) -> Tensor:
     return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
 
 
-def _fake_call(call: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return call(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
+            return function(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
     except LossError:
         raise
     except Exception:  # noqa: BLE001 (a loss that reads values runs on zeros instead, or says itself what is wrong)
-        return call(params, leaves)
+        return function(params, leaves)

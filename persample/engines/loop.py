@@ -12,48 +12,40 @@ from persample.engines.diagnosis import diagnosed
 from persample.errors import SAY_RANDOMNESS, LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
-from persample.reductions.requested import Reductions
 from persample.utils import rng
 from persample.utils.trees import tree_map
 
 
-def loop(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str) -> Any:
-    """Compute the gradients of one sample after the other and lift them together.
+def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Compute the gradients of one sample after the other.
 
     Args:
-        lift: what to do with the gradients.
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
-        randomness: what random operations do: "error" refuses them, "same" replays them, "different" lets them be.
-
-    Returns:
-        What ``lift`` returns.
+        call: the chunk, not empty. Random operations are refused under "error", replayed for every sample under
+            "same", and left alone under "different".
+        required_ops: not looked at.
 
     Raises:
         LossError: if the loss draws random numbers under "error".
     """
-    losses, returned, grads = zip(*_rows(loss, samples, randomness), strict=True)
-    columns = zip(samples.params, loss.spec.shapes, zip(*grads, strict=True), strict=True)
-    return lift(
-        Gradients.dense(
-            [torch.stack([x.new_zeros(shape) if g is None else g for g in column]) for x, shape, column in columns],
-            spec=loss.spec,
-            losses=torch.stack(losses),
-            aux=_stacked([aux for aux, _ in returned]),
-            has_aux=returned[0][1],
-            weights=samples.weights,
-            connected=any(g is not None for row in grads for g in row),
-        )
+    losses, returned, grads = zip(*_rows(call), strict=True)
+    columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
+    return Gradients.dense(
+        [torch.stack([x.new_zeros(shape) if g is None else g for g in column]) for x, shape, column in columns],
+        spec=call.loss.spec,
+        losses=torch.stack(losses),
+        aux=_stacked([aux for aux, _ in returned]),
+        has_aux=returned[0][1],
+        weights=call.weights,
+        connected=any(g is not None for row in grads for g in row),
     )
 
 
-def _rows(loss: SampleLoss, samples: Call, randomness: str) -> Iterator[tuple[Any, ...]]:
-    start = rng.snapshot()
-    for i in rng.replayed(range(samples.size), randomness):
-        with diagnosed(samples, loss, batched=False):
-            row = naive.value_and_grad(loss, *samples.at(i), like=loss.params.tensors)
-        if randomness == "error" and rng.moved_since(start):
+def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
+    loss, start = call.loss, rng.snapshot()
+    for i in rng.replayed(range(call.size), call.randomness):
+        with diagnosed(call, batched=False):
+            row = naive.value_and_grad(loss, *call.at(i), like=loss.params.tensors)
+        if call.randomness == "error" and rng.moved_since(start):
             raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row
 

@@ -3,86 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from persample._torch import peek_interpreter_stack
-from persample.cpu import mode as kernels
+from persample._torch import transforms
+from persample.engines import layers
 from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import diagnosed
-from persample.engines.layers import engine as layers
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.loss import NotConnectedError, SampleLoss
-from persample.reductions.requested import Reductions
+from persample.inputs.loss import NotConnectedError
 from persample.utils import rng
-from persample.utils.fallback import explained
-from persample.utils.numeric import full_precision, known_indices
+from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, composed, rewritten
 
 
-def eager(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str, *, shortly: bool = True) -> Any:
-    """Compute the gradients of all samples at once and lift them.
+def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Compute the gradients of all samples at once.
+
+    Losses made of linear layers and embeddings need one transform instead of two: ``engines/layers`` computes these.
 
     Args:
-        lift: what to do with the gradients.
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
-        randomness: as in ``torch.func.vmap``.
-        shortly: try the short way first, where the loss may be one for it.
-
-    Returns:
-        What ``lift`` returns.
+        call: the chunk, not empty.
+        required_ops: the operations of ``Factor`` that the reductions call.
 
     Raises:
-        LossError: if the loss depends on no parameter, or does what vmap cannot batch.
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    transformed = peek_interpreter_stack() is not None  # by the caller
-    uses = lift.required_ops - {"materialize"} if lift.keep_factored else lift.required_ops
-    short = shortly and randomness == "error" and not transformed and layers.suits(loss, samples)
-    if short and (found := layers.gradients(loss, samples, uses)) is not None:
-        return lift(found)
-    # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
-    whole = "materialize" in uses or transformed
-    mode = kernels.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
-    grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
-    if short:
-        layers.refuse(loss)
-    with known_indices():
-        with full_precision(losses.device):
-            factors = tuple(factor_of(grad, uses) for grad in grads)
-        return lift(Gradients(factors, loss.spec, losses, aux, has_aux, samples.weights))
+    if layers.suits(call):
+        try:
+            return layers.gradients(call, required_ops)
+        except layers.NotLayersError:
+            pass
+    return by_vmap(call, required_ops)
 
 
-def batched_gradients(
-    loss: SampleLoss, samples: Call, randomness: str, backward_mode: AbstractContextManager[Any]
-) -> tuple[list[Tensor], Tensor, Any, bool]:
+def by_vmap(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Compute the gradients of all samples of any loss that vmap can batch.
+
+    Args:
+        call: the chunk, not empty.
+        required_ops: the operations of ``Factor`` that the reductions call.
+
+    Raises:
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
+    """
+    # Placeholders cannot ride through transforms of the caller's; gradients that are asked for in full are computed.
+    in_full = bool(transforms()) or "materialize" in required_ops
+    mode = nullcontext() if in_full else Deferral(required_ops, call.params)
+    grads, losses, aux, has_aux = batched_gradients(call, mode)
+    with full_precision(losses.device):
+        factors = tuple(factor_of(grad, required_ops) for grad in grads)
+    return Gradients(factors, call.loss.spec, losses, aux, has_aux, call.weights)
+
+
+def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) -> tuple[list[Tensor], Tensor, Any, bool]:
     """Differentiate the loss of all samples at once.
 
     Args:
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
-        randomness: as in ``torch.func.vmap``.
-        backward_mode: what the backward pass runs under.
+        call: the chunk, not empty.
+        backward_mode: the context that the backward pass runs in.
 
     Returns:
         The gradients ``[B, *shape]`` of each parameter, the losses, aux, and whether the loss returned any.
 
     Raises:
-        LossError: if the loss depends on no parameter, or does what vmap cannot batch.
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
     has_aux = False
-    forward_mode = kernels.expected(samples.params, samples.leaves)
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux
-        with rewritten(), forward_mode:
-            value, (aux, has_aux) = loss(params, leaves)
+        with rewritten():
+            value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
         return value, aux
@@ -93,35 +91,34 @@ def batched_gradients(
             (grads,) = backward(torch.ones_like(value), retain_graph=False)
         return grads, value, aux[0]
 
-    start = rng.snapshot() if randomness != "error" else None
-    with diagnosed(samples, loss, batched=True), explained():
+    start = rng.snapshot() if call.randomness != "error" else None
+    with diagnosed(call, batched=True):
         try:
-            grads, losses, aux = vmapped(one, samples, randomness)
+            grads, losses, aux = vmapped(one, call)
         except SecondDerivativeError:
             if start is not None:
                 rng.rewind(start)
             with composed():
-                grads, losses, aux = vmapped(one, samples, randomness)
+                grads, losses, aux = vmapped(one, call)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
 
 
-def vmapped(one: Callable[[list[Tensor], list[Any]], Any], samples: Call, randomness: str) -> Any:
+def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
     """Call a function for all samples at once.
 
     Args:
         one: from the parameters and the leaves of one sample to a tree of tensors.
-        samples: the chunk, not empty.
-        randomness: as in ``torch.func.vmap``.
+        call: the chunk, not empty.
 
     Returns:
         What the function returns, every tensor with a leading batch axis.
     """
-    given = [*samples.params, *samples.leaves]
-    split = [*samples.params_batched, *samples.leaves_batched]
+    given = [*call.params, *call.leaves]
+    split = [*call.params_batched, *call.leaves_batched]
 
     def of_row(*rows: Tensor) -> Any:
         row = iter(rows)  # what all samples share does not pass through vmap
         values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
-        return one(values[: len(samples.params)], values[len(samples.params) :])
+        return one(values[: len(call.params)], values[len(call.params) :])
 
-    return vmap(of_row, randomness=randomness)(*[x for x, batched in zip(given, split, strict=True) if batched])
+    return vmap(of_row, randomness=call.randomness)(*[x for x, batched in zip(given, split, strict=True) if batched])

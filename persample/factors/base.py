@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import contractions, cost_model
-from persample.utils import numeric
+from persample.utils import dtypes, norms, tracing
 
 F = TypeVar("F", bound="Factor")
 
@@ -85,7 +85,7 @@ class Factor(ABC):
         """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, in float32 at least."""
         first, *others = self.tensors
         scaled = first.double() * contractions.per_sample(scale, first)
-        return _with_tensors(self, [scaled.to(numeric.accumulate_dtype(self.dtype)), *others])
+        return _with_tensors(self, [scaled.to(dtypes.accumulate_dtype(self.dtype)), *others])
 
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to ``out [B, *shape]``."""
@@ -93,7 +93,7 @@ class Factor(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        return _concatenated(numeric.squared_norms(block) for _, block in self._blocks())
+        return _concatenated(norms.squared_norms(block) for _, block in self._blocks())
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
@@ -113,7 +113,7 @@ class Factor(ABC):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``, for ``directions [K, *shape]``, in float32 at least."""
-        directions = directions.to(numeric.accumulate_dtype(self.dtype))
+        directions = directions.to(dtypes.accumulate_dtype(self.dtype))
         return _concatenated(contractions.gram(block, directions) for _, block in self._blocks())
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Factor(ABC):
         buffer: Tensor | None = None
         for start in range(0, max(size, 1), step):
             index = slice(start, min(start + step, size))
-            reused = None if buffer is None or numeric.is_traced(buffer) else buffer[: index.stop - start]
+            reused = None if buffer is None or tracing.is_traced(buffer) else buffer[: index.stop - start]
             buffer = self.rows(index).materialize(reused)
             yield index, buffer
 

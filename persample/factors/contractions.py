@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.utils import numeric
+from persample.utils import dtypes
+
+# For so few columns MKL takes up to 5 times as long as for as many rows (measured, torch 2.13, AMD EPYC).
+_FEW_COLUMNS = 8
+
+
+def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left.mT @ right``, ``[..., o, i]`` from ``[..., T, o]`` and ``[..., T, i]``."""
+    multiply = torch.mm if left.ndim == 2 else torch.matmul
+    if left.device.type == "cpu" and right.shape[-1] <= _FEW_COLUMNS < left.shape[-1]:
+        return multiply(right.mT, left).mT.contiguous()
+    return multiply(left.mT, right)
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -25,14 +36,14 @@ def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, ce
 
 def gram(values: Tensor, others: Tensor) -> Tensor:
     """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in float32 at least."""
-    dtype = numeric.accumulate_dtype(torch.promote_types(values.dtype, others.dtype))
+    dtype = dtypes.accumulate_dtype(torch.promote_types(values.dtype, others.dtype))
     rows = _as_rows(values, dtype)
     return rows @ (rows if others is values else _as_rows(others, dtype)).T
 
 
 def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``, in float32 at least."""
-    rows = _as_rows(values, numeric.accumulate_dtype(values.dtype))
+    rows = _as_rows(values, dtypes.accumulate_dtype(values.dtype))
     matrices = rows.view(len(rows), left.shape[1], right.shape[1])
     return torch.einsum("bok,ko->bk", matrices @ right.to(rows.dtype).T, left.to(rows.dtype))
 

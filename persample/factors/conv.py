@@ -14,7 +14,7 @@ from persample.factors import cost_model
 from persample.factors.base import Factor, row_format
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.utils import numeric
+from persample.utils import dtypes
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -84,7 +84,7 @@ class Conv(Factor):
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``, by one convolution with B times as many groups."""
-        if cost_model.is_unbroken():  # the number of groups is fixed in a compiled program, and B is not
+        if cost_model.is_for_any_size():  # a program for any B cannot have B times as many groups
             return self.patches().materialize(out)
         signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (self.signals, self.inputs))
         shape = (len(self) * self.shape[0], *self.shape[1:])
@@ -101,7 +101,7 @@ class Conv(Factor):
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the convolution that computes the batch gradient, on scaled signals."""
-        signals = self.signals if weights is None else numeric.scaled_rows(self.signals, weights, dtype)
+        signals = self.signals if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
         return self._correlated(signals, images, self.shape, self.groups)
 
@@ -117,7 +117,7 @@ class Conv(Factor):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: the signals times the convolution of the images with each direction."""
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), self.signals.to(dtype)
         settings = (None, self.stride, self.padding, self.dilation, self.groups)
         columns = []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-from persample.utils.flags import flags
+from persample.utils.tracing import current_trace
 
 # Gradients of more elements are stored as factors, also where these are a little larger.
 _LARGE = 2**24
@@ -54,38 +53,24 @@ def gram_is_cheaper(num_terms: int, rows: int, columns: int) -> bool:
 
 
 def rows_per_block(count: int, each: int, num_blocks: int = 1) -> int:
-    """Return the number of rows that are written out at a time.
+    """Return the number of rows that are written out at a time: all, in a program for any number of samples.
 
     Args:
         count: the number of rows.
         each: the number of elements in one row.
         num_blocks: the number of blocks that may be written out at a time.
     """
-    totals = getattr(flags, "totals", None)
-    if totals is not None:
-        totals.append(count * each)
+    trace = current_trace()
+    if trace is not None and trace.any_size:
+        trace.block_sizes.append(count * each)
         return max(1, count)
     return max(1, num_blocks * BLOCK // max(1, each))
 
 
-@contextmanager
-def unbroken() -> Iterator[list[int]]:
-    """Write everything at once meanwhile, so that a program for any number of samples has no loop over them.
-
-    Yields:
-        How many numbers were written each time: see ``fits_at_once``.
-    """
-    totals: list[int] = []
-    flags.totals = totals
-    try:
-        yield totals
-    finally:
-        flags.totals = None
-
-
-def is_unbroken() -> bool:
-    """Return whether a program for any number of samples is being made."""
-    return getattr(flags, "totals", None) is not None
+def is_for_any_size() -> bool:
+    """Return whether a program for any number of samples is being traced."""
+    trace = current_trace()
+    return trace is not None and trace.any_size
 
 
 def fits_at_once(written: float) -> bool:

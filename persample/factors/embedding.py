@@ -17,7 +17,7 @@ from persample.factors.base import Factor
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.utils import numeric
+from persample.utils import dtypes, norms
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Embedding(Factor):
         offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
         rows, order = (self.index + offset).flatten().sort()
         first = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()]).cumsum(0)
-        signals = self.signals.flatten(0, 1)[order].to(numeric.accumulate_dtype(self.dtype))
+        signals = self.signals.flatten(0, 1)[order].to(dtypes.accumulate_dtype(self.dtype))
         added = torch.zeros_like(signals).index_add_(0, first, signals)
         return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
 
@@ -80,11 +80,11 @@ class Embedding(Factor):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         added, rows = self._distinct
         total = torch.zeros(len(self), dtype=torch.float64, device=added.device)
-        return total.index_add_(0, rows // self.shape[0], numeric.squared_norms(added))
+        return total.index_add_(0, rows // self.shape[0], norms.squared_norms(added))
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
-        signals = self.signals.to(dtype) if weights is None else numeric.scaled_rows(self.signals, weights, dtype)
+        signals = self.signals.to(dtype) if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
         table = torch.zeros(self.shape, dtype=dtype, device=signals.device)
         table.view(self.shape[0], -1).index_add_(0, self.index.flatten(), signals.flatten(0, 1))
         return table
@@ -105,7 +105,7 @@ class Embedding(Factor):
     def gram(self, other: Factor | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g, a few columns at a time."""
         other = self if other is None else other
-        dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
+        dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
         used, position = self.index.unique(return_inverse=True)
         opposite = _looked_up(other, used)
         width = self.signals.shape[2]
@@ -117,13 +117,13 @@ class Embedding(Factor):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
-        signals = self.signals.to(numeric.accumulate_dtype(self.dtype))
+        signals = self.signals.to(dtypes.accumulate_dtype(self.dtype))
         tables = directions.to(signals.dtype).reshape(len(directions), self.shape[0], -1)
         return torch.stack([(signals * table[self.index]).sum((1, 2)) for table in tables], 1)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
-        signals = self.signals.to(numeric.accumulate_dtype(self.dtype))
+        signals = self.signals.to(dtypes.accumulate_dtype(self.dtype))
         return ((signals @ right.to(signals.dtype).T) * left.to(signals.dtype).T[self.index]).sum(1)
 
     @classmethod

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.cpu import gemm
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
 from persample.factors.layout import Layout
-from persample.utils import numeric
+from persample.utils import dtypes, norms, strides
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,20 @@ class Outer(Factor):
             target = self.layout.blocks(out)
             if is_alias_of(target, out):
                 if self.num_terms == 1:
-                    torch.mul(numeric.laid_out(left, target), numeric.laid_out(right, target), out=target)
+                    torch.mul(strides.laid_out(left, target), strides.laid_out(right, target), out=target)
                 else:
-                    torch.matmul(left, numeric.laid_out(right), out=target)
+                    torch.matmul(left, strides.laid_out(right), out=target)
                 return out
         if self.num_terms == 1:  # twice as fast as bmm, and the result has the operands' order in memory
-            product = numeric.laid_out(left) * numeric.laid_out(right)
+            product = strides.laid_out(left) * strides.laid_out(right)
         else:
-            product = gemm.contracted(self.left, numeric.laid_out(right))
+            product = contractions.sum_of_products(self.left, strides.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
 
     def scale_rows(self, scale: Tensor) -> Outer:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         # Each operand is multiplied by √|s|: one operand times s might overflow.
         root, sign = (contractions.per_sample(x, self.left) for x in (scale.double().abs().sqrt(), scale.sign()))
         left, right = (self.left.double() * (root * sign)).to(dtype), (self.right.double() * root).to(dtype)
@@ -85,9 +84,9 @@ class Outer(Factor):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:
             if self.left.shape[1] == 1:  # fewer operations
-                left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+                left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
                 return left * right
-            left, right = (numeric.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
+            left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
         if not cost_model.gram_is_cheaper(self.num_terms, *self.layout.block[1:]):
             return super().squared_norms()
@@ -99,20 +98,20 @@ class Outer(Factor):
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
         left, right = self.left, self.right
         if weights is not None and left.numel() <= right.numel():
-            left = numeric.scaled_rows(left, weights, dtype)
+            left = dtypes.scaled_rows(left, weights, dtype)
         elif weights is not None:
-            right = numeric.scaled_rows(right, weights, dtype)
+            right = dtypes.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
-            product = gemm.contracted(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
+            product = contractions.sum_of_products(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
 
     def _balanced(self) -> Outer:
         """Return the same gradients with operands of like norms, where the squares of one operand might overflow."""
-        dtype = numeric.accumulate_dtype(self.dtype)
-        left, right = (numeric.squared_norms(x.flatten(1)) for x in (self.left, self.right))
-        if dtype == torch.float64 or not any(numeric.exceeds(x, 1e10) for x in (left, right)):
+        dtype = dtypes.accumulate_dtype(self.dtype)
+        left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+        if dtype == torch.float64 or not any(norms.has_extreme(x, 1e10) for x in (left, right)):
             return self
         regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
         ratio = torch.where(regular, right / left, 1).sqrt().sqrt().view(-1, 1, 1, 1)
@@ -135,7 +134,7 @@ class Outer(Factor):
         other = self if other is None else other
         if not isinstance(other, Outer) or other.layout != self.layout:
             return super().gram(other)
-        dtype = numeric.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
+        dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
         if self.num_terms == other.num_terms == 1:
             pairs = _pairs(self._balanced(), other._balanced())
             left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in pairs)
@@ -144,7 +143,7 @@ class Outer(Factor):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: Σₜ lₜᵀ Dₖ rₜ."""
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
         matrices = self.layout.blocks(directions.to(dtype))
         return torch.stack([((left @ matrix) * right).sum((1, 2, 3)) for matrix in matrices], 1)
@@ -153,7 +152,7 @@ class Outer(Factor):
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``: signals and inputs are projected separately."""
         if not self.layout.is_matrix:
             return super().project(left, right)
-        dtype = numeric.accumulate_dtype(self.dtype)
+        dtype = dtypes.accumulate_dtype(self.dtype)
         signals, inputs = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
         return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(1)
 

@@ -1,22 +1,24 @@
-"""Everything the door refuses, one file per argument. What is past it is trusted."""
+"""Arguments are normalized and checked here, one file per argument; what follows trusts them."""
 
+from persample.inputs.call import Call
 from persample.inputs.derivatives import check_derivatives
-from persample.inputs.normalize import check_call
+from persample.inputs.normalize import normalize
 from persample.inputs.options import Engine, Randomness, check_choice, check_chunk_size, check_loop, check_options
 from persample.inputs.params import check_params
 from persample.inputs.reductions import reductions
 from persample.inputs.weights import check_averages
 
 __all__ = [
+    "Call",
     "Engine",
     "Randomness",
     "check_averages",
-    "check_call",
     "check_choice",
     "check_chunk_size",
     "check_derivatives",
     "check_loop",
     "check_options",
     "check_params",
+    "normalize",
     "reductions",
 ]

@@ -1,4 +1,4 @@
-"""The samples of one call, flattened, every batch axis moved to the front."""
+"""One call in the form that engines take: the loss of one sample, and all samples as flat tensors."""
 
 from __future__ import annotations
 
@@ -8,37 +8,55 @@ from typing import Any
 
 from torch import Tensor
 
+from persample.inputs.loss import SampleLoss
+
 
 @dataclass(frozen=True)
 class Call:
-    """What the engines iterate over: parameters and batch leaves, some with a leading batch axis.
+    """The normalized arguments of a call, or of one chunk of it.
 
     Args:
+        loss: the loss of one sample.
         size: B.
         params: one tensor per differentiated parameter.
         params_batched: which of them hold one parameter per sample, on axis 0.
         leaves: the leaves of the batch, tensors or constants.
         leaves_batched: which of them hold one row per sample, on axis 0.
         weights: ``[B]`` float64, or None for ones.
+        randomness: "error", "same" or "different", as in ``torch.func.vmap``.
     """
 
+    loss: SampleLoss
     size: int
     params: tuple[Tensor, ...]
     params_batched: tuple[bool, ...]
     leaves: tuple[Any, ...]
     leaves_batched: tuple[bool, ...]
     weights: Tensor | None = None
+    randomness: str = "error"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the loss is called with."""
+        return [x for x in (*self.params, *self.leaves) if isinstance(x, Tensor)]
 
     def chunks(self, chunk_size: int | None) -> Iterator[Call]:
-        """Return the samples in pieces of at most ``chunk_size``, in order; no samples are one empty piece."""
+        """Split the call into chunks of at most ``chunk_size`` samples, in order.
+
+        Args:
+            chunk_size: how many samples a chunk holds, or None for all.
+
+        Yields:
+            The chunks; without samples, one empty chunk.
+        """
         step = chunk_size or self.size
         if step >= self.size:
             yield self
             return
         for start in range(0, self.size, step):
-            yield self._piece(slice(start, min(start + step, self.size)))
+            yield self._chunk(slice(start, min(start + step, self.size)))
 
-    def _piece(self, rows: slice) -> Call:
+    def _chunk(self, rows: slice) -> Call:
         params, leaves = self.at(rows)
         weights = None if self.weights is None else self.weights[rows]
         return replace(self, size=rows.stop - rows.start, params=params, leaves=leaves, weights=weights)

@@ -1,4 +1,4 @@
-"""One whole call: the loss and the samples, in the form the engines take."""
+"""From the user's arguments to one ``Call``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from persample.reductions import Reduction
 from persample.utils import trees
 
 
-def check_call(
+def normalize(
     loss_fn: Callable[..., Any],
     params: Any,
     batch: Any,
@@ -28,11 +28,12 @@ def check_call(
     weights: Any,
     in_dims: Any,
     keep_batch_dim: bool,
+    randomness: str = "error",
     called: str = "loss_fn",
     given: str = "batch",
     batch_statistics: bool = False,
-) -> tuple[SampleLoss, Call]:
-    """Return the loss of one sample and all samples.
+) -> Call:
+    """Return the call in the form that engines take.
 
     Args:
         loss_fn: the user's loss.
@@ -42,6 +43,7 @@ def check_call(
         weights: one per sample, or None.
         in_dims: the batch axes of ``params`` and ``batch``.
         keep_batch_dim: each sample keeps an axis of 1.
+        randomness: as in ``torch.func.vmap``.
         called: what the caller calls the function, for messages.
         given: what the caller calls the batch, for messages.
         batch_statistics: modules may normalize with the statistics of a batch.
@@ -71,7 +73,7 @@ def check_call(
         reduction.check(spec)
     weights = check_weights(weights, size, values[0].device)
     check_averages(wanted, weights, size)
-    return loss, Call(size, values[:count], batched[:count], values[count:], batched[count:], weights)
+    return Call(loss, size, values[:count], batched[:count], values[count:], batched[count:], weights, randomness)
 
 
 def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:

@@ -14,7 +14,8 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
 from persample.reductions.per_sample import Rows
-from persample.utils.numeric import as_real, untraced
+from persample.utils.dtypes import as_real
+from persample.utils.tracing import untraced
 from persample.utils.trees import leaves_like, structure
 
 

@@ -12,7 +12,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
 from persample.reductions.base import Average, Reduction
-from persample.utils.numeric import accumulate_dtype, restore, widest
+from persample.utils.dtypes import accumulate_dtype, restore, widest
 from persample.utils.trees import flatten, tree_map
 
 

@@ -1,4 +1,4 @@
-"""What engines do with the gradients of a chunk: hand them to every reduction that was asked for."""
+"""The reductions of one call, applied together: all of them are answered from one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from persample.gradients import Gradients
 from persample.merge import AnyOf
 from persample.reductions import Reduction
-from persample.utils.numeric import full_precision
+from persample.utils.dtypes import full_precision
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Reductions:
 
     Args:
         reductions: the reductions.
-        keep_factored: keep products of signals and inputs as such until the last, even where they are asked for whole.
+        keep_factored: factors are kept where ``finish`` writes them straight into a previous result.
     """
 
     reductions: Sequence[Reduction]
@@ -29,10 +29,11 @@ class Reductions:
 
     @cached_property
     def required_ops(self) -> frozenset[str]:
-        """The operations of ``persample.factors.Factor`` that the reductions call."""
-        return frozenset().union(*(reduction.uses for reduction in self.reductions))
+        """The operations of ``persample.factors.Factor`` that ``lift`` calls."""
+        used = frozenset[str]().union(*(reduction.uses for reduction in self.reductions))
+        return used - {"materialize"} if self.keep_factored else used
 
-    def __call__(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Any:
         """Return the mergeable leaves of every reduction, and whether the loss depends on any parameter."""
         with full_precision(gradients.losses.device):
             return [reduction.lift(gradients) for reduction in self.reductions], AnyOf(gradients.connected)

@@ -14,7 +14,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Summed
 from persample.reductions.base import Average, Total
-from persample.utils.numeric import accumulate_dtype
+from persample.utils.dtypes import accumulate_dtype
 
 
 class _Scaled(Total):

@@ -1,4 +1,8 @@
-"""Flags that hold while one call computes: contexts of the package set them, ``interrupts`` puts them back."""
+"""State of this thread that lasts as long as one call.
+
+It cannot be an argument: the user's loss, or torch's own code, stands between where it is set and where it is read.
+Every context restores what it found, and ``interrupts.in_same_state`` restores all of it if a signal interrupts one.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ flags = threading.local()
 
 
 @contextmanager
-def inside(called: str) -> Iterator[None]:
-    """Say that a function of the user's runs, whose results are differentiated.
+def inside(function: str) -> Iterator[None]:
+    """Mark that a differentiated function of the user's runs: ``per_sample_grads`` called from there would be constant.
 
     Args:
-        called: what the caller calls it.
+        function: its name, for error messages.
     """
-    before, flags.inside = is_inside(), called
+    before, flags.inside = is_inside(), function
     try:
         yield
     finally:
@@ -24,5 +28,5 @@ def inside(called: str) -> Iterator[None]:
 
 
 def is_inside() -> str | None:
-    """Return the name of the function of the user's that runs in this thread, if one does."""
+    """Return the name of the user's function that runs in this thread, or None."""
     return getattr(flags, "inside", None)

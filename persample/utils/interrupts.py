@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager, contextmanager, suppress
 from typing import TypeVar
 
-from persample.utils.fallback import Explained
 from persample.utils.flags import flags
-from persample.utils.origin import raised
+from persample.utils.origin import handled_error, raised_since
 from persample.utils.thread_state import restore_shared_state, restore_thread_state, shared_state, thread_state
 
 T = TypeVar("T")
@@ -20,11 +18,11 @@ _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManag
 
 
 def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
-    """Call a function, then undo what it changed: a signal that interrupts one undoing finds the other.
+    """Call a function, then undo its changes; if a signal interrupts ``undo``, ``undo`` is called again.
 
     Args:
         body: the function.
-        undo: puts everything back; called again if it was interrupted, perhaps with nothing left to do.
+        undo: puts everything back. A second call must be harmless where the first one has finished parts of the work.
 
     Returns:
         What ``body`` returns.
@@ -47,7 +45,7 @@ def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
 
 
 def in_same_state(body: Callable[[], T]) -> T:
-    """Call a function and leave torch's state of this thread as it was, wherever a signal interrupts the call.
+    """Call a function and restore torch's state of this thread, wherever a signal interrupts the call.
 
     Args:
         body: the function.
@@ -60,64 +58,49 @@ def in_same_state(body: Callable[[], T]) -> T:
         >>> in_same_state(lambda: torch.set_grad_enabled(False)).prev, torch.is_grad_enabled()
         (True, True)
     """
-    handled = sys.exc_info()[1]  # by the caller, before the call
+    handled = handled_error()
     state, shared, ours = thread_state(), shared_state(), dict(vars(flags))
-    show = warnings.showwarning
 
     def undo() -> None:
-        errors = list(raised(sys.exc_info()[1], handled))
+        errors = list(raised_since(handled, sys.exc_info()[1]))
         for error in errors:
             _close_contexts(error)
         restore_thread_state(state)
-        if any(map(_broke_off, errors)):  # or else what is shared is another thread's affair
+        if any(map(_broke_off, errors)):  # otherwise another thread may have changed the shared state
             restore_shared_state(shared)
         if vars(flags) != ours:
             vars(flags).clear()
             vars(flags).update(ours)
-        if isinstance(warnings.showwarning, Explained):
-            warnings.showwarning = show
-
-    def noted() -> T:
-        flags.handled = handled
-        return body()
 
     with interrupts_first():
-        return undone(noted, undo)
+        return undone(body, undo)
 
 
 @contextmanager
 def interrupts_first() -> Iterator[None]:
-    """Raise an interrupt again where torch raised another error meanwhile, in a clean-up that the interrupt broke off.
+    """Raise an interrupt again if torch raised another error while cleaning up after that interrupt.
 
     Raises:
         BaseException: the interrupt.
     """
-    handled = sys.exc_info()[1]
+    handled = handled_error()
     try:
         yield
     except Exception as error:
-        for cause in raised(error, handled):
+        for cause in raised_since(handled, error):
             if not isinstance(cause, Exception):
                 raise cause from None
         raise
 
 
 def _close_contexts(error: BaseException) -> None:
-    """Close ``@contextmanager`` functions whose exit was interrupted: closed later, they would change a later call.
-
-    Args:
-        error: what was raised.
-    """
+    """Close ``@contextmanager`` functions whose exit was interrupted; garbage collection would close them too late."""
     for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
         if frame.f_code in _CONTEXTS:
-            with suppress(Exception):  # what it restores may be restored already
+            with suppress(Exception):  # its state may be restored already
                 frame.f_locals["self"].gen.close()
 
 
 def _broke_off(error: BaseException) -> bool:
-    """Return whether an error was raised while a context was entered or left, whose work may be half done.
-
-    Args:
-        error: what was raised.
-    """
+    """Return whether an error was raised inside of ``__enter__`` or ``__exit__``, which may have done half its work."""
     return any(frame.f_code.co_name in _STEPS for frame, _ in traceback.walk_tb(error.__traceback__))

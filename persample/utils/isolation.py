@@ -1,4 +1,4 @@
-"""What every public function does around its work: record nothing, lock the modules, restore the state of torch."""
+"""What every public function does around its work: record no graph, lock the modules, restore the state of torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _locks_guard = threading.Lock()
 
 
 def isolated(params: Any, body: Callable[[], T]) -> T:
-    """Call the body of a public function without recording it, and leave the thread and the modules as they were.
+    """Call the body of a public function without a graph, and restore the modules and torch's state of this thread.
 
-    Other threads wait for the modules. An interrupt at any moment leaves torch's state of this thread as it was.
+    The modules are locked: other threads wait for them. Everything is restored even if a signal interrupts the call.
 
     Args:
         params: a pytree, perhaps with modules among its leaves.
@@ -34,7 +34,7 @@ def isolated(params: Any, body: Callable[[], T]) -> T:
     """
 
     def unrecorded() -> T:
-        # Inference mode would forbid differentiating what it creates.
+        # Tensors made in inference mode could not be differentiated.
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
             return body()
@@ -43,7 +43,7 @@ def isolated(params: Any, body: Callable[[], T]) -> T:
 
 
 def _locked(params: Any, body: Callable[[], T]) -> T:
-    """Call a function while no other thread can swap parameters into the same modules, or any part of them.
+    """Call a function while no other thread can swap parameters into the same modules or their submodules.
 
     Args:
         params: a pytree, perhaps with modules among its leaves.
@@ -60,10 +60,10 @@ def _locked(params: Any, body: Callable[[], T]) -> T:
         locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
     held: list[Any] = []
     acquire, release = type(locks[0]).acquire, type(locks[0]).release
-    releases = map(release, held)  # goes on where an interrupt stopped it: each lock is released once
+    releases = map(release, held)  # an iterator: after an interrupt it goes on, so that each lock is released once
 
     def while_held() -> T:
-        held.extend(filter(acquire, locks))  # what was acquired is in the list, whenever a signal comes
+        held.extend(filter(acquire, locks))  # in C: a signal cannot come between acquiring a lock and listing it
         return body()
 
     return undone(while_held, lambda: deque(releases, 0))

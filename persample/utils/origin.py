@@ -1,29 +1,38 @@
-"""Whose error it is: one of the user's own code, or one of torch or of this library."""
+"""Where an error comes from: the user's own code, or torch and this library."""
 
 from __future__ import annotations
 
 import dis
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from persample.utils.flags import flags
-
 OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
-def is_users(error: BaseException) -> bool:
-    """Return whether an error is the user's own, so that nothing else would come of another call.
+def handled_error() -> BaseException | None:
+    """Return the error whose ``except`` or ``finally`` block runs in this thread, if one does.
 
-    It is, if a statement outside of torch and of this library raised it, or Python did there (a key that is missing).
-    Not if torch did when it was called from there, nor if it was raised because of an error that is not the user's.
+    Python links every error raised meanwhile to that error: read it before a ``try``, to tell the two apart.
+    """
+    return sys.exc_info()[1]
+
+
+def is_users(error: BaseException, handled: BaseException | None) -> bool:
+    """Return whether an error is the user's own, so that calling the loss in another way would raise it again.
+
+    An error is the user's if a ``raise`` statement outside of torch and of this library raised it, or if Python did
+    there (a missing key). It is not the user's if torch raised it when called from there, nor if it was raised while
+    an error that is not the user's was handled.
 
     Args:
         error: what was raised.
+        handled: ``handled_error()`` before the ``try``.
 
     Examples:
         >>> def error_of(function):
@@ -31,18 +40,19 @@ def is_users(error: BaseException) -> bool:
         ...         function()
         ...     except Exception as error:
         ...         return error
-        >>> is_users(error_of(lambda: {}["missing"])), is_users(error_of(lambda: torch.ones(2) @ torch.ones(3)))
-        (True, False)
+        >>> wrong = error_of(lambda: {}["missing"]), error_of(lambda: torch.ones(2) @ torch.ones(3))
+        >>> [is_users(error, None) for error in wrong]
+        [True, False]
     """
-    return all(map(_is_users, raised(error, getattr(flags, "handled", None))))
+    return all(map(_is_users, raised_since(handled, error)))
 
 
-def raised(error: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
-    """Go from an error back to those that it was raised in the wake of, up to the one that the caller handles.
+def raised_since(handled: BaseException | None, error: BaseException | None) -> Iterator[BaseException]:
+    """Follow an error back to the errors that were handled when it was raised.
 
     Args:
+        handled: where to stop: ``handled_error()`` before the ``try``.
         error: the error, if there is one.
-        handled: what was raised before the call, if anything.
 
     Yields:
         The errors, the latest first.
@@ -60,7 +70,7 @@ def _is_users(error: BaseException) -> bool:
 
 
 def _is_raised(error: BaseException) -> bool:
-    """Return whether a ``raise`` statement raised an error, and not what it called."""
+    """Return whether a ``raise`` statement raised an error, rather than a function called in that line."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

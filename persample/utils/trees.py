@@ -61,7 +61,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     """
     kind: Any = type(tree)
     if kind in _LEAVES and is_leaf is None:
-        return [tree], _leaf_structure()
+        return [tree], leaf_structure()
     if kind in _KINDS and is_leaf is None:
         leaves, names = list(tree.values() if kind is dict else tree), tuple(tree) if kind is dict else len(tree)
         if all(type(leaf) in _LEAVES for leaf in leaves) and (kind is not dict or all(type(x) is str for x in tree)):
@@ -70,7 +70,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 @functools.cache
-def _leaf_structure() -> TreeSpec:
+def leaf_structure() -> TreeSpec:
+    """Return the structure of a single leaf."""
     return structure(None)
 
 

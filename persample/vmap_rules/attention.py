@@ -17,7 +17,8 @@ from persample._torch import (
     aten_attention_math,
     temporarily_clear_interpreter_stack,
 )
-from persample.utils.numeric import full_precision, holds, is_autocast
+from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
 from persample.vmap_rules.levels import differentiated
 from persample.vmap_rules.rows import differentiated_once

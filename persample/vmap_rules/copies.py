@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 
 from persample._torch import temporarily_clear_interpreter_stack
-from persample.utils.numeric import is_traced
+from persample.utils.tracing import is_traced
 from persample.vmap_rules.rows import is_batched, unwrapped
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample._torch import aten_cdist_backward, aten_cdist_forward
-from persample.utils.numeric import full_precision, is_autocast
+from persample.utils.dtypes import full_precision, is_autocast
 from persample.vmap_rules.levels import differentiated
 from persample.vmap_rules.rows import differentiated_once
 

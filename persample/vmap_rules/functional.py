@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample._torch import nested_tensor_from_mask_left_aligned, weight_norm
-from persample.cpu import tanh
-from persample.cpu.mode import Faster
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.attention import attention, multi_head
 from persample.vmap_rules.classification import cross_entropy
 from persample.vmap_rules.rows import differentiated_once, is_batched, unwrapped
@@ -106,13 +104,6 @@ def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
-def _tanh(function: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
-    if not isinstance(input, Tensor) or not tanh.suits(unwrapped(input)):
-        return function(input, **kwargs)
-    with Faster():
-        return function(input, **kwargs)
-
-
 def _normalized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
     if is_autocast(input.device):  # under which torch's kernels take inputs narrower than weights; torch.func does not
         dtypes = {x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
@@ -154,7 +145,6 @@ FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
     torch.bilinear: _bilinear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
-    **{function: functools.partial(_tanh, function) for function in (torch.tanh, Tensor.tanh)},
     **{
         function: functools.partial(_normalized, function) for function in (F.layer_norm, F.batch_norm, F.instance_norm)
     },

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 
 
 def _reduced(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.numeric import is_autocast
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.sweep import Cell, recur, unrolled
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from persample._torch import TorchDispatchMode, aten_index_put_impl
-from persample.utils.numeric import has_known_indices
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
@@ -47,7 +46,7 @@ class Bounds(TorchDispatchMode):
         return func(*(args if rule is None else rule(self.within, *args)), **(kwargs or {}))
 
     def within(self, index: Tensor, size: int, least: int = 0) -> Tensor:
-        """Note whether an index is out of range, unless it is known to be made of such as were noted; clamp it anyway.
+        """Note whether an index is out of range, and clamp it.
 
         Args:
             index: integers.
@@ -57,8 +56,7 @@ class Bounds(TorchDispatchMode):
         Returns:
             The index, clamped.
         """
-        if not has_known_indices():
-            self._noted.append(((index < least) | (index >= size)).any())
+        self._noted.append(((index < least) | (index >= size)).any())
         return index.clamp(least, size - 1)
 
 

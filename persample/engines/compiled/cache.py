@@ -15,7 +15,7 @@ from persample.engines.compiled.sizes import Varying
 from persample.engines.compiled.state import settings
 from persample.engines.compiled.task import Task, full_size
 from persample.engines.compiled.trace import Format, TraceError, said
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -110,7 +110,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
         kinds = tuple((len(f.shape), f.dtype, f.device) for f in formats)
         family = _kept(_families, (now.facts, task.structure, kinds, settings(formats[0].device.type)), Family)
         found = next((p for p in reversed(family.programs) if p.fits(task, formats) and p.holds(now)), None)
-        if found is None and not (family.is_frozen and full_size(task.samples.size) > task.samples.size):
+        if found is None and not (family.is_frozen and full_size(task.call.size) > task.call.size):
             if family.failure:
                 raise UntraceableError(family.failure)
             _notice(task, now)
@@ -133,17 +133,18 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
     if varying is not None and min(varying.of(formats) or (0,)) < 2:
         varying = None  # no program for many sizes takes 0 or 1, which torch treats apart
     by_batch = varying is not None and varying.is_batch_only(task)
+    handled = handled_error()
     try:
         program = None if varying is None or (family.is_frozen and by_batch) else _dynamic(task, now, varying)
         if program is None and by_batch:
             family.is_frozen = True
-            if full_size(task.samples.size) > task.samples.size:
+            if full_size(task.call.size) > task.call.size:
                 return None
         program = static(task, now) if program is None else program
     except Warning:  # which somebody made an error
         raise
     except Exception as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
         by_loss = isinstance(error, TraceError)
         family.failure = Failure(str(error) if by_loss else said(error), by_loss)
@@ -165,8 +166,8 @@ def _dynamic(task: Task, now: Reads, varying: Varying) -> Program | None:
 
 def _notice(task: Task, now: Reads) -> None:
     """Warn if one loss is compiled again and again for the same reductions, and say what changes."""
-    code = getattr(task.loss.fn, "__code__", type(task.loss.fn))
-    history = _kept(_histories, (code, tuple(map(type, task.lift.reductions)), task.finishes), list)
+    code = getattr(task.call.loss.fn, "__code__", type(task.call.loss.fn))
+    history = _kept(_histories, (code, tuple(map(type, task.reductions.reductions)), task.finishes), list)
     history.append(now.facts)
     if len(history) == _OFTEN:
         warnings.warn(

@@ -7,59 +7,62 @@ from typing import Any
 
 from torch import Tensor
 
+from persample import pipeline
 from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.cache import UntraceableError, program_of
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.reads import Reads
 from persample.engines.compiled.recall import remember
 from persample.engines.compiled.task import Task, filled_up
-from persample.engines.vmap import eager
+from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
 from persample.merge import Stacked
 from persample.outputs import is_apart
 from persample.reductions.requested import Reductions
-from persample.utils.numeric import full_precision
+from persample.utils import rng, trees
+from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 
 
-def compiled(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str) -> Any:
-    """Compute the gradients of all samples by compiled code and lift them.
+def compiled(  # noqa: PLR0917
+    call: Call,
+    reductions: Reductions,
+    chunk_size: int | None,
+    container: trees.TreeSpec,
+    out: Any,
+    asked: tuple[Any, ...],
+) -> list[Any] | None:
+    """Compute the result of every reduction by compiled code, as ``pipeline.run`` does with the eager engine.
 
     Args:
-        lift: what to do with the gradients.
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
-        randomness: as in ``torch.func.vmap``.
+        call: the call, at least one sample.
+        reductions: what is asked of the gradients.
+        chunk_size: how many samples are processed at a time, or None for all.
+        container: the container that results are returned in.
+        out: a previous result apart from the inputs, which results are written into; None for fresh memory.
+        asked: the arguments by which ``recall`` recognizes the next call like this one.
 
     Returns:
-        What ``lift`` returns.
+        One result per reduction, or None if they were written into ``out``.
 
     Raises:
-        LossError: if the loss is one that the eager engine refuses, or that cannot be traced.
-        RuntimeError: if something of torch's or ours failed.
+        LossError: if the eager engine refuses the loss, or if it cannot be traced.
+        RuntimeError: if something of torch or of this library failed.
     """
-    return _computed(Task(lift, loss, samples, randomness, finishes=False))[0]
-
-
-def finished(task: Task, call: tuple[Any, ...]) -> list[Any] | None:
-    """Compute the results of all reductions by compiled code, and remember the call.
-
-    Args:
-        task: all samples of the call, at least one.
-        call: what ``recall`` knows the next call like this one by.
-
-    Returns:
-        One result per reduction, or None if they were written into ``task.out``.
-
-    Raises:
-        LossError: as ``compiled`` does.
-    """
+    if call.size > (chunk_size or call.size):
+        chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
+        lifted = pipeline.merge_lifted(_lifted(chunk, reductions) for chunk in chunks)
+        return pipeline.finish(call, lifted, reductions, trees.leaves_like(out, container))
+    task = Task(reductions, call, finishes=True, container=container, out=out)
     results, program, reads = _computed(task)
     if program is not None and reads is not None:
-        remember(task, program, reads, call)
+        remember(task, program, reads, asked)
     return results
+
+
+def _lifted(call: Call, reductions: Reductions) -> Any:
+    return _computed(Task(reductions, call, finishes=False))[0]
 
 
 def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
@@ -85,29 +88,27 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
     captured = program.inputs(reads)
     if task.out is not None and not is_apart(task.out, [*task.read, *captured]):
         return _computed(replace(task, out=None))
-    with full_precision(task.samples.params[0].device):
+    with full_precision(task.call.params[0].device):
         try:
             return program([*task.tensors, *captured]), program, reads
         except DoubtfulError:
             return _eagerly(task), None, None
 
 
-def _eagerly(task: Task, *, shortly: bool = True) -> Any:
-    return _finish(task, *eager(task.lift, task.loss, task.samples, task.randomness, shortly=shortly))
+def _eagerly(task: Task) -> Any:
+    return _finish(task, pipeline.lift_chunks([task.call], eager, task.reductions))
 
 
-def _finish(task: Task, lifted: Any, connected: Any) -> Any:
-    if not task.finishes:
-        return lifted, connected
-    return task.lift.finish(lifted, task.samples.params[0].device)
+def _finish(task: Task, lifted: Any) -> Any:
+    return pipeline.finish(task.call, lifted, task.reductions) if task.finishes else lifted
 
 
 def _without(task: Task, error: UntraceableError) -> Any:
     """Return the result if only the last step, which is done by itself then, cannot be traced; else refuse."""
     failure = error.failure
     if task.finishes and not failure.by_loss:
-        return _finish(task, *compiled(task.lift, task.loss, task.samples, task.randomness))
-    _eagerly(task, shortly=False)  # what is wrong with the loss itself is said here
+        return _finish(task, _lifted(task.call, task.reductions))
+    by_vmap(task.call, task.reductions.required_ops)  # what is wrong with the loss itself is said here
     if not failure.by_loss:
         raise RuntimeError(
             f"engine='compiled' failed inside of torch or persample ({failure.reason}). loss_fn is not to blame: pass "
@@ -122,8 +123,8 @@ def _without(task: Task, error: UntraceableError) -> Any:
 
 def _filled_up(task: Task) -> Any:
     """Return the result, computed with more samples: the last one is repeated with weight 0, and left out again."""
-    size = task.samples.size
-    lifted, connected = _computed(replace(task, samples=filled_up(task.samples), finishes=False, out=None))[0]
+    size = task.call.size
+    lifted = _lifted(filled_up(task.call), task.reductions)
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, Stacked):
@@ -131,4 +132,4 @@ def _filled_up(task: Task) -> Any:
         rows = leaf.rows
         return replace(leaf, rows=rows[:size] if isinstance(rows, Tensor) else rows.rows(slice(0, size)))
 
-    return _finish(task, tree_map(first, lifted), connected)
+    return _finish(task, tree_map(first, lifted))

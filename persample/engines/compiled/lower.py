@@ -1,4 +1,4 @@
-"""From a graph of aten operations to compiled code."""
+"""From a graph of aten operations to compiled code, by Inductor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from persample._torch import FakeTensorMode, aten_unsafe_index_put, compile_graph, decompositions, lacks_cpp_compiler
-from persample.engines.compiled.kernels import kept
-from persample.engines.compiled.products import choose
-from persample.engines.compiled.streaming import stream
-from persample.engines.compiled.tanh import tanh
+from persample.engines.compiled.kernels import with_torch_kernels
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
-# What Inductor computes in place of the first argument where nobody else needs that, even if its rows are one row.
+# Inductor may compute these in place of their first argument, even where its rows share one memory (stride 0).
 _WRITTEN = {
     *(_aten.index_put.default, aten_unsafe_index_put),
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
@@ -30,8 +27,8 @@ Run = Callable[[list[Tensor]], Sequence[Tensor]]
 def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
     """Compile a graph with Inductor, the compiler behind ``torch.compile``.
 
-    Its own entry point is called, below the guards of ``torch.compile``: what they would check is in our key. Where no
-    code can be made, one warning says so, and the graph is run operation by operation.
+    Inductor is called below the guards of ``torch.compile``: the key of our cache holds what they would check. If
+    compilation fails, one warning says so, and the graph runs operation by operation.
 
     Args:
         graph: a flat graph of aten operations without state.
@@ -43,10 +40,10 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         A function from a list of tensors (which it empties) to the outputs.
     """
     try:
-        with warnings.catch_warnings():  # torch's compiler speaks to its own developers
+        with warnings.catch_warnings():  # the compiler's warnings address the developers of torch
             warnings.simplefilter("ignore")
             return _compiled(flat, mode, inputs)
-    except Exception as error:  # noqa: BLE001 (whatever goes wrong in a compiler, the graph is right)
+    except Exception as error:  # noqa: BLE001 (only torch's compiler runs here, and the graph is right without it)
         advice = _advice(error)
         if advice not in _warned:
             _warned.add(advice)
@@ -55,7 +52,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
-    """Return the same graph without writes in place, and in the operations that Inductor knows.
+    """Return the same graph without in-place writes, decomposed into the operations that Inductor lowers.
 
     Args:
         graph: a flat graph of aten operations.
@@ -64,13 +61,13 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = kept({**decompositions(), _aten.tanh.default: tanh})
-    if mode.shape_env is not None:  # those of products treat very small ones apart, and so split the sizes
+    table = with_torch_kernels(decompositions())
+    if mode.shape_env is not None:  # decomposed products branch on sizes, and one program serves all sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
         pure = make_fx(torch.func.functionalize(graph))(*inputs)
         for node in pure.graph.nodes:
-            # The operations that others are made of may lay out their results differently, where no view exists.
+            # Decompositions may change the strides of a result, so that a view of it no longer exists.
             if node.target is _aten.view.default:
                 node.target = _aten.reshape.default
             if node.target in _WRITTEN and 0 in _known_strides(node.args[0]):
@@ -81,9 +78,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
-    choose(graph)
-    stream(graph)
-    # With channels last, which Inductor prefers on CPUs, convolutions of many groups take twice as long.
+    # Inductor prefers channels-last on CPUs, where convolutions of many groups take twice as long.
     grouped = any(map(_is_grouped, graph.graph.nodes))
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
     return code

@@ -161,7 +161,7 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
     parts = zip(takes, (params, batch, reduce, out), (given, given, found, written), strict=True)
     if not all(take and take(tree, leaves) for take, tree, leaves in parts):
         return
-    mine, kind = task.tensors, task.samples.params[0].device.type
+    mine, kind = task.tensors, task.call.params[0].device.type
     written = written if task.out is not None else []
     alike = len(given) + len(found) + len(written) == len(mine) and all(map(_is_same, given, mine))
     if not _is_plain() or not alike or (task.out is None) != (out is None):

@@ -134,12 +134,11 @@ class Sizes:
             varying: which sizes vary.
         """
         formats, points = [Format.of(x) for x in task.tensors], varying.points()
-        with cost_model.unbroken() as written:
-            traces = [trace(task, partial(_at, formats, varying, point)) for point in points]
+        traces = [trace(task, partial(_at, formats, varying, point), any_size=True) for point in points]
         graph = unified([traced.graph for traced in traces], points, varying.places)
         if graph is None or varying.of(formats) is None or not all(_is_alike(x, traces[0]) for x in traces):
             return None
-        return cls(varying, formats, traces, graph, max(written, default=0))
+        return cls(varying, formats, traces, graph, max(traced.written for traced in traces))
 
     @property
     def traced(self) -> Traced:
@@ -177,8 +176,7 @@ class Sizes:
         if self.varying.is_batch_only(task) or sizes in self.checked:
             return True
         try:
-            with cost_model.unbroken():
-                again = trace(task, lambda: self.inputs(sizes))
+            again = trace(task, lambda: self.inputs(sizes), any_size=True)
         except TraceError:
             return False
         graphs = [traced.graph for traced in [*self.traces, again]]

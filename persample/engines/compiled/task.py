@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from persample import pipeline
 from persample.engines.vmap import eager
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
 from persample.outputs import write_into
 from persample.reductions import Reduction
 from persample.reductions.requested import Reductions
 from persample.utils import trees
-
-_ONE = trees.structure(None)
 
 
 class UnfinishedError(Exception):
@@ -31,29 +29,25 @@ class Task:
     """One chunk of one call.
 
     Args:
-        lift: what to do with the gradients.
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
-        randomness: as in ``torch.func.vmap``.
+        reductions: what is asked of the gradients.
+        call: the chunk, not empty.
         finishes: compute the results themselves, not only what chunks are merged from.
         container: what the results are returned in.
         out: a previous result that they are written into, all of it apart from the inputs; None for fresh memory.
     """
 
-    lift: Reductions
-    loss: SampleLoss
-    samples: Call
-    randomness: str
+    reductions: Reductions
+    call: Call
     finishes: bool
-    container: trees.TreeSpec = _ONE
+    container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
     out: Any = None
 
     @property
     def read(self) -> list[Tensor]:
         """What the program reads."""
-        leaves = [x for x in self.samples.leaves if isinstance(x, Tensor)]
-        weights = [] if self.samples.weights is None else [self.samples.weights]
-        return [*self.samples.params, *leaves, *weights, *self._live[0]]
+        leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
+        weights = [] if self.call.weights is None else [self.call.weights]
+        return [*self.call.params, *leaves, *weights, *self._live[0]]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -63,9 +57,9 @@ class Task:
     @property
     def batched(self) -> list[bool]:
         """Which of the tensors hold one row per sample, on axis 0."""
-        samples, leaves = self.samples, zip(self.samples.leaves, self.samples.leaves_batched, strict=True)
-        split = [*samples.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
-        weights = [] if samples.weights is None else [True]
+        leaves = zip(self.call.leaves, self.call.leaves_batched, strict=True)
+        split = [*self.call.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
+        weights = [] if self.call.weights is None else [True]
         return [*split, *weights, *(False for _ in self._live[0]), *(True for _ in self._written)]
 
     @property
@@ -74,27 +68,29 @@ class Task:
 
     @property
     def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
-        device = self.samples.params[0].device
-        numbers, structure = trees.flatten([live_fields(reduction) for reduction in self.lift.reductions])
+        device = self.call.params[0].device
+        numbers, structure = trees.flatten([live_fields(reduction) for reduction in self.reductions.reductions])
         return [as_input(x, device) for x in numbers], structure
 
     @property
     def constants(self) -> dict[str, Any]:
         """What the program was made for beside the formats of its tensors, by name."""
-        loss, samples = self.loss, self.samples
-        wanted = {f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.lift.reductions)}
+        loss = self.call.loss
+        wanted = {
+            f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.reductions.reductions)
+        }
         return {"loss_fn": loss.fn, "params": loss.params.modules, **wanted} | {
-            "batch": tuple(None if isinstance(x, Tensor) else x for x in samples.leaves)
+            "batch": tuple(None if isinstance(x, Tensor) else x for x in self.call.leaves)
         }
 
     @property
     def structure(self) -> Hashable:
         """How the tensors are arranged."""
-        loss, samples = self.loss, self.samples
+        call, loss = self.call, self.call.loss
         return (
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
-            (samples.params_batched, samples.leaves_batched, samples.weights is None),
-            (self.randomness, self.finishes, self._live[1]),
+            (call.params_batched, call.leaves_batched, call.weights is None),
+            (call.randomness, self.finishes, self._live[1]),
             (self.container, self.out is None or trees.structure(self.out)),
         )
 
@@ -108,20 +104,19 @@ class Task:
             The finished results, or None if they are in ``out``, or what ``lift`` returns.
         """
         given, (live, structure) = iter(tensors), self._live
-        params = tuple(next(given) for _ in self.samples.params)
-        leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.samples.leaves)
-        weights = None if self.samples.weights is None else next(given)
+        params = tuple(next(given) for _ in self.call.params)
+        leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
+        weights = None if self.call.weights is None else next(given)
         fields = trees.unflatten([next(given) for _ in live], structure)
-        lift = Reductions(
-            [_changed(r, new) for r, new in zip(self.lift.reductions, fields, strict=True)], keep_factored=True
-        )
-        split = [*self.samples.params_batched, *self.samples.leaves_batched]
+        pairs = zip(self.reductions.reductions, fields, strict=True)
+        reductions = Reductions([_changed(r, new) for r, new in pairs], keep_factored=True)
+        split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
-        samples = replace(self.samples, size=size, params=params, leaves=leaves, weights=weights)
-        lifted, connected = eager(lift, self.loss, samples, self.randomness)
+        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights)
+        lifted = pipeline.lift_chunks([call], eager, reductions)
         if not self.finishes:
-            return lifted, connected
-        results = _finished(lift, lifted, params[0].device)
+            return lifted
+        results = _finished(call, lifted, reductions)
         if self.out is None:
             return results
         out = trees.unflatten([next(given) for _ in self._written], trees.structure(self.out))
@@ -129,9 +124,9 @@ class Task:
         return None
 
 
-def _finished(lift: Reductions, lifted: Any, device: torch.device) -> list[Any]:
+def _finished(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
     try:
-        return lift.finish(lifted, device)
+        return pipeline.finish(call, lifted, reductions)
     except Exception as error:
         raise UnfinishedError(str(error)) from error
 
@@ -149,23 +144,23 @@ def full_size(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def filled_up(samples: Call) -> Call:
+def filled_up(call: Call) -> Call:
     """Return more samples, the last one repeated with weight 0 until their number is a power of two.
 
     Args:
-        samples: at least one.
+        call: at least one sample.
     """
-    size = samples.size
+    size = call.size
     full = full_size(size)
-    index = torch.arange(full, device=samples.params[0].device).clamp_max(size - 1)
+    index = torch.arange(full, device=call.params[0].device).clamp_max(size - 1)
 
     def more(values: Sequence[Any], batched: Sequence[bool]) -> tuple[Any, ...]:
         return tuple(x[index] if split else x for x, split in zip(values, batched, strict=True))
 
-    weights = torch.ones(size, dtype=torch.float64, device=index.device) if samples.weights is None else samples.weights
-    params, leaves = more(samples.params, samples.params_batched), more(samples.leaves, samples.leaves_batched)
+    weights = torch.ones(size, dtype=torch.float64, device=index.device) if call.weights is None else call.weights
+    params, leaves = more(call.params, call.params_batched), more(call.leaves, call.leaves_batched)
     weights = pad(weights, (0, full - size))
-    return replace(samples, size=full, params=params, leaves=leaves, weights=weights)
+    return replace(call, size=full, params=params, leaves=leaves, weights=weights)
 
 
 def as_input(x: Any, device: torch.device) -> Tensor:

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from persample._torch import (
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
     aten_efficientzerotensor,
     aten_local_scalar_dense,
@@ -21,8 +20,9 @@ from persample._torch import (
 )
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import drop_failed, pack
-from persample.utils.numeric import exceptions_noted, is_folded, untraced
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
+from persample.utils.strides import is_folded
+from persample.utils.tracing import Trace, untraced
 
 
 class TraceError(Exception):
@@ -65,6 +65,7 @@ class Traced:
         values: numbers that it read from such tensors, and relied on.
         outline: what makes the result of its tensors.
         noted: whether the last output tells of exceptional cases, in which the others do not count.
+        written: how many numbers it writes out at a time, if it is for any number of samples.
     """
 
     graph: GraphModule
@@ -72,6 +73,7 @@ class Traced:
     values: list[tuple[Tensor, Any]]
     outline: Any
     noted: bool
+    written: int = 0
 
 
 class _Values(TorchDispatchMode):
@@ -136,12 +138,15 @@ class _Lists(TorchFunctionMode):
         return result
 
 
-def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]]) -> Traced:
+def trace(
+    function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]], *, any_size: bool = False
+) -> Traced:
     """Trace a function.
 
     Args:
         function: from tensors to a tree of tensors and of dataclasses that hold some.
         inputs: makes tensors of the formats that the function will be called with, in whose place fake ones are traced.
+        any_size: whether the graph will be one for any number of samples.
 
     Returns:
         Its graph.
@@ -151,11 +156,13 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # it takes half a second to import
 
-    outline, noted, values = None, False, _Values()
+    outline, noted, values, handled = None, False, _Values(), handled_error()
+    state = Trace(any_size)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with exceptions_noted() as exceptions, values, _Lists(values.read), Bounds(exceptions):
+        exceptions = state.exceptions
+        with values, _Lists(values.read), Bounds(exceptions):
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
@@ -165,15 +172,15 @@ def trace(function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Ten
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
     # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
-    with FakeTensorMode(allow_non_fake_inputs=True), force_original_view_tracking(True):
+    with state.fake_tensors(), force_original_view_tracking(True):
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
-            if is_users(error):
+            if is_users(error, handled):
                 raise
             raise TraceError(said(error)) from error
     drop_failed(graph)
-    return Traced(graph, _lifted(graph), values.read, outline, noted)
+    return Traced(graph, _lifted(graph), values.read, outline, noted, max(state.block_sizes, default=0))
 
 
 def said(error: Exception) -> str:

@@ -11,7 +11,7 @@ from persample.factors.base import Factor
 from persample.factors.dense import Dense
 from persample.factors.storage import choose_storage
 from persample.factors.sum import sum_factors
-from persample.utils.numeric import as_real
+from persample.utils.dtypes import as_real
 
 
 def factor_of(grad: Tensor, required_ops: Iterable[str]) -> Factor:

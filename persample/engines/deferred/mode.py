@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from persample._torch import UnguardedDispatchMode, schema
-from persample.cpu.mode import FASTER
 from persample.engines.deferred.context import DeferralContext
 from persample.engines.deferred.placeholder import Placeholder
 from persample.engines.deferred.producers import PRODUCERS, index_put
@@ -47,7 +46,7 @@ class Deferral(UnguardedDispatchMode):
         kwargs = kwargs or {}
         if self._context.pending.is_computing:
             return func(*args, **kwargs)
-        producer, kernel, written_arguments = _lookup(func)
+        producer, written_arguments = _lookup(func)
         for place, name in written_arguments:
             written = args[place] if place < len(args) else kwargs.get(name)
             for x in written if isinstance(written, list | tuple) else [written]:
@@ -55,7 +54,7 @@ class Deferral(UnguardedDispatchMode):
                     self._context.pending.before_write(x)
         if Placeholder not in types:
             deferred = None if producer is None else producer(self._context, *args, **kwargs)
-            return (func if types else kernel)(*args, **kwargs) if deferred is None else deferred
+            return func(*args, **kwargs) if deferred is None else deferred
         deferred = index_put(self._context, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
         return apply(func, args, kwargs, functools.partial(self._call, func)) if deferred is None else deferred
 
@@ -64,8 +63,8 @@ class Deferral(UnguardedDispatchMode):
 
 
 @functools.cache  # the hash of an operation is the slowest part of a lookup
-def _lookup(func: Any) -> tuple[Any, Any, list[tuple[int, str]]]:
-    """Return the producer, the kernel, and the arguments that the operation writes into."""
+def _lookup(func: Any) -> tuple[Any, list[tuple[int, str]]]:
+    """Return the producer, and the arguments that the operation writes into."""
     arguments = enumerate(schema(func).arguments)
     written = [(place, x.name) for place, x in arguments if x.alias_info is not None and x.alias_info.is_write]
-    return PRODUCERS.get(func), FASTER.get(func, func), written
+    return PRODUCERS.get(func), written

@@ -12,41 +12,45 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from persample._torch import add_batch_dim, lazy_load_decompositions, remove_batch_dim, vmap_increment_nesting
+from persample._torch import (
+    add_batch_dim,
+    lazy_load_decompositions,
+    remove_batch_dim,
+    transforms,
+    vmap_increment_nesting,
+)
 from persample.engines.layers.factors import LayerFactors
-from persample.engines.layers.guard import LayerGuard, NotDirectError
+from persample.engines.layers.guard import LayerGuard, NotLayersError
 from persample.engines.layers.interceptor import LayerInterceptor
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
-from persample.utils.fallback import explained
+from persample.utils.dtypes import is_autocast
 from persample.utils.interrupts import interrupts_first
-from persample.utils.numeric import is_autocast, is_traced
-from persample.utils.origin import is_users
+from persample.utils.origin import handled_error, is_users
+from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 from persample.vmap_rules import plain_autograd
 
 _prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
 # Of other vectors with so few numbers every sample may be given its own.
 _SMALL = 2**12
-_refused: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # shapes of parameters, by the code of the loss
 
 
-def suits(loss: SampleLoss, samples: Call) -> bool:
+def suits(call: Call) -> bool:
     """Return whether a loss may be one of layers: modules hold all matrices, and there is little beside them.
 
     Args:
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
+        call: the chunk, not empty.
     """
-    if loss.spec.shapes in _refused.get(_code(loss), ()):
-        return False
+    loss, samples = call.loss, call
     first = samples.params[0]
+    if call.randomness != "error" or transforms():
+        return False
     if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
@@ -61,40 +65,25 @@ def _held(loss: SampleLoss, samples: Call) -> Iterable[tuple[Tensor, bool]]:
     return zip(samples.params, loss.params.in_layers, strict=True)
 
 
-def gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradients | None:
+def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     """Compute the gradients of all samples at once, if the loss is one of layers.
 
     Args:
-        loss: the loss of one sample.
-        samples: the chunk, not empty.
-        uses: the operations of ``Factor`` that the reductions call.
-
-    Returns:
-        The gradients; or None if the loss is another, or if torch refuses what it does.
+        call: the chunk, not empty.
+        required_ops: the operations of ``Factor`` that the reductions call.
 
     Raises:
+        NotLayersError: if the loss is another, or if torch refuses what it does.
         Exception: what the loss itself raises.
     """
+    handled = handled_error()
     try:
-        with interrupts_first(), explained(), plain_autograd():
-            return _gradients(loss, samples, uses)
+        with interrupts_first(), plain_autograd():
+            return _gradients(call.loss, call, required_ops)
     except Exception as error:
-        if is_users(error):
+        if is_users(error, handled):
             raise
-        return None
-
-
-def refuse(loss: SampleLoss) -> None:
-    """Remember that a loss is none of layers alone.
-
-    Args:
-        loss: the loss.
-    """
-    _refused.setdefault(_code(loss), set()).add(loss.spec.shapes)
-
-
-def _code(loss: SampleLoss) -> Any:
-    return getattr(loss.fn, "__code__", type(loss.fn))
+        raise NotLayersError from error
 
 
 def _gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradients:
@@ -117,14 +106,14 @@ def _gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradien
         with LayerGuard(caught, (*sample, *params), repeated) as watching:
             value, (aux, has_aux) = loss(params, sample)
         if watching.has_refused:
-            raise NotDirectError
+            raise NotLayersError
         losses = remove_batch_dim(value, level, samples.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
     others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
     found = [split for split, other in zip(own, others, strict=True) if other is not None]
     if not all(found) or not (found or collected):
-        raise NotDirectError
+        raise NotLayersError
     factors = tuple(
         collected.other(place, other) if split or x.ndim != 2 else collected.matrix(place)
         for place, (x, split, other) in enumerate(zip(samples.params, own, others, strict=True))

@@ -15,7 +15,7 @@ from persample.vmap_rules import rewritten
 from persample.vmap_rules.rows import is_batched, unwrapped
 
 
-class NotDirectError(Exception):
+class NotLayersError(Exception):
     """A parameter of layers is used by something else, too, or what torch.func refuses is to be refused."""
 
 
@@ -49,7 +49,7 @@ class LayerGuard(rewritten):
             What the function returns.
 
         Raises:
-            NotDirectError: if it may not.
+            NotLayersError: if it may not.
         """
         if (kwargs or not only_computes(func)) and not self._may_call(func, args, kwargs or {}):
             self._refuse()
@@ -65,7 +65,7 @@ class LayerGuard(rewritten):
 
     def _refuse(self) -> NoReturn:
         self.has_refused = True  # a loss may catch the error
-        raise NotDirectError
+        raise NotLayersError
 
     def _may_call(self, func: Any, args: Any, kwargs: Any) -> bool:
         return not asks(func) and all(map(self._is_own, written(func, args, kwargs)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -17,8 +18,8 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
-from persample.cpu import gemm
-from persample.utils.numeric import is_autocast, is_wrapped
+from persample.utils.dtypes import is_autocast
+from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.functional import linear
 
 
@@ -178,14 +179,14 @@ class _Linear(Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, take: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.take = take
-        return gemm.linear(rows, weight, bias)
+        return F.linear(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
         rows, weight = ctx.saved_tensors
         if ctx.take is not None:
             ctx.take(signals, rows.detach())
-        return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
+        return torch.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Lookup(Function):

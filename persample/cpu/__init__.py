@@ -1,1 +1,0 @@
-"""Kernels of other libraries on CPUs, where they are faster than torch's own."""

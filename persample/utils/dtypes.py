@@ -1,0 +1,62 @@
+"""Dtypes: in which one sums are accumulated, complex numbers as pairs of reals, and autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from persample._torch import is_zerotensor
+
+
+@functools.cache
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the real dtype in which values of a dtype are summed: float64 for doubles, else float32.
+
+    Examples:
+        >>> accumulate_dtype(torch.bfloat16), accumulate_dtype(torch.complex128)
+        (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype.to_real(), torch.float32)
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype of a number computed from all parameters: the widest real one of theirs, at least float32."""
+    return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of reals (one more axis of size 2), and any other tensor unchanged."""
+    x = x.clone() if is_zerotensor(x) else x  # torch's gradient of sgn has no memory: it cannot be read or written
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a real tensor in another dtype; pairs of reals become complex numbers again.
+
+    Args:
+        x: the tensor.
+        dtype: the dtype of the result, or None for that of ``x``.
+    """
+    if dtype is None:
+        return x
+    real = x.to(dtype.to_real())
+    return torch.view_as_complex(real.contiguous()) if dtype.is_complex else real
+
+
+def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return wᵢ xᵢ for ``x [B, ...]`` and ``weights [B]``, in a dtype."""
+    return x.to(dtype) * weights.to(dtype).view(-1, *[1] * (x.ndim - 1))
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without the caller's autocast, which applies to the loss and not to its gradients."""
+    return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Return whether operations on a device run under autocast; some kinds of devices have none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -1,0 +1,36 @@
+"""How the elements of a tensor lie in memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from persample._torch import keep_strides
+from persample.utils.tracing import is_traced
+
+
+def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a tensor without gaps in memory, copied if it has some.
+
+    Args:
+        x: the tensor.
+        like: a tensor of as many axes, whose order of axes in memory the result takes; in compiled code the result is
+            contiguous.
+    """
+    if is_traced(x):
+        return keep_strides(x.contiguous())  # otherwise Inductor would leave the copy out
+    if like is None:
+        return x.contiguous()
+    order = sorted(range(x.ndim), key=like.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
+
+
+def is_folded(x: Tensor) -> bool:
+    """Return whether several elements of a tensor share, or judged by its strides might share, a place in memory."""
+    if x.is_contiguous() or not x.numel():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False

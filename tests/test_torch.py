@@ -1,0 +1,805 @@
+"""Each private name of torch, by what it does: after a release of torch, the failures here say what has changed."""
+
+import ast
+import importlib.util
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functionalize, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from persample import _torch
+from persample.errors import TORCH_VERSIONS, TorchVersionError
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "persample" / "_torch.py"
+
+
+class Functions(TorchFunctionMode):
+    """Collects the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(_torch.TorchDispatchMode):
+    """Collects the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def functions_of(call):
+    with Functions() as mode:
+        call()
+    return mode.seen
+
+
+def operators_of(call):
+    with Operators() as mode:
+        call()
+    return mode.seen
+
+
+def inside(transform, *xs, **options):
+    """Decorate a function that is called once inside of a transform, with tensors of that level."""
+
+    def decorate(check):
+        def call(*args):
+            check(*args)
+            return args[0].sum()
+
+        transform(call, **options)(*xs)
+
+    return decorate
+
+
+def forward(function):
+    return lambda x: jvp(function, (x,), (x,))
+
+
+# Levels of torch.func.
+
+
+def test_peek_interpreter_stack():
+    assert _torch.peek_interpreter_stack() is None
+
+    @inside(vmap, torch.ones(2))
+    def _(x):
+        assert _torch.peek_interpreter_stack().key() == _torch.TransformType.Vmap
+
+
+def test_retrieve_all_functorch_interpreters():
+    assert _torch.retrieve_all_functorch_interpreters() == []
+
+    def check(x):
+        levels = _torch.retrieve_all_functorch_interpreters()
+        assert [level.key() for level in levels] == [_torch.TransformType.Vmap, _torch.TransformType.Grad]
+        assert [isinstance(level, _torch.GradInterpreter) for level in levels] == [False, True]
+        assert levels[1].prev_grad_mode() is False
+        assert levels[1].level() == 2
+        return x
+
+    with torch.no_grad():
+        vmap(grad(check))(torch.ones(2))
+
+
+def test_transform_type_tells_jvp():
+    @inside(forward, torch.ones(2))
+    def _(x):
+        assert _torch.peek_interpreter_stack().key() == _torch.TransformType.Jvp
+
+
+def test_wrappers_of_vmap():
+    plain = torch.arange(6.0).view(2, 3)
+
+    @inside(vmap, plain, in_dims=1)
+    def _(x):
+        assert _torch.is_functorch_wrapped_tensor(x)
+        assert _torch.is_batchedtensor(x)
+        assert _torch.get_unwrapped(x).shape == (2, 3)
+        assert torch.equal(_torch.get_unwrapped(x), plain)
+        assert _torch.maybe_get_bdim(x) == 1
+        assert _torch.maybe_get_level(x) == 1
+
+    assert not _torch.is_functorch_wrapped_tensor(plain)
+    assert not _torch.is_batchedtensor(plain)
+    assert _torch.maybe_get_bdim(plain) == -1
+    assert _torch.maybe_get_level(plain) <= 0
+
+
+def test_wrappers_of_grad():
+    plain = torch.full((2,), 7.0)
+
+    @inside(grad, torch.ones(3))
+    def _(x):
+        assert _torch.is_functorch_wrapped_tensor(x)
+        assert not _torch.is_batchedtensor(x)
+        assert _torch.maybe_get_bdim(x) == -1
+        assert _torch.maybe_get_level(x) == 1
+        wrapped = _torch.wrap_for_grad(plain, 1)
+        assert _torch.maybe_get_level(wrapped) == 1
+        assert _torch.get_unwrapped(wrapped) is plain
+
+
+def test_unwrap_dead_wrappers():
+    leaked = []
+    inside(grad, torch.ones(3))(leaked.append)
+    assert _torch.is_functorch_wrapped_tensor(leaked[0])
+    (alive,) = _torch.unwrap_dead_wrappers((leaked[0],))
+    assert not _torch.is_functorch_wrapped_tensor(alive)
+    assert alive.tolist() == [1, 1, 1]
+
+
+def test_a_level_of_vmap_by_hand():
+    rows = torch.arange(6.0).view(3, 2)
+    with _torch.vmap_increment_nesting(3, "error") as level:
+        x = _torch.add_batch_dim(rows, 0, level)
+        assert x.shape == (2,)
+        out = _torch.remove_batch_dim(x.sum(), level, 3, 0)
+    assert torch.equal(out, rows.sum(1))
+    assert _torch.peek_interpreter_stack() is None
+
+
+def test_lazy_load_decompositions():
+    _torch.lazy_load_decompositions()
+    x = torch.rand(3, 4)
+    with _torch.vmap_increment_nesting(3, "error") as level:  # an operator without a rule of its own in C++
+        out = torch.ops.aten.mse_loss_backward(*(_torch.add_batch_dim(y, 0, level) for y in (x[:, 0], x, 2 * x)), 2)
+        out = _torch.remove_batch_dim(out, level, 3, 0)
+    torch.testing.assert_close(out, -2 * x * x[:, :1])
+
+
+def test_temporarily_clear_interpreter_stack():
+    @inside(vmap, torch.ones(2))
+    def _(x):
+        with _torch.temporarily_clear_interpreter_stack():
+            assert _torch.peek_interpreter_stack() is None
+            assert (2 * _torch.get_unwrapped(x)).tolist() == [2, 2]
+        assert _torch.peek_interpreter_stack() is not None
+
+
+def test_disable_func_torch():
+    @inside(grad, torch.ones(2))
+    def _(x):
+        assert _torch.is_functorch_wrapped_tensor(_torch.get_unwrapped(x) * 2)
+        with _torch.DisableFuncTorch():
+            assert not _torch.is_functorch_wrapped_tensor(_torch.get_unwrapped(x) * 2)
+
+
+def test_functions_of_a_single_level():
+    class Double(_torch.SingleLevelFunction):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, signal):
+            return 5 * signal  # to be told from the derivative
+
+    def apply(x):
+        with _torch.enable_single_level_autograd_function():
+            assert _torch.get_single_level_autograd_function_allowed()
+            return Double.apply(x).sum()
+
+    assert not _torch.get_single_level_autograd_function_allowed()
+    assert grad(apply)(torch.ones(2)).tolist() == [5, 5]
+    with pytest.raises(RuntimeError, match="SingleLevel"):
+        grad(lambda x: Double.apply(x).sum())(torch.ones(2))
+
+
+# The state of a thread.
+
+
+def test_leaving_transforms():
+    assert _torch.get_dynamic_layer_stack_depth() == 0
+    torch._C._functorch._vmap_increment_nesting(3, "error")
+    assert _torch.get_dynamic_layer_stack_depth() == 1
+    _torch.pop_dynamic_layer_stack_and_undo_to_depth(0)
+    assert _torch.get_dynamic_layer_stack_depth() == 0
+
+
+def test_set_single_level_autograd_function_allowed():
+    _torch.set_single_level_autograd_function_allowed(True)
+    assert _torch.get_single_level_autograd_function_allowed()
+    _torch.set_single_level_autograd_function_allowed(False)
+    assert not _torch.get_single_level_autograd_function_allowed()
+
+
+def test_function_modes():
+    mode = Functions()
+    _torch.push_function_mode(mode)
+    assert _torch.len_torch_function_stack() == 1
+    assert _torch.get_function_mode_stack() == [mode]
+    assert _torch.pop_function_mode() is mode
+    assert _torch.len_torch_function_stack() == 0
+
+
+def test_dispatch_modes():
+    mode = Operators()
+    _torch.push_dispatch_mode(mode)
+    assert _torch.len_torch_dispatch_stack() == 1
+    assert _torch.get_dispatch_mode_stack() == [mode]
+    assert _torch.pop_dispatch_mode() is mode
+    assert _torch.len_torch_dispatch_stack() == 0
+
+
+def test_set_grad_enabled():
+    _torch.set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    _torch.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_set_fwd_grad_enabled():
+    assert _torch.is_fwd_grad_enabled()
+    _torch.set_fwd_grad_enabled(False)
+    assert not _torch.is_fwd_grad_enabled()
+    _torch.set_fwd_grad_enabled(True)
+
+
+def test_saved_tensors_hooks():
+    assert _torch.saved_tensors_hooks_disabled_message() is None
+    _torch.saved_tensors_hooks_disable("not here")
+    assert _torch.saved_tensors_hooks_disabled_message() == "not here"
+    with pytest.raises(RuntimeError, match="not here"), torch.autograd.graph.save_on_cpu():
+        pass
+    _torch.saved_tensors_hooks_enable()
+    assert _torch.saved_tensors_hooks_disabled_message() is None
+
+
+def test_dispatch_flags():
+    assert _torch.dispatch_flags() == (False, False, False)
+    with Operators():
+        assert _torch.dispatch_flags()[:2] == (True, True)
+        inner = _torch.dispatch_flags()
+    _torch.set_dispatch_flags(inner)
+    assert _torch.dispatch_flags() == inner
+    _torch.set_dispatch_flags((False, False, False))
+    assert _torch.dispatch_flags() == (False, False, False)
+
+
+def test_forward_levels():
+    assert _torch.forward_levels() == (-1, 0)
+    assert not _torch.is_forward_mode()
+    with forward_ad.dual_level():
+        assert _torch.forward_levels() == (0, 0)
+        assert _torch.is_forward_mode()
+
+    @inside(forward, torch.ones(2))
+    def _(_):
+        assert _torch.forward_levels() == (0, 1)
+        assert not _torch.is_forward_mode()
+
+
+def test_set_jvp_nesting():
+    _torch.set_jvp_nesting(3)
+    assert _torch.forward_levels() == (-1, 3)
+    _torch.set_jvp_nesting(0)
+    assert _torch.forward_levels() == (-1, 0)
+
+
+def test_transforms():
+    assert _torch.transforms() == []
+
+    def check(x):
+        assert _torch.transforms() == ["vmap", "grad", "functionalize"]
+        return x.sum()
+
+    vmap(grad(functionalize(check)))(torch.ones(2))
+
+
+# Modes and fake tensors.
+
+
+def test_disable_current_modes():
+    with Operators() as mode, _torch.disable_current_modes():
+        torch.ones(2) + 1
+    assert mode.seen == []
+
+
+def test_force_original_view_tracking():
+    def replayed():
+        base = torch.zeros(4, requires_grad=True) * 1
+        base.view(2, 2).mul_(2)
+        view = base.view(2, 2)
+        base.mul_(2)
+        return type(view.grad_fn).__name__
+
+    assert replayed() == "AsStridedBackward0"
+    with _torch.force_original_view_tracking(True):
+        assert replayed() == "ViewBackward0"
+
+
+def test_disabled_torch_function():
+    class Sub(torch.Tensor):
+        __torch_function__ = _torch.disabled_torch_function
+
+    assert type(torch.ones(2).as_subclass(Sub) + 1) is torch.Tensor
+
+
+def test_make_wrapper_subclass():
+    seen = []
+
+    class Sub(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return _torch.make_wrapper_subclass(cls, (2, 3), strides=(1, 2), storage_offset=1, dtype=torch.float64)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return torch.zeros(2)
+
+    x = Sub()
+    assert (x.shape, x.stride(), x.storage_offset(), x.dtype) == ((2, 3), (1, 2), 1, torch.float64)
+    assert (x + 1).tolist() == [0, 0]
+    assert seen == [torch.ops.aten.add.Tensor]
+
+
+def test_fake_tensors():
+    with _torch.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(torch.ones(2)) + torch.ones(3, 1)
+    assert isinstance(x, _torch.FakeTensor)
+    assert x.shape == (3, 2)
+    assert not isinstance(torch.ones(2), _torch.FakeTensor)
+
+
+def test_op_overload():
+    assert isinstance(torch.ops.aten.add.Tensor, _torch.OpOverload)
+    assert not isinstance(torch.ops.aten.add, _torch.OpOverload)
+
+
+def test_unguarded_dispatch_mode():
+    class Unguarded(_torch.UnguardedDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {})) + 1
+
+    with Unguarded():
+        assert (torch.ones(()) * 2) == 4  # of 2: multiplied, then compared, one more each
+    assert Unguarded.__torch_dispatch__.__code__.co_filename == __file__
+    assert Operators.__torch_dispatch__.__code__.co_filename != __file__  # guarded by torch
+
+
+# Attributes of tensors, operators and modules.
+
+
+def test_version():
+    x = torch.ones(2)
+    before = _torch.version(x)
+    x.add_(1)
+    assert _torch.version(x) == before + 1
+
+
+def test_hooks():
+    x = torch.ones(2, requires_grad=True)
+    assert not _torch.backward_hooks(x)
+    assert not _torch.post_accumulate_grad_hooks(x)
+    x.register_hook(print)
+    assert len(_torch.backward_hooks(x)) == 1
+    x.register_post_accumulate_grad_hook(print)
+    assert len(_torch.post_accumulate_grad_hooks(x)) == 1
+    assert _torch.backward_hooks_getter in functions_of(lambda: x._backward_hooks)
+
+
+def test_is_zerotensor():
+    assert _torch.is_zerotensor(_torch.aten_efficientzerotensor([2]))
+    assert not _torch.is_zerotensor(torch.zeros(2))
+
+
+def test_storage_id():
+    x, fake = torch.ones(2), torch.ones(2, device="meta")
+    assert _torch.storage_id(x.untyped_storage()) == _torch.storage_id(x[1:].untyped_storage())
+    assert _torch.storage_id(fake.untyped_storage()) == _torch.storage_id(fake[1:].untyped_storage())
+    assert _torch.storage_id(fake.untyped_storage()) != _torch.storage_id((fake + 1).untyped_storage())
+
+
+def test_is_alias_of():
+    x = torch.ones(2)
+    assert _torch.is_alias_of(x, x[1:])
+    assert not _torch.is_alias_of(x, x + 1)
+    with _torch.FakeTensorMode():
+        fake = torch.ones(2)
+        assert _torch.is_alias_of(fake, fake[1:])
+        assert not _torch.is_alias_of(fake, fake + 1)
+
+
+def test_schema():
+    assert not _torch.schema(torch.ops.aten.add.Tensor).is_mutable
+    assert _torch.schema(torch.ops.aten.add_.Tensor).is_mutable
+    first, second, _ = _torch.schema(torch.ops.aten.add_.Tensor).arguments
+    assert first.name == "self"
+    assert first.alias_info.is_write
+    assert second.alias_info is None
+    assert str(_torch.schema(torch.ops.aten.tanh.default)) == "aten::tanh(Tensor self) -> Tensor"
+
+
+def test_slots_of_modules():
+    module = nn.BatchNorm1d(2)
+    _torch.parameter_slots(module)["weight"] = torch.full((2,), 5.0)  # which the public API refuses
+    _torch.buffer_slots(module)["running_mean"] = torch.full((2,), 7.0)
+    assert module.weight.tolist() == [5, 5]
+    assert module.running_mean.tolist() == [7, 7]
+    assert vars(module).keys() >= _torch.MODULE_SLOTS
+
+
+def test_init_flat_weights():
+    gru = nn.GRU(2, 3)
+    weight = nn.Parameter(torch.zeros(9, 2))
+    _torch.parameter_slots(gru)["weight_ih_l0"] = weight
+    assert not any(x is weight for x in gru._flat_weights)
+    _torch.init_flat_weights(gru)
+    assert any(x is weight for x in gru._flat_weights)
+
+
+def test_norms():
+    for norm in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)):
+        assert isinstance(norm, _torch.NormBase)
+        assert isinstance(norm, _torch.BatchNormBase)
+    assert isinstance(nn.InstanceNorm2d(2), _torch.NormBase)
+    assert not isinstance(nn.InstanceNorm2d(2), _torch.BatchNormBase)
+    assert not isinstance(nn.LayerNorm(2), _torch.NormBase)
+
+
+def test_global_module_hooks():
+    assert not any(_torch.global_module_hooks())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert sum(map(len, _torch.global_module_hooks())) == 1
+    handle.remove()
+    assert not any(_torch.global_module_hooks())
+
+
+# Functions and operators.
+
+
+def test_weight_norm():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+    assert _torch.weight_norm in functions_of(lambda: layer(torch.ones(2)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensor_from_mask_left_aligned():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1).eval()
+    mask = torch.tensor([[False, False, True]])
+    for param in encoder.parameters():
+        param.requires_grad_(False)
+    with torch.no_grad():
+        seen = functions_of(lambda: encoder(torch.ones(1, 3, 4), src_key_padding_mask=mask))
+    assert _torch.nested_tensor_from_mask_left_aligned in seen
+
+
+def test_packed_sequences():
+    x, lengths = torch.arange(12.0).view(2, 3, 2), torch.tensor([3, 2])
+    rnn = nn.utils.rnn
+
+    def there_and_back():
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return rnn.pad_packed_sequence(packed, batch_first=True)
+
+    seen = functions_of(there_and_back)
+    assert _torch.pack_padded_sequence in seen
+    assert _torch.pad_packed_sequence in seen
+    data, sizes = _torch.pack_padded_sequence(x, lengths, True)
+    assert data.shape == (5, 2)
+    assert sizes.tolist() == [2, 2, 1]
+    assert _torch.pad_sequence in functions_of(lambda: rnn.pad_sequence([x[0], x[1, :2]]))
+
+
+def test_make_dual():
+    def differentiated():
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.ones(2), torch.ones(2))
+
+    assert _torch.make_dual in functions_of(differentiated)
+
+
+def test_unpool_output_size():
+    x = torch.ones(1, 1, 2, 2)
+    assert list(_torch.unpool_output_size(x, [2, 2], [2, 2], [0, 0], None)) == [4, 4]
+    with pytest.raises(ValueError, match="invalid output_size"):
+        _torch.unpool_output_size(x, [2, 2], [2, 2], [0, 0], [9, 9])
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_aten_cdist(p):
+    x, y = torch.rand(3, 2, requires_grad=True), torch.rand(4, 2)
+    out = torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+    assert torch.equal(_torch.aten_cdist_forward(x.detach(), y, p, 2), out)
+    signal = torch.rand(3, 4)
+    (expected,) = torch.autograd.grad(out, x, signal)
+    assert torch.equal(_torch.aten_cdist_backward(signal, x.detach(), y, p, out.detach()), expected)
+
+
+def test_aten_attention():
+    q, k, v = (torch.rand(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    out, *_ = _torch.aten_attention_math(q, k, v, None, 0.0, True, scale=0.7)
+    signal = torch.rand(1, 2, 3, 4)
+    expected = torch.autograd.grad(out, (q, k, v), signal)
+    plain = [x.detach() for x in (q, k, v)]
+    found, normalizers = _torch.aten_attention_cpu(*plain, 0.0, True, scale=0.7)
+    torch.testing.assert_close(found, out.detach())
+    grads = _torch.aten_attention_cpu_backward(signal, *plain, found, normalizers, 0.0, True, scale=0.7)
+    torch.testing.assert_close(tuple(grads), expected)
+
+
+def test_aten_operators_that_functions_call():
+    x = torch.rand(4)
+    assert _torch.aten_local_scalar_dense in operators_of(x[0].item)
+    assert _torch.aten_to_copy in operators_of(lambda: x.to(torch.float64))
+
+
+def test_aten_operators_by_value():
+    x = torch.arange(4.0)
+    zeros = _torch.aten_efficientzerotensor([2, 3], dtype=torch.float64)
+    assert (zeros.shape, zeros.dtype) == ((2, 3), torch.float64)
+    assert _torch.aten_unsafe_view(x, [2, 2]).tolist() == [[0, 1], [2, 3]]
+    assert _torch.aten_reshape_alias(x, [2, 2], [1, 2]).tolist() == [[0, 2], [1, 3]]
+    assert _torch.aten_unsafe_index_put(x, [torch.tensor([1])], torch.tensor(9.0)).tolist() == [0, 9, 2, 3]
+    assert _torch.aten_index_put_impl(x, [torch.tensor([1])], torch.tensor(9.0)) is x
+    assert x.tolist() == [0, 9, 2, 3]
+
+
+# Pytrees.
+
+
+def test_trees():
+    tree = {"a": 1, "b": (2, [3])}
+    leaves, spec = _torch.tree_flatten(tree)
+    assert leaves == [1, 2, 3]
+    assert isinstance(spec, _torch.TreeSpec)
+    assert spec == _torch.tree_structure(tree)
+    assert (spec.type, spec.context, spec.num_leaves, spec.num_nodes) == (dict, ["a", "b"], 3, 6)
+    assert spec.flatten_up_to({"a": 0, "b": ((4, 5), [6])}) == [0, (4, 5), 6]
+    assert _torch.tree_unflatten([4, 5, 6], spec) == {"a": 4, "b": (5, [6])}
+    assert _torch.tree_map(lambda x, y: x + y, tree, tree) == {"a": 2, "b": (4, [6])}
+    assert _torch.tree_flatten([1, (2,)], lambda x: isinstance(x, tuple))[0] == [1, (2,)]
+    assert _torch.treespec_tuple([spec, spec]) == _torch.tree_structure((tree, tree))
+
+
+def test_leaves_and_paths_of_trees():
+    assert _torch.tree_is_leaf(np.ones(2))
+    assert not _torch.tree_is_leaf([1])
+    keyed, _ = _torch.tree_flatten_with_path({"a": [1, 2]})
+    assert [(_torch.keystr(path), leaf) for path, leaf in keyed] == [("['a'][0]", 1), ("['a'][1]", 2)]
+
+
+# The compiler.
+
+
+def test_tensor_guards():
+    guards = _torch.TensorGuards(torch.ones(2, 3), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    assert guards.check(torch.zeros(2, 3))
+    assert not guards.check(torch.zeros(3, 3))
+    assert not guards.check(torch.zeros(3, 2).T)
+    assert not guards.check(torch.zeros(2, 3, dtype=torch.float64))
+    assert not guards.check(torch.zeros(2, 3, requires_grad=True))
+
+
+def test_decompositions():
+    table = _torch.decompositions()
+    x = torch.rand(3)
+    rule = table[torch.ops.aten.tanh_backward.default]
+    torch.testing.assert_close(rule(torch.ones(3), x.tanh()), 1 - x.tanh() ** 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compile_graph():
+    mode = _torch.FakeTensorMode()
+    with mode:
+        inputs = [torch.ones(4), torch.ones(4)]
+        graph = make_fx(lambda x, y: [x.sin() + y])(*inputs)
+    code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True)
+    given = [torch.rand(4), torch.rand(4)]
+    x, y = given
+    torch.testing.assert_close(code(given)[0], x.sin() + y)
+    assert given == []
+
+
+def test_lacks_cpp_compiler():
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    error = RuntimeError()
+    assert not _torch.lacks_cpp_compiler(error)
+    error.inner_exception = InvalidCxxCompiler()
+    assert _torch.lacks_cpp_compiler(error)
+    assert _torch.lacks_cpp_compiler(InvalidCxxCompiler())
+
+
+def test_keep_strides():
+    graph = make_fx(_torch.keep_strides, tracing_mode="fake")(torch.ones(3, 2).T)
+    assert graph(torch.ones(3, 2).T).stride() == (1, 2)
+    assert any("force_stride_order" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_symbol_source():
+    env = ShapeEnv()
+    source = _torch.symbol_source("size0")
+    symbol = env.create_symbol(5, source, dynamic_dim=DimDynamic.DYNAMIC)
+    size = env.create_symintnode(symbol, hint=5, source=source)
+    assert size + 1 == 6
+
+
+# All of them.
+
+
+def _calls(function):
+    """The names that are assigned what a function of ``_torch`` returns, and its arguments."""
+    body = ast.parse(FILE.read_text()).body
+    types = next(x for x in body if isinstance(x, ast.If)).orelse
+    for node in [*body, *types]:
+        call = node.value if isinstance(node, ast.Assign) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == function:
+            yield node.targets[0].id, call.args
+
+
+PRIVATE = {name: args[0].value for name, args in _calls("private")}
+ATTRIBUTES = {name: [x.value for x in args[1:]] for name, args in _calls("attribute")}
+FUNCTIONS = [x.name for x in ast.parse(FILE.read_text()).body if isinstance(x, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("name", [x for x in [*PRIVATE, *ATTRIBUTES, *FUNCTIONS] if not x.startswith("_")])
+def test_each_has_a_test(name):
+    assert len(re.findall(rf"\b_torch\.{name}\b", Path(__file__).read_text())) > 0
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_without_one(name, monkeypatch):
+    missing, resolve = PRIVATE[name], pkgutil.resolve_name
+
+    def resolved(path):
+        if path == missing:
+            raise AttributeError(path)
+        return resolve(path)
+
+    monkeypatch.setattr(pkgutil, "resolve_name", resolved)
+    stand_in = getattr(_executed(), name)
+    with pytest.raises(TorchVersionError, match=f"needs {re.escape(missing.replace(':', '.'))}.*<2.14"):
+        stand_in()
+
+
+def _executed():
+    spec = importlib.util.spec_from_file_location("without_one", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_stand_ins_raise_where_they_are_used():
+    stand_in = _torch.private("torch._C:no_such_name")
+
+    class Derived(stand_in):
+        pass
+
+    uses = [stand_in, Derived, lambda: isinstance(1, stand_in), lambda: stand_in.part, lambda: Derived.part]
+    for use in uses:
+        with pytest.raises(TorchVersionError, match=r"persample needs torch\._C\.no_such_name, which torch 2\."):
+            use()
+    with pytest.raises(TorchVersionError, match=r"persample needs Tensor\.no_such_name"):
+        _torch.attribute(torch.Tensor, "no_such_name")(torch.ones(2))
+    assert {stand_in: 1}[stand_in] == 1  # tables of rules are made on import
+
+
+WITHOUT = """
+import json, pkgutil, sys
+import torch
+import persample  # imports what it needs of torch, whose own imports must not fail below
+
+def raised(paths):
+    for name in [x for x in sys.modules if x.partition(".")[0] == "persample"]:
+        del sys.modules[name]
+    taken = []
+    for path in paths:
+        owner, _, name = path.replace(":", ".").rpartition(".")
+        owner = pkgutil.resolve_name(owner)
+        try:
+            value = getattr(owner, name)
+            delattr(owner, name)
+            taken.append((owner, name, value))
+        except (TypeError, AttributeError):  # of a class of C
+            pass
+    import persample
+    found = {"taken": len(taken)}
+    loss, batch = lambda w, x, y: (w @ x - y) ** 2, (torch.ones(3, 2), torch.ones(3))
+    for engine in ("eager", "compiled", "loop"):
+        try:
+            persample.per_sample_grads(loss, torch.ones(2), batch, persample.Norm(), engine=engine)
+        except RuntimeError as error:  # the compiled engine wraps it in its own
+            found[engine] = str(error)
+    for owner, name, value in reversed(taken):
+        setattr(owner, name, value)
+    return found
+
+print(json.dumps([raised(paths) for paths in json.loads(sys.argv[1])]))
+"""
+ENGINES = {
+    "torch.autograd.grad_mode:_force_original_view_tracking": {"compiled"},
+    "torch.utils._python_dispatch:TorchDispatchMode": {"eager", "compiled"},
+    "torch._C._functorch:is_functorch_wrapped_tensor": {"eager", "compiled", "loop"},
+}
+
+
+def test_import_without_any_and_engines_without_one():
+    # torch itself makes operators by OpOverload, and would fail first.
+    every = {path for path in PRIVATE.values() if ":" in path and "__get__" not in path} - {"torch._ops:OpOverload"}
+    command = [sys.executable, "-c", WITHOUT, json.dumps([*([path] for path in ENGINES), sorted(every)])]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    *alone, without_any = json.loads(out)
+    for (path, engines), found in zip(ENGINES.items(), alone, strict=True):
+        assert found.pop("taken") == 1
+        assert found.keys() == engines
+        assert all(f"persample needs {path.replace(':', '.')}, which torch" in text for text in found.values())
+    assert without_any.pop("taken") >= len(every) - 3
+    assert without_any.keys() == {"eager", "compiled", "loop"}
+    assert all("persample needs torch." in text for text in without_any.values())
+
+
+def is_private(path):
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def private_names(source):
+    """Return the private names of torch in a file: imported, or attributes of what is not the file's own."""
+    tree = ast.parse(source)
+    own = {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] == "torch":
+                yield from (f"{module}.{x.name}" for x in names if is_private(f"{module}.{x.name}"))
+            case ast.Import(names=names):
+                yield from (x.name for x in names if x.name.startswith("torch.") and is_private(x.name))
+            case ast.Attribute(value=value, attr=attr) if is_private(attr) and attr not in own | {"_fields"}:
+                if not (isinstance(value, ast.Name) and value.id in {"self", "cls"}):
+                    yield ast.unparse(node)
+            case ast.Constant(value=str(text)) if hasattr(torch.Tensor, text) or hasattr(torch.nn.Module(), text):
+                if is_private(text):
+                    yield repr(text)
+
+
+def test_no_other_file_holds_private_names():
+    files = [path for path in (ROOT / "persample").rglob("*.py") if path != FILE]
+    found = {str(path.relative_to(ROOT)): [*private_names(path.read_text())] for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_private_names_are_found():
+    source = """
+import torch._dynamo
+from torch._C import _functorch
+from torch.nn import functional, _reduction
+x._version, torch.ops.aten._to_copy.default, self._own, cls._own, own_function._own_function
+getattr(module, "_parameters")
+def _own_function(): ...
+"""
+    assert sorted(private_names(source)) == [
+        "'_parameters'",
+        "torch._C._functorch",
+        "torch._dynamo",
+        "torch.nn._reduction",
+        "torch.ops.aten._to_copy",
+        "x._version",
+    ]
+
+
+def test_versions():
+    assert f'dependencies = ["torch{TORCH_VERSIONS}"' in (ROOT / "pyproject.toml").read_text()
