@@ -68,6 +68,11 @@ class Factor(ABC):
         """Whether norms and second moments cost more than those of gradients that are written out already."""
         return False
 
+    @property
+    def norm_operands(self) -> tuple[Tensor, ...]:
+        """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; none if there are no such."""
+        return ()
+
     def __len__(self) -> int:
         """Return B."""
         return self.tensors[0].shape[0]  # len of a tensor takes 2 µs

@@ -42,6 +42,11 @@ class Dense(Factor):
         """The shape of one gradient."""
         return tuple(self.values.shape[1:])
 
+    @property
+    def norm_operands(self) -> tuple[Tensor, ...]:
+        """The gradients."""
+        return (self.values,)
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         return self.values if out is None else out.copy_(self.values)

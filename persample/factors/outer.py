@@ -54,6 +54,11 @@ class Outer(Factor):
         """T, the number of uses of the parameter within one sample."""
         return self.left.shape[2]
 
+    @property
+    def norm_operands(self) -> tuple[Tensor, ...]:
+        """Signals and inputs, where T = G = 1."""
+        return (self.left, self.right) if self.num_terms == self.left.shape[1] == 1 else ()
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         left, right = self.left.mT, self.right
@@ -82,10 +87,9 @@ class Outer(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
+        if self.norm_operands:
+            return functools.reduce(torch.mul, norms.squared_norms_of_each(self.norm_operands))
         if self.num_terms == 1:
-            if self.left.shape[1] == 1:  # fewer operations
-                left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
-                return left * right
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
         if not cost_model.gram_is_cheaper(self.num_terms, *self.layout.block[1:]):
