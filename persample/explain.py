@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from persample import inputs
-from persample.engines.deferred import Deferral, factor_of
-from persample.engines.deferred.placeholder import Placeholder, memory
+from persample.engines.deferred import Deferral, Placeholder, factor_of, storage_key
 from persample.engines.vmap import batched_gradients
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
@@ -175,10 +174,10 @@ class _Explaining(Deferral):
         for x in trees.flatten(result)[0]:
             if isinstance(x, Tensor) and not isinstance(x, Placeholder):
                 if Placeholder in types:
-                    self._reasons[memory(x)] = _needed_by(str(func.overloadpacket))
+                    self._reasons[storage_key(x)] = _needed_by(str(func.overloadpacket))
                 elif func is torch.ops.aten.add.Tensor:
                     known = [self.reason(arg) for arg in args if isinstance(arg, Tensor)]
-                    self._reasons[memory(x)] = next(
+                    self._reasons[storage_key(x)] = next(
                         (reason for reason in known if reason != _ELEMENTWISE), _ELEMENTWISE
                     )
                 self._alive.append(x)
@@ -194,10 +193,10 @@ class _Explaining(Deferral):
             A few words.
         """
         if not isinstance(grad, Placeholder):
-            return self._reasons.get(memory(grad), _ELEMENTWISE)
-        if not grad.cell.terms and grad.cell.value is None:
+            return self._reasons.get(storage_key(grad), _ELEMENTWISE)
+        if not grad.buffer.terms and grad.buffer.value is None:
             return "the loss does not depend on it: zeros, stored once"
-        return _needed_by(grad.cell.filled_by)
+        return _needed_by(grad.buffer.needed_by)
 
 
 def _needed_by(operation: str) -> str:

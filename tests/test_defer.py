@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import per_sample_grads
-from persample.engines.deferred import Deferral, factor_of
-from persample.engines.deferred.placeholder import Placeholder
+from persample.engines.deferred import Deferral, Placeholder, factor_of
 from persample.factors import Conv, Dense, Embedding, Outer
 
 B = 5
@@ -38,8 +37,8 @@ def test_a_view_is_filled_with_what_it_views():
     view = product.transpose(1, 2)[:, 2:5]
     assert type(view) is Placeholder
     torch.testing.assert_close(view.sin(), value.transpose(1, 2)[:, 2:5].sin())
-    assert product.cell is view.cell
-    assert product.cell.value is not None  # computed once, for all views
+    assert product.buffer is view.buffer
+    assert product.buffer.value is not None  # computed once, for all views
     torch.testing.assert_close(product.cos(), value.cos())
 
 
@@ -61,7 +60,7 @@ def test_accumulating_in_place_stays_deferred_and_is_seen_by_every_alias():
     more, its_value = placeholder()
     view = product.transpose(1, 2)
     product.add_(more, alpha=2)
-    assert product.cell.value is None
+    assert product.buffer.value is None
     assert isinstance(factor_of(view, ()), Outer)
     torch.testing.assert_close(factor_of(view, ()).materialize(), (value + 2 * its_value).transpose(1, 2))
     product.sub_(more)

@@ -150,17 +150,17 @@ def test_bad_input():
 
 def test_products_are_kept_where_they_are_smaller():
     both = {"squared_norms", "weighted_sum"}
-    assert cost_model.keeps_product(both, num_terms=2, written=100, stored=99)
-    assert not cost_model.keeps_product(both, num_terms=2, written=100, stored=100)
-    assert cost_model.keeps_product(both, num_terms=1, written=1, stored=100)
-    assert cost_model.keeps_product({"weighted_sum"}, num_terms=2, written=1, stored=100)
-    assert cost_model.keeps_product((), num_terms=2, written=1, stored=100)
-    assert not cost_model.keeps_product({"weighted_sum", "materialize"}, num_terms=1, written=100, stored=1)
-    assert cost_model.keeps_product(both, num_terms=2, written=2**24 + 1, stored=2**25)
-    assert not cost_model.keeps_product(both, num_terms=2, written=2**21, stored=1, by_gram=False)
-    assert cost_model.keeps_product(both, num_terms=2, written=2**21 + 1, stored=1, by_gram=False)
-    assert cost_model.keeps_product({"squared_norms"}, num_terms=2, written=2**21, stored=1, by_gram=False)
-    assert cost_model.keeps_product({"weighted_sum", "dot"}, num_terms=2, written=2**21, stored=1, by_gram=False)
+    assert cost_model.prefers_factored(both, num_terms=2, written=100, stored=99)
+    assert not cost_model.prefers_factored(both, num_terms=2, written=100, stored=100)
+    assert cost_model.prefers_factored(both, num_terms=1, written=1, stored=100)
+    assert cost_model.prefers_factored({"weighted_sum"}, num_terms=2, written=1, stored=100)
+    assert cost_model.prefers_factored((), num_terms=2, written=1, stored=100)
+    assert not cost_model.prefers_factored({"weighted_sum", "materialize"}, num_terms=1, written=100, stored=1)
+    assert cost_model.prefers_factored(both, num_terms=2, written=2**24 + 1, stored=2**25)
+    assert not cost_model.prefers_factored(both, num_terms=2, written=2**21, stored=1, costly_to_square=True)
+    assert cost_model.prefers_factored(both, num_terms=2, written=2**21 + 1, stored=1, costly_to_square=True)
+    assert cost_model.prefers_factored({"squared_norms"}, num_terms=2, written=2**21, stored=1, costly_to_square=True)
+    assert cost_model.prefers_factored({"weighted_sum", "dot"}, num_terms=2, written=2**21, stored=1, costly_to_square=True)
 
 
 def test_inner_products_of_few_steps_beat_blocks():

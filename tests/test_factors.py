@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from oracle import Rows, assert_trees_close
 from test_grid import REDUCTIONS
 
-from persample import per_sample_grads
+from persample import gradients, per_sample_grads
 from persample.engines.deferred.product import outer
-from persample.factors import Conv, Dense, Embedding, Outer, SumFactor, concatenate, cost_model, sum_factors
+from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
 from persample.gradients import Gradients, ParamSpec
 
 B = 4
@@ -35,7 +37,23 @@ def table(num_terms=3):
     return Embedding(draw(B, num_terms, 4), torch.randint(6, (B, num_terms)), (6, 4))
 
 
+@dataclass(frozen=True)
+class Repeated(Factor):
+    """A factor that defines only what it must: every row of the matrix is the same."""
+
+    values: torch.Tensor
+
+    @property
+    def shape(self):
+        return 6, self.values.shape[1]
+
+    def materialize(self, out=None):
+        values = self.values[:, None].expand(-1, *self.shape)
+        return values.clone() if out is None else out.copy_(values)
+
+
 FACTORS = {
+    "defaults": lambda: Repeated(draw(B, 4)),
     "dense": lambda: Dense(draw(B, 6, 4)),
     "zeros": lambda: Dense(torch.zeros(1, 6, 4, dtype=torch.float64).expand(B, 6, 4)),
     "outer": lambda: product((6, 1), (1, 4), 1),
@@ -69,7 +87,7 @@ OPERATIONS = {
     "second_moment": lambda f: f.second_moment(WEIGHTS.abs(), torch.float64),
     "second_moment-ones": lambda f: f.second_moment(None, torch.float64),
     "second_moment-centered": lambda f: f.second_moment(
-        WEIGHTS.abs(), torch.float64, torch.full(f.shape, 0.3).double()
+        WEIGHTS.abs(), torch.float64, torch.full(f.shape, 0.3, dtype=torch.float64)
     ),
     "gram": lambda f: f.gram(),
     "gram-other": lambda f: f.gram(f.rows(slice(1, 3))),
@@ -112,8 +130,46 @@ def test_equals_what_is_written_out(name, operation):
     assert_trees_close(OPERATIONS[operation](factor), OPERATIONS[operation](Dense(values)), 1e-9)
 
 
+PLAIN = {
+    "squared_norms": lambda values: torch.stack([(g * g).sum() for g in values]),
+    "weighted_sum": lambda values: sum(w * g for w, g in zip(WEIGHTS, values, strict=True)),
+    "weighted_sum-ones": sum,
+    "second_moment": lambda values: sum(w.abs() * g * g for w, g in zip(WEIGHTS, values, strict=True)),
+    "second_moment-ones": lambda values: sum(g * g for g in values),
+    "second_moment-centered": lambda values: sum(
+        w.abs() * (g - 0.3) ** 2 for w, g in zip(WEIGHTS, values, strict=True)
+    ),
+    "gram": lambda values: torch.stack([torch.stack([(g * h).sum() for h in values]) for g in values]),
+    "gram-dense": lambda values: torch.stack([g.sum().expand(2) for g in values]),
+    "project": lambda values: torch.stack(
+        [torch.stack([left @ g @ right for left, right in pairs(values)]) for g in values]
+    ),
+    "zero_rows": lambda values: torch.stack([g * (w != 0) for w, g in zip(WEIGHTS, values, strict=True)]),
+    "scale_rows": lambda values: torch.stack([w * g for w, g in zip(WEIGHTS, values, strict=True)]),
+}
+
+
+def pairs(values):
+    return zip(*signs(values.shape[1:]), strict=True)
+
+
+@pytest.mark.parametrize("operation", PLAIN)
+@pytest.mark.parametrize("name", ["dense", "defaults"])
+def test_what_is_written_out_equals_the_plain_loop(name, operation):
+    factor = build(name)
+    assert_trees_close(OPERATIONS[operation](factor), PLAIN[operation](factor.materialize()), 1e-12)
+
+
+def test_rows_of_other_sizes_are_not_stacked():
+    assert Repeated.concatenate([Repeated(draw(B, 4)), Repeated(draw(2, 4))]).materialize().shape == (B + 2, 6, 4)
+    assert Repeated.concatenate([Repeated(draw(B, 4)), Repeated(draw(2, 5))]) is None
+
+
+UNLIKE = ["defaults", "outer", "outer-steps", "outer-transposed", "embedding"]
+
+
 @pytest.mark.parametrize("other", FACTORS)
-@pytest.mark.parametrize("name", ["outer", "outer-steps", "outer-transposed", "embedding", "dense", "sum_factors"])
+@pytest.mark.parametrize("name", [*UNLIKE, "dense", "sum_factors"])
 def test_cross_products_and_sums_of_unlike_kinds(name, other):
     one, two = build(name), build(other)
     if one.shape != two.shape:
@@ -214,6 +270,8 @@ class Spy:
     def __getattr__(self, name):
         if name in ANNOUNCED:
             self.calls.add(name)
+        if name == "norm_operands":  # norms are asked of the factor itself
+            return ()
         value = getattr(self.factor, name)
         if name in {"zero_rows", "scale_rows", "rows"}:
             return lambda *args: Spy(value(*args), self.calls)
@@ -237,17 +295,20 @@ def test_reductions_announce_what_they_ask_of_factors(name):
     assert calls == reduction.uses
 
 
-@pytest.mark.parametrize(
-    ("operation", "reductions"),
-    [
-        ("squared_norms", ["ClippedMean", "ClippedSum-per_param", "Norm", "Norm-per_param", "CosineSimilarity"]),
-        ("second_moment", ["Variance", "NoiseScale"]),
-    ],
-)
-def test_several_reductions_share_their_work(operation, reductions, monkeypatch):
-    calls = []
-    original = getattr(Outer, operation)
-    monkeypatch.setattr(Outer, operation, lambda self, *args: calls.append(operation) or original(self, *args))
-    wanted = [REDUCTIONS[name][0](None, torch.float64) for name in reductions]
+def share(*names):
+    wanted = [REDUCTIONS[name][0](None, torch.float64) for name in names]
     per_sample_grads(lambda w, x: torch.tanh(w @ x).sum(), draw(6, 4), (draw(B, 4),), wanted)
-    assert calls == [operation]
+
+
+def test_several_reductions_share_their_norms(monkeypatch):
+    calls, original = [], gradients.squared_norms_per_factor
+    monkeypatch.setattr(gradients, "squared_norms_per_factor", lambda new: calls.extend(new) or original(new))
+    share("ClippedMean", "ClippedSum-per_param", "Norm", "Norm-per_param", "CosineSimilarity")
+    assert len(calls) == 1
+
+
+def test_several_reductions_share_their_second_moments(monkeypatch):
+    calls, original = [], Outer.second_moment
+    monkeypatch.setattr(Outer, "second_moment", lambda self, *args: calls.append(self) or original(self, *args))
+    share("Variance", "NoiseScale")
+    assert len(calls) == 1

@@ -1,4 +1,4 @@
-"""How the B gradients of one parameter are stored, and what can be asked of them without writing them out."""
+"""Factors: the B gradients of one parameter in a compact form, and the operations on that form."""
 
 from persample.factors.base import Factor
 from persample.factors.conv import Conv

@@ -1,4 +1,4 @@
-"""The one place that decides: keep a product of small tensors, or multiply it out; and how to take its norms."""
+"""The cost model: whether gradients are stored as factors or written out, and how factors compute norms."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ from collections.abc import Iterable
 
 from persample.utils.tracing import current_trace
 
-# A gradient larger than this is not written out for all samples only to be a little smaller than its factors.
+# Gradients of more elements are stored as factors, also where these are a little larger.
 _LARGE = 2**24
-# Blocks of this many numbers stay in cache, and are large enough for matrix products at full speed.
+# Blocks of this many elements stay in cache, and are large enough for matrix products at full speed.
 BLOCK = 2**20
 _SMALL = 2 * BLOCK
 
 
-def keeps_product(uses: Iterable[str], num_terms: int, written: int, stored: int, *, by_gram: bool = True) -> bool:
-    """Return whether a product is better kept than written out.
+def prefers_factored(
+    required_ops: Iterable[str], num_terms: int, written: int, stored: int, *, costly_to_square: bool = False
+) -> bool:
+    """Return whether the gradients of a parameter are better stored as a factor than written out.
 
-    A plain sum contracts all samples in one matrix product, and with T = 1 everything is products of small numbers,
-    whatever the sizes. Else most reductions contract twice, so the smaller form is kept; but what is small, and written
-    out to be squared anyway, is written once.
+    A factor needs one matrix product for a weighted sum, and with T = 1 only products of small tensors for anything.
+    Otherwise the smaller form is stored; small gradients that are squared beside another operation are written out.
 
     Args:
-        uses: the operations of ``Factor`` that the reductions call.
+        required_ops: the operations of ``Factor`` that the reductions call.
         num_terms: T.
-        written: numbers in the written-out gradients of all samples.
-        stored: numbers in the factors of all samples.
-        by_gram: whether norms are taken from inner products, without writing anything out.
+        written: the number of elements in the written-out gradients of all samples.
+        stored: the number of elements in the factor of all samples.
+        costly_to_square: see ``Factor.is_costly_to_square``.
 
     Examples:
-        >>> keeps_product({"squared_norms", "weighted_sum"}, num_terms=200, written=64 * 64, stored=200 * (64 + 64))
+        >>> prefers_factored({"squared_norms", "weighted_sum"}, num_terms=200, written=64 * 64, stored=200 * (64 + 64))
         False
     """
-    wanted = set(uses)
-    if "materialize" in wanted:
+    ops = set(required_ops)
+    if "materialize" in ops:
         return False
-    if wanted <= {"weighted_sum"} or num_terms == 1 or written > _LARGE:
+    if ops <= {"weighted_sum"} or num_terms == 1 or written > _LARGE:
         return True
-    squared = len(wanted) > 1 and not by_gram and wanted & {"squared_norms", "second_moment"}
+    squared = costly_to_square and len(ops) > 1 and ops & {"squared_norms", "second_moment"}
     return written > stored and (written > _SMALL or not squared)
 
 
 def gram_is_cheaper(num_terms: int, rows: int, columns: int) -> bool:
-    """Return whether T² inner products in float64 (twice the cost of float32) beat writing out blocks in float32.
+    """Return whether T² inner products in float64 (twice the cost of float32) cost less than blocks in float32.
 
     Args:
         num_terms: T.
@@ -51,21 +52,27 @@ def gram_is_cheaper(num_terms: int, rows: int, columns: int) -> bool:
     return 2 * num_terms * num_terms * (rows + columns) < num_terms * rows * columns
 
 
-def rows_at_a_time(count: int, each: int, share: int = 1) -> int:
-    """Return how many rows to write out at a time: a block, or all of them in a program for any number of samples.
+def rows_per_block(count: int, each: int, num_blocks: int = 1) -> int:
+    """Return the number of rows that are written out at a time: all, in a program for any number of samples.
 
     Args:
-        count: how many there are.
-        each: numbers in one row.
-        share: how many blocks' worth may be written.
+        count: the number of rows.
+        each: the number of elements in one row.
+        num_blocks: the number of blocks that may be written out at a time.
     """
     trace = current_trace()
     if trace is not None and trace.any_size:
         trace.block_sizes.append(count * each)
         return max(1, count)
-    return max(1, share * BLOCK // max(1, each))
+    return max(1, num_blocks * BLOCK // max(1, each))
 
 
-def is_small(numbers: float) -> bool:
-    """Return whether so many numbers may be written out at once."""
-    return numbers <= _LARGE
+def is_for_any_size() -> bool:
+    """Return whether a program for any number of samples is being traced."""
+    trace = current_trace()
+    return trace is not None and trace.any_size
+
+
+def fits_at_once(written: float) -> bool:
+    """Return whether so many elements may be written out at once."""
+    return written <= _LARGE

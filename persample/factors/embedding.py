@@ -1,4 +1,4 @@
-"""Gradients of embedding tables: for each sample Σₜ e(vₜ) lₜᵀ, only the rows that were looked up are stored."""
+"""Gradients of embedding tables: Σₜ e(vₜ) lₜᵀ for each sample. Only the looked-up rows are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.factors import cost_model
+from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
 from persample.factors.dense import Dense
 from persample.factors.layout import Layout
@@ -21,13 +21,13 @@ from persample.utils import dtypes, norms
 
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Factor):
     """Per-sample gradients of a table ``[V, *columns]`` that is looked up T times in each sample.
 
     Args:
         signals: the gradient of every looked-up row, ``[B, T, D]``.
-        index: which row it was, ``[B, T]``.
-        shape: the shape of the table.
+        index: the numbers of the looked-up rows, ``[B, T]``.
+        table_shape: ``[V, *columns]``.
 
     Examples:
         >>> factor = Embedding(torch.ones(1, 2, 3), torch.tensor([[4, 4]]), (5, 3))
@@ -37,35 +37,17 @@ class Embedding:
 
     signals: Tensor
     index: Tensor
-    shape: tuple[int, ...]
+    table_shape: tuple[int, ...]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the gradients."""
-        return self.signals.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self.signals.device
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the table."""
+        return self.table_shape
 
     @property
     def num_terms(self) -> int:
-        """T, the number of looked-up rows of one sample."""
+        """T, the number of rows looked up in one sample."""
         return self.index.shape[1]
-
-    @property
-    def stored(self) -> int:
-        """Numbers stored."""
-        return self.signals.numel() + self.index.numel()
-
-    def __len__(self) -> int:
-        """Return B."""
-        return len(self.signals)
-
-    def rows(self, index: slice) -> Embedding:
-        """Return the factor of some of the samples."""
-        return replace(self, signals=self.signals[index], index=self.index[index])
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
@@ -81,20 +63,11 @@ class Embedding:
         if not is_alias_of(rows, out):
             out.copy_(rows.view(out.shape))
 
-    def zero_rows(self, rows: Tensor) -> Embedding:
-        """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""
-        return replace(self, signals=self.signals.masked_fill(rows.view(-1, 1, 1), 0))
-
-    def scale_rows(self, scale: Tensor) -> Embedding:
-        """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        scaled = self.signals.double() * scale.view(-1, 1, 1)
-        return replace(self, signals=scaled.to(dtypes.accumulate_dtype(self.dtype)))
-
     @cached_property
     def _distinct(self) -> tuple[Tensor, Tensor]:
-        """Every row of every sample once: the signals added up ``[B·T, D]`` (zeros at the end), and its row ``[B·T]``.
+        """The sums of the signals of equal rows, ``[B·T, D]``, zeros at the end, and the rows' numbers, ``[B·T]``.
 
-        Rows of the table are numbered through all samples: row v of sample i is i·V + v.
+        Row v of sample i has the number i·V + v.
         """
         offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
         rows, order = (self.index + offset).flatten().sort()
@@ -117,7 +90,7 @@ class Embedding:
         return table
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
-        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``: rows that were not looked up deviate by the center."""
+        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``; rows that were not looked up deviate by ``center``."""
         added, rows = self._distinct
         each = torch.ones(len(self), dtype=dtype, device=added.device) if weights is None else weights.to(dtype)
         sample, row = rows // self.shape[0], rows % self.shape[0]
@@ -130,19 +103,17 @@ class Embedding:
         return (middle.square() * each.sum()).index_add_(0, row, deviation * scale).view(self.shape)
 
     def gram(self, other: Factor | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``: of rows that were looked up, a few columns at a time."""
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g, a few columns at a time."""
         other = self if other is None else other
         dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
         used, position = self.index.unique(return_inverse=True)
         opposite = _looked_up(other, used)
-        mine = replace(self, index=position, shape=(len(used), self.signals.shape[2]))
         width = self.signals.shape[2]
-        step = cost_model.rows_at_a_time(width, max(len(self), len(other)) * len(used), share=4)
+        mine = Embedding(self.signals, position, (len(used), width))
+        step = cost_model.rows_per_block(width, max(len(self), len(other)) * len(used), num_blocks=4)
         columns = [slice(start, start + step) for start in range(0, width, step)]
-        return functools.reduce(
-            torch.add,
-            (Dense(_columns(mine, part).to(dtype)).gram(Dense(_columns(opposite, part).to(dtype))) for part in columns),
-        )
+        blocks = ((_columns(mine, part).to(dtype), _columns(opposite, part).to(dtype)) for part in columns)
+        return functools.reduce(torch.add, (contractions.gram(*pair) for pair in blocks))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
@@ -157,14 +128,14 @@ class Embedding:
 
     @classmethod
     def concatenate(cls, factors: Sequence[Embedding]) -> Embedding:
-        """Return the gradients of the samples of all, padded with zero signals to row 0."""
+        """Return the factor of the samples of all, padded with zero signals at row 0."""
         num_terms = max(factor.num_terms for factor in factors)
         signals = torch.cat([pad(factor.signals, (0, 0, 0, num_terms - factor.num_terms)) for factor in factors])
         index = torch.cat([pad(factor.index, (0, num_terms - factor.num_terms)) for factor in factors])
         return cls(signals, index, factors[0].shape)
 
     def add(self, other: Factor) -> Embedding | None:
-        """Return the factor of gᵢ + hᵢ: more rows looked up."""
+        """Return the factor of gᵢ + hᵢ: a table with more lookups."""
         if not isinstance(other, Embedding):
             return None
         signals, index = torch.cat([self.signals, other.signals], 1), torch.cat([self.index, other.index], 1)
@@ -172,7 +143,7 @@ class Embedding:
 
 
 def _looked_up(factor: Factor, used: Tensor) -> Factor:
-    """Return the factor of some rows ``used`` (sorted) of a table's gradients, seen as ``[len(used), D]``."""
+    """Return the factor of the rows ``used`` (sorted) of a parameter, seen as ``[len(used), D]``."""
     if isinstance(factor, Embedding):
         known = torch.searchsorted(used, factor.index.contiguous()).clamp_max(len(used) - 1)
         signals = factor.signals * (used[known] == factor.index)[..., None]
@@ -184,7 +155,7 @@ def _looked_up(factor: Factor, used: Tensor) -> Factor:
 
 
 def _columns(factor: Factor, part: slice) -> Tensor:
-    """Write out some columns of a factor of matrices."""
+    """Return some columns of the gradients of a matrix, written out."""
     if isinstance(factor, Embedding):
         signals = factor.signals[..., part]
         return Embedding(signals, factor.index, (factor.shape[0], signals.shape[2])).materialize()

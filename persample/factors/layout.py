@@ -1,4 +1,4 @@
-"""Where the entries of a product of small tensors stand in a parameter."""
+"""The layout of a product of small tensors in the shape of a parameter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """How blocks ``[n, G, o, i]`` are laid out as tensors ``[n, *shape]``: axes are split, permuted and merged.
+    """The mapping of blocks ``[n, G, o, i]`` to tensors ``[n, *shape]``: axes are split, permuted and merged.
 
     Args:
-        groups: the axes that G stands for, those along which both operands vary.
-        rows: the axes that o stands for, where only the left one does.
-        columns: the axes that i stands for, where only the right one does.
-        order: for each axis of the result, its place among (groups, rows, columns).
-        shape: the shape of one result, its axes merged or split once more where it differs.
+        groups: the sizes of the axes merged in G, along which both operands vary.
+        rows: the sizes of the axes merged in o, along which only the left operand varies.
+        columns: the sizes of the axes merged in i, along which only the right operand varies.
+        order: for each axis of the product, its place among (groups, rows, columns).
+        shape: the shape of one result: the axes of the product, merged or split where it differs.
 
     Examples:
         >>> import torch
@@ -38,8 +38,8 @@ class Layout:
         """Return the layout of a broadcast product.
 
         Args:
-            left: sizes of the left operand, 1 where it repeats.
-            right: sizes of the right operand, 1 where it repeats; nowhere are both 1.
+            left: the sizes of the left operand, 1 where it repeats.
+            right: the sizes of the right operand, 1 where it repeats; no axis has size 1 in both.
             shape: the shape of the result.
         """
         kinds = [0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in zip(left, right, strict=True)]
@@ -74,13 +74,13 @@ class Layout:
         return split.permute(0, *(axis + 1 for axis in self.order)).reshape(len(blocks), *self.shape)
 
     def blocks(self, values: Tensor) -> Tensor:
-        """Return ``[n, G, o, i]`` from ``[n, *shape]``: what ``restore`` undoes."""
+        """Return ``[n, G, o, i]`` from ``[n, *shape]``: the inverse of ``restore``."""
         sizes = (*self.groups, *self.rows, *self.columns)
         split = values.reshape(len(values), *(sizes[axis] for axis in self.order))
         return split.permute(0, *(axis + 1 for axis in self._sorted())).reshape(len(values), *self.block)
 
     def operand(self, x: Tensor, size: int) -> Tensor:
-        """Return an operand ``[n, *axes, T]`` of the product as ``[n, G, T, size]``, size being o or i."""
+        """Return an operand ``[n, *axes, T]`` of the product as ``[n, G, T, size]``, where size is o or i."""
         order = self._sorted()
         moved = x if order == sorted(order) else x.permute(0, *(axis + 1 for axis in order), x.ndim - 1)
         return moved.reshape(len(x), self.block[0], size, x.shape[-1]).transpose(2, 3)

@@ -1,4 +1,4 @@
-"""Gradients of weights used in matrix products: for each sample Σₜ lₜ rₜᵀ, signals times inputs."""
+"""Gradients of weights used in matrix products: Σₜ lₜ rₜᵀ for each sample, signals times inputs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.factors import blocks, cost_model
+from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.dense import Dense
 from persample.factors.layout import Layout
 from persample.utils import dtypes, norms, strides
 
-# For so few columns MKL takes up to 5 times as long as for as many rows (measured, torch 2.13, AMD EPYC).
-_FEW_COLUMNS = 8
-
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Factor):
     """Per-sample gradients Σₜ lₜ rₜᵀ, G blocks of them, laid out in the shape of the parameter.
 
     Args:
         left: back-propagated signals l, ``[B, G, T, o]``.
         right: inputs r, ``[B, G, T, i]``.
-        layout: from ``[G, o, i]`` to the parameter's shape.
-        dtype: the dtype of the gradients.
+        layout: the mapping from ``[G, o, i]`` to the shape of the parameter.
+        out_dtype: the dtype of the gradients; that of the operands may differ.
 
     Examples:
         >>> l, r = torch.tensor([[[[3.0]]]]), torch.tensor([[[[1.0, 2.0]]]])
@@ -41,12 +37,12 @@ class Outer:
     left: Tensor
     right: Tensor
     layout: Layout
-    dtype: torch.dtype
+    out_dtype: torch.dtype
 
     @property
-    def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self.left.device
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients."""
+        return self.out_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,17 +55,9 @@ class Outer:
         return self.left.shape[2]
 
     @property
-    def stored(self) -> int:
-        """Numbers stored."""
-        return self.left.numel() + self.right.numel()
-
-    def __len__(self) -> int:
-        """Return B."""
-        return self.left.shape[0]
-
-    def rows(self, index: slice) -> Outer:
-        """Return the factor of some of the samples."""
-        return replace(self, left=self.left[index], right=self.right[index])
+    def norm_operands(self) -> tuple[Tensor, ...]:
+        """Signals and inputs, where T = G = 1."""
+        return (self.left, self.right) if self.num_terms == self.left.shape[1] == 1 else ()
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
@@ -82,48 +70,36 @@ class Outer:
                 else:
                     torch.matmul(left, strides.laid_out(right), out=target)
                 return out
-        if self.num_terms == 1:  # a broadcast multiply writes at the speed of memory, bmm at half of it
-            # What is multiplied elementwise hands its order in memory on to the result.
+        if self.num_terms == 1:  # twice as fast as bmm, and the result has the operands' order in memory
             product = strides.laid_out(left) * strides.laid_out(right)
         else:
-            product = _sum_of_products(self.left, strides.laid_out(right))
+            product = contractions.sum_of_products(self.left, strides.laid_out(right))
         values = self.layout.restore(product).to(self.dtype)
         return values if out is None else out.copy_(values)
-
-    def add_to(self, out: Tensor) -> None:
-        """Add the gradients to ``out [B, *shape]``."""
-        out.add_(self.materialize())
-
-    def zero_rows(self, rows: Tensor) -> Outer:
-        """Return the factor with zeros in the rows where the mask ``[B]`` holds: either operand may hold NaN."""
-        mask = rows.view(-1, 1, 1, 1)
-        return replace(self, left=self.left.masked_fill(mask, 0), right=self.right.masked_fill(mask, 0))
 
     def scale_rows(self, scale: Tensor) -> Outer:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         dtype = dtypes.accumulate_dtype(self.dtype)
-        # Half of the scale goes to each: the whole of it times one of them might overflow.
-        half = scale.double().abs().sqrt().view(-1, 1, 1, 1)
-        sign = scale.sign().view(-1, 1, 1, 1)
-        left, right = (self.left.double() * (half * sign)).to(dtype), (self.right.double() * half).to(dtype)
-        return replace(self, left=left, right=right, dtype=dtype)
+        # Each operand is multiplied by √|s|: one operand times s might overflow.
+        root, sign = (contractions.per_sample(x, self.left) for x in (scale.double().abs().sqrt(), scale.sign()))
+        left, right = (self.left.double() * (root * sign)).to(dtype), (self.right.double() * root).to(dtype)
+        return replace(self, left=left, right=right, out_dtype=dtype)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
+        if self.norm_operands:
+            return functools.reduce(torch.mul, norms.squared_norms_of_each(self.norm_operands))
         if self.num_terms == 1:
-            if self.left.shape[1] == 1:  # as a rule, and fewer operations
-                left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
-                return left * right
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
         if not cost_model.gram_is_cheaper(self.num_terms, *self.layout.block[1:]):
-            return blocks.squared_norms(self)
-        # The T² terms cancel: in float32 they would lose per cents.
+            return super().squared_norms()
+        # The T² terms cancel: float32 would lose per cents.
         left, right = self.left.double(), self.right.double()
         return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return Σ wᵢ gᵢ, ``[*shape]``: the product that computes the batch gradient, on scaled signals."""
+        """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
         left, right = self.left, self.right
         if weights is not None and left.numel() <= right.numel():
             left = dtypes.scaled_rows(left, weights, dtype)
@@ -131,12 +107,12 @@ class Outer:
             right = dtypes.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
-            product = _sum_of_products(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
+            product = contractions.sum_of_products(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
 
     def _balanced(self) -> Outer:
-        """Return the same with operands of like norms, where squares and products of one alone might not exist."""
+        """Return the same gradients with operands of like norms, where the squares of one operand might overflow."""
         dtype = dtypes.accumulate_dtype(self.dtype)
         left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
         if dtype == torch.float64 or not any(norms.has_extreme(x, 1e10) for x in (left, right)):
@@ -148,11 +124,11 @@ class Outer:
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
         if self.num_terms > 1 or (center is not None and dtype != torch.float64):
-            return blocks.second_moment(self, weights, dtype, center)
+            return super().second_moment(weights, dtype, center)
         balanced = self._balanced()
         squares = replace(self, left=balanced.left.to(dtype).square(), right=balanced.right.to(dtype).square())
         moment = squares.weighted_sum(weights, dtype)
-        if center is not None:  # in float64, where the difference of large numbers keeps 6 digits at mean/std = 1e5
+        if center is not None:  # float64 keeps 6 digits of this difference at mean/std = 1e5
             total = len(self) if weights is None else weights.sum()
             moment = moment - 2 * center * self.weighted_sum(weights, dtype) + center.square() * total
         return moment.clamp_min(0)
@@ -161,13 +137,13 @@ class Outer:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         other = self if other is None else other
         if not isinstance(other, Outer) or other.layout != self.layout:
-            return blocks.gram(self, other)
+            return super().gram(other)
         dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
         if self.num_terms == other.num_terms == 1:
             pairs = _pairs(self._balanced(), other._balanced())
             left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in pairs)
             return (left * right).sum(0)
-        return functools.reduce(torch.add, (a.gram(b) for a, b in _written_out(self, other, dtype)))
+        return functools.reduce(torch.add, (contractions.gram(a, b) for a, b in _written_out(self, other, dtype)))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: Σₜ lₜᵀ Dₖ rₜ."""
@@ -177,16 +153,16 @@ class Outer:
         return torch.stack([((left @ matrix) * right).sum((1, 2, 3)) for matrix in matrices], 1)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``: both operands are projected by themselves."""
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``: signals and inputs are projected separately."""
         if not self.layout.is_matrix:
-            return blocks.project(self, left, right)
+            return super().project(left, right)
         dtype = dtypes.accumulate_dtype(self.dtype)
         signals, inputs = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
         return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(1)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Outer]) -> Outer | None:
-        """Return the gradients of the samples of all, those of fewer terms padded with zeros."""
+        """Return the factor of the samples of all; fewer terms are padded with zeros."""
         if len({factor.layout for factor in factors}) > 1:
             return None
         num_terms = max(factor.num_terms for factor in factors)
@@ -197,23 +173,15 @@ class Outer:
         return replace(factors[0], left=left, right=right)
 
     def add(self, other: Factor) -> Outer | None:
-        """Return the factor of gᵢ + hᵢ: more terms."""
+        """Return the factor of gᵢ + hᵢ: a sum of more terms."""
         if not isinstance(other, Outer) or other.layout != self.layout:
             return None
         left, right = (torch.cat(pair, dim=2) for pair in _pairs(self, other))
         return replace(self, left=left, right=right)
 
 
-def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left.mT @ right``, ``[..., o, i]`` from ``[..., T, o]`` and ``[..., T, i]``."""
-    multiply = torch.mm if left.ndim == 2 else torch.matmul
-    if left.device.type == "cpu" and right.shape[-1] <= _FEW_COLUMNS < left.shape[-1]:
-        return multiply(right.mT, left).mT.contiguous()
-    return multiply(left.mT, right)
-
-
 def _folded(x: Tensor) -> Tensor:
-    """Return ``[G, B·T, n]`` from ``[B, G, T, n]``: samples and terms are one axis to sum over."""
+    """Return ``[G, B·T, n]`` from ``[B, G, T, n]``: samples and terms become one axis."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -221,15 +189,11 @@ def _pairs(one: Outer, other: Outer) -> tuple[tuple[Tensor, Tensor], tuple[Tenso
     return (one.left, other.left), (one.right, other.right)
 
 
-def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple[Dense, Dense]]:
-    """Write two factors out a few rows of the parameter at a time: each entry once, in bounded memory.
-
-    Yields:
-        Some rows of both.
-    """
+def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a few rows of the parameter at a time, written out for all samples of both factors."""
     groups, rows, columns = one.layout.block
-    step = cost_model.rows_at_a_time(rows, max(len(one), len(other)) * groups * columns, share=4)
+    step = cost_model.rows_per_block(rows, max(len(one), len(other)) * groups * columns, num_blocks=4)
     for start in range(0, rows, step):
         index = slice(start, start + step)
         first, second = (x.left[..., index].mT.to(dtype) @ x.right.to(dtype) for x in (one, other))
-        yield Dense(first), Dense(second)
+        yield first, second

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from math import prod
 
 from persample.factors import cost_model
 from persample.factors.base import Factor
-from persample.factors.conv import Conv
 from persample.factors.dense import Dense
 
 
@@ -18,7 +17,8 @@ def choose_storage(factor: Factor, required_ops: Iterable[str]) -> Factor:
         factor: the gradients of one parameter.
         required_ops: the operations of ``Factor`` that the reductions call.
     """
-    written = len(factor) * math.prod(factor.shape)
-    by_gram = not isinstance(factor, Conv) or factor.by_gram
-    kept = cost_model.keeps_product(required_ops, factor.num_terms, written, factor.stored, by_gram=by_gram)
+    written = len(factor) * prod(factor.shape)
+    kept = cost_model.prefers_factored(
+        required_ops, factor.num_terms, written, factor.stored, costly_to_square=factor.is_costly_to_square
+    )
     return factor if kept else Dense(factor.materialize())

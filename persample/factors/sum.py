@@ -9,21 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.factors import blocks
 from persample.factors.base import Factor
 from persample.factors.embedding import Embedding
 from persample.factors.join import concatenate
 
 
 @dataclass(frozen=True)
-class SumFactor:
-    """Per-sample gradients that are the sum of those of several factors of one shape.
+class SumFactor(Factor):
+    """Per-sample gradients that are the sum of the gradients of several factors of one shape.
 
-    What is linear in the gradients is added up part by part. What is quadratic is taken from blocks of samples that are
-    written out, so that cross terms of any two kinds are in it.
+    Linear operations add up the results of the parts. Norms and second moments write the gradients out in blocks, cross
+    terms included.
 
     Args:
-        parts: the factors, none of which can hold another.
+        parts: the factors, no two of which ``add`` to one factor.
 
     Examples:
         >>> from persample.factors.dense import Dense
@@ -33,15 +32,15 @@ class SumFactor:
 
     parts: tuple[Factor, ...]
 
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of all parts."""
+        return tuple(x for part in self.parts for x in part.tensors)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the gradients."""
         return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self.parts[0].device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,15 +51,6 @@ class SumFactor:
     def num_terms(self) -> int:
         """T, over all parts."""
         return sum(part.num_terms for part in self.parts)
-
-    @property
-    def stored(self) -> int:
-        """Numbers stored."""
-        return sum(part.stored for part in self.parts)
-
-    def __len__(self) -> int:
-        """Return B."""
-        return len(self.parts[0])
 
     def rows(self, index: slice) -> SumFactor:
         """Return the factor of some of the samples."""
@@ -82,27 +72,19 @@ class SumFactor:
             part.add_to(out)
 
     def zero_rows(self, rows: Tensor) -> SumFactor:
-        """Return the factor with zeros in the rows where the mask ``[B]`` holds, NaN or not."""
+        """Return the factor whose gradients are exactly zero where the mask ``[B]`` holds, NaN or not."""
         return SumFactor(tuple(part.zero_rows(rows) for part in self.parts))
 
     def scale_rows(self, scale: Tensor) -> SumFactor:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         return SumFactor(tuple(part.scale_rows(scale) for part in self.parts))
 
-    def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
-        return blocks.squared_norms(self)
-
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)
 
-    def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
-        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
-        return blocks.second_moment(self, weights, dtype, center)
-
     def gram(self, other: Factor | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``: all parts with all parts."""
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, of all parts with all parts."""
         other = self if other is None else other
         others = other.parts if isinstance(other, SumFactor) else (other,)
         return _added(_cross(mine, theirs) for mine in self.parts for theirs in others)
@@ -117,17 +99,14 @@ class SumFactor:
 
     @classmethod
     def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
-        """Return the gradients of the samples of all, where their parts are alike."""
+        """Return the factor of the samples of all, where they have as many parts."""
         if len({len(factor.parts) for factor in factors}) > 1:
             return None
         return cls(tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True)))
 
-    def add(self, other: Factor) -> None:
-        """Return None: totals are made last, by ``total``."""
-
 
 def sum_factors(factors: Iterable[Factor]) -> Factor:
-    """Return the sum of factors of one parameter, equal kinds merged.
+    """Return the sum of factors of one parameter; factors of one kind are added to one factor where they can be.
 
     Args:
         factors: at least one.
@@ -145,7 +124,7 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
 
 
 def _cross(one: Factor, other: Factor) -> Tensor:
-    # Tables know how to meet any other kind through the rows they looked up.
+    # A table compares only the rows that it looked up with any other factor.
     return other.gram(one).T if isinstance(other, Embedding) else one.gram(other)
 
 

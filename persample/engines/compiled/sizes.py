@@ -171,7 +171,7 @@ class Sizes:
         """
         points = self.varying.points()
         share = max(size / point for size, point in zip(sizes, points[-1], strict=True))
-        if not cost_model.is_small(self.written * share):
+        if not cost_model.fits_at_once(self.written * share):
             return False
         if self.varying.is_batch_only(task) or sizes in self.checked:
             return True

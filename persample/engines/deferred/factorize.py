@@ -1,4 +1,4 @@
-"""From what a deferred backward pass left to the factors of the parameters."""
+"""The factors of parameters, from the results of a deferred backward pass."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from persample.factors.sum import sum_factors
 from persample.utils.dtypes import as_real
 
 
-def factor_of(grad: Tensor, uses: Iterable[str]) -> Factor:
-    """Return the factor of one parameter, in the form that suits what is asked of it.
+def factor_of(grad: Tensor, required_ops: Iterable[str]) -> Factor:
+    """Return the factor of one parameter, in the storage that the cost model chooses.
 
     Args:
-        grad: the gradients ``[B, *shape]``, perhaps a placeholder.
-        uses: the operations of ``Factor`` that the reductions call.
+        grad: the gradients ``[B, *shape]``, a placeholder or not.
+        required_ops: the operations of ``Factor`` that the reductions call.
     """
-    factor = _factor(grad) if isinstance(grad, Placeholder) else None
-    if factor is None:
-        values = grad.value("the result") if isinstance(grad, Placeholder) else grad
-        return Dense(as_real(values))
-    return choose_storage(factor, uses)
+    factor = _deferred_factor(grad) if isinstance(grad, Placeholder) else None
+    if factor is not None:
+        return choose_storage(factor, required_ops)
+    return Dense(as_real(grad.value("the result") if isinstance(grad, Placeholder) else grad))
 
 
-def _factor(grad: Placeholder) -> Factor | None:
+def _deferred_factor(grad: Placeholder) -> Factor | None:
     terms = grad.terms()
     if terms is None:
         return None
     if not terms:
         return Dense.zeros(len(grad), grad.shape[1:], grad.dtype, grad.device)
-    factors = [term.factor(grad.dtype) for term in terms]
-    kept = [factor for factor in factors if factor is not None]
-    return sum_factors(kept) if len(kept) == len(factors) else None
+    factors = [factor for term in terms if (factor := term.factor(grad.dtype)) is not None]
+    return sum_factors(factors) if len(factors) == len(terms) else None

@@ -1,4 +1,4 @@
-"""The dispatch mode under which a backward pass leaves the last contraction of weight gradients undone."""
+"""The dispatch mode under which a backward pass defers the last contraction of each weight gradient."""
 
 from __future__ import annotations
 
@@ -10,34 +10,29 @@ import torch
 from torch import Tensor
 
 from persample._torch import UnguardedDispatchMode, schema
-from persample.engines.deferred.numbering import Numbering
-from persample.engines.deferred.placeholder import Placeholder, Watch, memory, placeholder
+from persample.engines.deferred.context import DeferralContext
+from persample.engines.deferred.placeholder import Placeholder
 from persample.engines.deferred.producers import PRODUCERS, index_put
-from persample.engines.deferred.rules import act
-from persample.engines.deferred.terms import DeferredTerm
-from persample.factors import cost_model
+from persample.engines.deferred.rules import apply
 
 
 class Deferral(UnguardedDispatchMode):
-    """Products of back-propagated signals and inputs become placeholders wherever that is the better form.
+    """Defers products of back-propagated signals and inputs where the cost model prefers that: they are placeholders.
 
-    Under ``torch.func`` a dispatch mode sees the operations that vmap has batched already. Which of them compute
-    gradients of parameters is not known yet, nor does it matter: a placeholder that something else needs is computed.
+    Under ``torch.func`` a dispatch mode sees the operations that vmap has batched already. Some of the deferred
+    products are not the gradient of a parameter; the operations that need them compute them.
 
     Args:
-        uses: the operations of ``Factor`` that the reductions call.
-        params: the parameters: products with them carry signals further and are never deferred.
+        required_ops: the operations of ``Factor`` that the reductions call.
+        params: the parameters: products with them are signals, not gradients, and are never deferred.
     """
 
-    def __init__(self, uses: Iterable[str], params: Iterable[Tensor]) -> None:
+    def __init__(self, required_ops: Iterable[str], params: Iterable[Tensor]) -> None:
         super().__init__()
-        self.numbering = Numbering()
-        self._uses = frozenset(uses)
-        self._params = {memory(param) for param in params}
-        self._watch = Watch()
+        self._context = DeferralContext(required_ops, params)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Defer a product, apply a rule to placeholders, or let the operation be.
+        """Defer a product, apply a rule to placeholders, or call the operation.
 
         Args:
             func: an operation of aten.
@@ -49,68 +44,27 @@ class Deferral(UnguardedDispatchMode):
             What the operation returns.
         """
         kwargs = kwargs or {}
-        if self._watch.is_filling:
+        if self._context.pending.is_computing:
             return func(*args, **kwargs)
-        mutable, creator = _known(func)
-        if mutable:
-            for written in _written(func, args, kwargs):
-                self._watch.before_write(written)
+        producer, written_arguments = _lookup(func)
+        for place, name in written_arguments:
+            written = args[place] if place < len(args) else kwargs.get(name)
+            for x in written if isinstance(written, list | tuple) else [written]:
+                if isinstance(x, Tensor) and not isinstance(x, Placeholder):
+                    self._context.pending.before_write(x)
         if Placeholder not in types:
-            deferred = None if creator is None else creator(self, *args, **kwargs)
+            deferred = None if producer is None else producer(self._context, *args, **kwargs)
             return func(*args, **kwargs) if deferred is None else deferred
-        deferred = index_put(self, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
-        return act(func, args, kwargs, functools.partial(self._call, func)) if deferred is None else deferred
+        deferred = index_put(self._context, *args, **kwargs) if func is torch.ops.aten.index_put.default else None
+        return apply(func, args, kwargs, functools.partial(self._call, func)) if deferred is None else deferred
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__torch_dispatch__(func, (), args, kwargs)
 
-    def __exit__(self, *error: Any) -> None:
-        """Forget what was numbered."""
-        self.numbering.clear()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def keeps(self, steps: int, written: int, *operands: Tensor) -> bool:
-        """Return whether a product is better left undone.
-
-        Args:
-            steps: T.
-            written: numbers in the product.
-            *operands: what is multiplied.
-        """
-        real = all(x.dtype.is_floating_point and x.dtype == operands[0].dtype and x.numel() for x in operands)
-        if not written or not real or any(memory(x) in self._params for x in operands):
-            return False
-        return cost_model.keeps_product(self._uses, steps, written, sum(x.numel() for x in operands))
-
-    def make(
-        self, terms: tuple[DeferredTerm, ...], shape: Any, dtype: torch.dtype, device: torch.device
-    ) -> Placeholder:
-        """Return the placeholder of some terms.
-
-        Args:
-            terms: what it is the sum of.
-            shape: its shape.
-            dtype: its dtype.
-            device: where it is.
-        """
-        return placeholder(terms, shape, dtype, device, self._watch)
-
-
-@functools.cache  # hashing an operation is the dearest part of looking it up
-def _known(func: Any) -> tuple[bool, Any]:
-    return schema(func).is_mutable, PRODUCERS.get(func)
-
-
-@functools.cache
-def _writes(func: Any) -> tuple[list[int], list[str]]:
-    arguments = list(enumerate(schema(func).arguments))
-    places = [place for place, x in arguments if x.alias_info is not None and x.alias_info.is_write]
-    return places, [arguments[place][1].name for place in places]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation writes into. Placeholders are computed first."""
-    places, names = _writes(func)
-    written = [args[place] for place in places if place < len(args)] + [kwargs[x] for x in names if x in kwargs]
-    flat = [x for group in written for x in (group if isinstance(group, list | tuple) else [group])]
-    return [x for x in flat if isinstance(x, Tensor) and not isinstance(x, Placeholder)]
+@functools.cache  # the hash of an operation is the slowest part of a lookup
+def _lookup(func: Any) -> tuple[Any, list[tuple[int, str]]]:
+    """Return the producer, and the arguments that the operation writes into."""
+    arguments = enumerate(schema(func).arguments)
+    written = [(place, x.name) for place, x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    return PRODUCERS.get(func), written

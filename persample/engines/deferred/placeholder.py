@@ -1,143 +1,61 @@
-"""Tensors that stand for others not computed yet: chains of views over one shared cell."""
+"""Placeholders: tensors without values, each of them a chain of views over a deferred buffer."""
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from persample._torch import disabled_torch_function, make_wrapper_subclass, storage_id
+from persample._torch import disabled_torch_function, make_wrapper_subclass
+from persample.engines.deferred.buffer import DeferredBuffer, PendingBuffers
 from persample.engines.deferred.terms import DeferredTerm
 from persample.utils import trees
 
 
-class Step(NamedTuple):
-    """One view.
+class View(NamedTuple):
+    """One view operation.
 
     Args:
-        change: takes it of a term, or returns None.
-        view: takes it of a tensor.
+        of_term: applies it to a term; returns None if the term does not know how.
+        of_tensor: applies it to a tensor.
     """
 
-    change: Callable[[DeferredTerm], DeferredTerm | None]
-    view: Callable[[Tensor], Tensor]
+    of_term: Callable[[DeferredTerm], DeferredTerm | None]
+    of_tensor: Callable[[Tensor], Tensor]
 
 
-class Watch:
-    """Which cells are computed from which memory, so that they are filled before anybody writes into it."""
-
-    def __init__(self) -> None:
-        self._cells: dict[int, list[weakref.ref[DeferredBuffer]]] = {}
-        self.is_filling = False  # then nothing is deferred
-
-    def add(self, cell: DeferredBuffer) -> None:
-        """Watch the memory that a cell is computed from.
-
-        Args:
-            cell: a cell that is not filled.
-        """
-        for term in cell.terms:
-            for tensor in term.tensors:
-                self._cells.setdefault(memory(tensor), []).append(weakref.ref(cell))
-
-    def before_write(self, tensor: Tensor) -> None:
-        """Fill what is computed from the memory of a tensor.
-
-        Args:
-            tensor: what is about to be written into, not a placeholder.
-        """
-        for reference in self._cells.pop(memory(tensor), ()):
-            cell = reference()
-            if cell is not None:
-                cell.fill("a write in place")
-
-
-def memory(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor, of one without any (fake, meta) too.
-
-    Args:
-        tensor: not a placeholder.
-    """
-    return storage_id(tensor.untyped_storage())
-
-
-class DeferredBuffer:
-    """What all views of one placeholder share: its terms, or its value once something needed it.
-
-    Args:
-        terms: what the value is the sum of; none for zeros.
-        meta: a meta tensor of its shape and dtype; it is contiguous.
-        device: where it is.
-        watch: what keeps an eye on the memory it is computed from.
-    """
-
-    __slots__ = ("__weakref__", "device", "filled_by", "meta", "terms", "value", "watch")
-
-    def __init__(self, terms: tuple[DeferredTerm, ...], meta: Tensor, device: torch.device, watch: Watch) -> None:
-        self.terms, self.meta, self.device, self.watch = terms, meta, device, watch
-        self.value: Tensor | None = None
-        self.filled_by = ""
-        watch.add(self)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-        return self.meta.dtype
-
-    def fill(self, reason: str) -> Tensor:
-        """Return the value, computed the first time it is asked for.
-
-        Args:
-            reason: the operation that needs it.
-        """
-        if self.value is None:
-            before, self.watch.is_filling = self.watch.is_filling, True
-            try:
-                self.value = self._computed()
-            finally:
-                self.watch.is_filling = before
-            self.terms, self.filled_by = (), reason
-        return self.value
-
-    def _computed(self) -> Tensor:
-        if not self.terms:
-            return torch.zeros(self.meta.shape, dtype=self.dtype, device=self.device)
-        value = functools.reduce(torch.add, (term.compute(self.dtype) for term in self.terms)).contiguous()
-        # Never the memory of a tensor that somebody else holds.
-        shared = len(self.terms) == 1 and any(memory(value) == memory(x) for x in self.terms[0].tensors)
-        return value.clone() if shared else value
+def _method_of_value(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.value(name.strip("_")), name)(*args, **kwargs)
 
 
 class Placeholder(Tensor):
-    """A view of a cell, with the sizes and strides of the tensor it stands for.
+    """A view of a deferred buffer, with the sizes and strides of the tensor that it stands for.
 
     Args:
-        cell: the cell.
-        meta: the view, taken of the cell's meta tensor; None for the whole of it.
-        chain: the same view, step by step.
+        buffer: the buffer.
+        meta: the same view of the buffer's meta tensor; None for the whole of it.
+        views: the operations that make up the view.
     """
 
-    cell: DeferredBuffer
+    buffer: DeferredBuffer
     meta: Tensor
-    chain: tuple[Step, ...]
+    views: tuple[View, ...]
 
     @staticmethod
-    def __new__(cls, cell: DeferredBuffer, meta: Tensor | None = None, chain: tuple[Step, ...] = ()) -> Placeholder:
-        """Return a view of a cell."""
-        meta = cell.meta if meta is None else meta
+    def __new__(cls, buffer: DeferredBuffer, meta: Tensor | None = None, views: tuple[View, ...] = ()) -> Placeholder:
+        """Return a view of a buffer."""
+        meta = buffer.meta if meta is None else meta
         self = make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
-            dtype=cell.dtype,
-            device=cell.device,
+            dtype=meta.dtype,
+            device=buffer.device,
         )
-        self.cell, self.meta, self.chain = cell, meta, chain
+        self.buffer, self.meta, self.views = buffer, meta, views
         return self
 
     __torch_function__ = disabled_torch_function
@@ -146,82 +64,69 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from persample.engines.deferred.rules import act
+        from persample.engines.deferred.rules import apply
 
-        return act(func, args, kwargs or {})
+        return apply(func, args, kwargs or {})
 
-    # What reads memory without an operation: only the tensor itself has any.
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the values."""
-        return self.value("numpy").numpy(*args, **kwargs)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the values."""
-        return self.value("numpy").__array__(*args, **kwargs)
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the values."""
-        return self.value("dlpack").__dlpack__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        """Return the values."""
-        return self.value("tolist").tolist()
-
-    def data_ptr(self) -> int:
-        """Return where the values are."""
-        return self.value("data_ptr").data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of the values."""
-        return self.value("untyped_storage").untyped_storage()
+    # The methods that read memory without an operation of aten.
+    numpy: Any = _method_of_value("numpy")
+    __array__: Any = _method_of_value("__array__")
+    __dlpack__: Any = _method_of_value("__dlpack__")
+    tolist: Any = _method_of_value("tolist")
+    data_ptr: Any = _method_of_value("data_ptr")
+    untyped_storage: Any = _method_of_value("untyped_storage")
 
     def terms(self) -> list[DeferredTerm] | None:
-        """Return what the view is the sum of, or None if only its value can tell."""
-        if self.cell.value is not None:
+        """Return the terms of the view, or None if one is unknown or the buffer is computed."""
+        if self.buffer.value is not None:
             return None
         terms: list[DeferredTerm] = []
-        for term in self.cell.terms:
-            seen: DeferredTerm | None = term
-            for step in self.chain:
-                seen = None if seen is None else step.change(seen)
-            if seen is None:
+        for term in self.buffer.terms:
+            viewed: DeferredTerm | None = term
+            for view in self.views:
+                viewed = None if viewed is None else view.of_term(viewed)
+            if viewed is None:
                 return None
-            terms.append(seen)
+            terms.append(viewed)
         return terms
 
-    def value(self, reason: str) -> Tensor:
-        """Return the tensor it stands for; an alias of it, so that writing into it is seen through every view.
+    def value(self, needed_by: str) -> Tensor:
+        """Return the tensor that the placeholder stands for, an alias of the buffer: every view sees writes into it.
 
         Args:
-            reason: the operation that needs it.
+            needed_by: the operation that needs it.
         """
-        value = self.cell.fill(reason)
-        for step in self.chain:  # not by strides: writes into those cannot be made functional
-            value = step.view(value)
+        value = self.buffer.compute(needed_by)
+        for view in self.views:  # as_strided would be shorter, but writes into it cannot be made functional
+            value = view.of_tensor(value)
         return value
 
 
-def placeholder(
-    terms: Iterable[DeferredTerm], shape: Iterable[int], dtype: torch.dtype, device: torch.device, watch: Watch
+def defer(
+    terms: Iterable[DeferredTerm],
+    shape: Iterable[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pending: PendingBuffers,
 ) -> Placeholder:
-    """Return the whole of a new cell.
+    """Return the placeholder of a new buffer.
 
     Args:
-        terms: what it is the sum of; none for zeros.
-        shape: its shape.
-        dtype: its dtype.
-        device: where it is.
-        watch: what keeps an eye on the memory it is computed from.
+        terms: the terms of the sum that the tensor is; none for zeros.
+        shape: the shape of the tensor.
+        dtype: the dtype of the tensor.
+        device: the device of the tensor.
+        pending: the buffers of the same backward pass.
     """
     meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return Placeholder(DeferredBuffer(tuple(terms), meta, device, watch))
+    return Placeholder(DeferredBuffer(tuple(terms), meta, device, pending))
 
 
-def values_of(tree: Any, reason: str) -> Any:
-    """Replace the placeholders of a tree by the tensors they stand for.
+def values_of(tree: Any, needed_by: str) -> Any:
+    """Replace the placeholders of a tree by the tensors that they stand for.
 
     Args:
         tree: any pytree.
-        reason: the operation that needs them.
+        needed_by: the operation that needs the tensors.
     """
-    return trees.tree_map(lambda x: x.value(reason) if isinstance(x, Placeholder) else x, tree)
+    return trees.tree_map(lambda x: x.value(needed_by) if isinstance(x, Placeholder) else x, tree)

@@ -1,57 +1,40 @@
-"""Which operations of a backward pass are left undone: those that multiply signals with inputs."""
+"""Producers: the operations of a backward pass that multiply signals with inputs, and the placeholders they return."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample._torch import aten_efficientzerotensor
-from persample.engines.deferred.correlations import Correlations
-from persample.engines.deferred.lookups import Lookups, SharedLookups
-from persample.engines.deferred.numbering import Numbering
-from persample.engines.deferred.placeholder import Placeholder, values_of
-from persample.engines.deferred.product import Product
-from persample.engines.deferred.terms import DeferredTerm
+from persample.engines.deferred.context import DeferralContext
+from persample.engines.deferred.conv import ConvTerm
+from persample.engines.deferred.embedding import EmbeddingTerm, SharedEmbeddingTerm
+from persample.engines.deferred.placeholder import Placeholder, defer, values_of
+from persample.engines.deferred.product import ProductTerm
 
 aten = torch.ops.aten
 
 
-class Maker(Protocol):
-    """What a creator asks of the mode."""
-
-    numbering: Numbering
-
-    def keeps(self, steps: int, written: int, *operands: Tensor) -> bool:
-        """Return whether a product of operands is better left undone."""
-
-    def make(self, terms: tuple[DeferredTerm, ...], shape: Any, dtype: torch.dtype, device: Any) -> Placeholder:
-        """Return the placeholder of some terms."""
-
-
-def _made(mode: Maker, term: DeferredTerm, like: Tensor) -> Placeholder:
-    return mode.make((term,), term.shape, like.dtype, like.device)
-
-
-def _bmm(mode: Maker, left: Tensor, right: Tensor) -> Placeholder | None:
-    if not mode.keeps(left.shape[2], left.shape[0] * left.shape[1] * right.shape[2], left, right):
+def _bmm(context: DeferralContext, left: Tensor, right: Tensor) -> Placeholder | None:
+    if not context.defers(left.shape[2], left.shape[0] * left.shape[1] * right.shape[2], left, right):
         return None
-    return _made(mode, Product.of(left.unsqueeze(2), right.mT.unsqueeze(1)), left)
+    return context.placeholder(ProductTerm.of(left.unsqueeze(2), right.mT.unsqueeze(1)), left)
 
 
-def _mm(mode: Maker, left: Tensor, right: Tensor) -> Placeholder | None:
-    """Defer the signals of all samples times an input that they share."""
-    if not mode.keeps(left.shape[1], left.shape[0] * right.shape[1], left, right):
+def _mm(context: DeferralContext, left: Tensor, right: Tensor) -> Placeholder | None:
+    """Defer the product of the signals of all samples and an input that the samples share."""
+    if not context.defers(left.shape[1], left.shape[0] * right.shape[1], left, right):
         return None
-    return _made(mode, Product.of(left.unsqueeze(1), right.T.unsqueeze(0)), left)
+    return context.placeholder(ProductTerm.of(left.unsqueeze(1), right.T.unsqueeze(0)), left)
 
 
-def _mul(mode: Maker, left: Tensor, right: Any) -> Placeholder | None:
-    """Defer a product of two tensors each of which repeats along some axis of the other."""
+def _mul(context: DeferralContext, left: Tensor, right: Any) -> Placeholder | None:
+    """Defer a broadcast product in which either operand repeats along some axis of the other."""
     if not isinstance(right, Tensor) or left.shape == right.shape:
         return None
     ndim = max(left.ndim, right.ndim)
@@ -60,37 +43,38 @@ def _mul(mode: Maker, left: Tensor, right: Any) -> Placeholder | None:
     if not any(a > 1 and b == 1 for a, b in pairs) or not any(b > 1 and a == 1 for a, b in pairs):
         return None
     written = prod(max(pair) for pair in pairs)
-    if written <= left.numel() + right.numel() or not mode.keeps(1, written, left, right):
-        return None  # a product as small as this is rarely that of a signal and an input
-    return _made(mode, Product.of(left.unsqueeze(-1), right.unsqueeze(-1)), left)
+    if written <= left.numel() + right.numel() or not context.defers(1, written, left, right):
+        return None  # so small a product is rarely one of a signal and an input
+    return context.placeholder(ProductTerm.of(left.unsqueeze(-1), right.unsqueeze(-1)), left)
 
 
 def _convolution(
-    mode: Maker, grad: Tensor, images: Tensor, kernel: Tensor, _bias: Any, *settings: Any
+    context: DeferralContext, grad: Tensor, images: Tensor, kernel: Tensor, _bias: Any, *settings: Any
 ) -> tuple[None, Placeholder, None] | None:
     stride, padding, dilation, transposed, _, groups, wanted = settings
-    # As if with T = 1: one too small to be kept is put off too, for ``Conv`` writes it out with one copy less.
-    if list(wanted) != [False, True, False] or not mode.keeps(1, kernel.numel(), grad, images):
+    # T = 1 defers small kernels, too: ``Conv`` writes them out with one copy less than the operation.
+    if list(wanted) != [False, True, False] or not context.defers(1, kernel.numel(), grad, images):
         return None
-    axes = kernel.ndim - 2  # a list of one number, of padding="valid" say, speaks of all of them
+    axes = kernel.ndim - 2  # a list of one number (padding="valid") holds for all axes
     stride, padding, dilation = (tuple(x) * axes if len(x) == 1 else tuple(x) for x in (stride, padding, dilation))
     signals, inputs = (images, grad) if transposed else (grad, images)
-    term = Correlations(signals, inputs, tuple(kernel.shape), (stride, padding, dilation), groups, tuple(kernel.shape))
+    shape = tuple(kernel.shape)
+    term = ConvTerm(shape, signals, inputs, shape, (stride, padding, dilation), groups)
     if not term.is_regular:
         return None
-    return None, _made(mode, term, grad), None
+    return None, context.placeholder(term, grad), None
 
 
 def _embedding(  # noqa: PLR0917 (as torch's)
-    mode: Maker, grad: Tensor, index: Tensor, tables: int, padding: int, by_frequency: bool
+    context: DeferralContext, grad: Tensor, index: Tensor, tables: int, padding: int, by_frequency: bool
 ) -> Placeholder | None:
-    """Defer the gradient of one table after the other, as vmap numbers their rows."""
-    if padding >= 0 or not mode.keeps(2, tables * grad.shape[-1], grad):
+    """Defer the gradient of the tables of all samples, which vmap looks up as one table."""
+    if padding >= 0 or not context.defers(2, tables * grad.shape[-1], grad):
         return None
     shape = (tables, grad.shape[-1])
-    samples, rows = mode.numbering.samples(index, index=True)
-    if not samples and index.ndim == 1 and not by_frequency:  # samples that share their index are more columns
-        return _made(mode, SharedLookups(grad, index, shape), grad)
+    samples, rows = context.offsets.sizes(index, index_added=True)
+    if not samples and index.ndim == 1 and not by_frequency:  # samples that share an index stand side by side
+        return context.placeholder(SharedEmbeddingTerm(shape, grad, index), grad)
     if samples * rows != tables:
         return None
     signals = grad.reshape(samples, -1, grad.shape[-1])
@@ -98,52 +82,51 @@ def _embedding(  # noqa: PLR0917 (as torch's)
         ones = torch.ones_like(index, dtype=grad.dtype).flatten()
         counts = ones.new_zeros(tables).index_add_(0, index.flatten(), ones)
         signals = signals / counts[index].view(samples, -1, 1)
-    return _made(mode, Lookups(signals, index.reshape(samples, -1) % rows, rows, shape), grad)
+    return context.placeholder(EmbeddingTerm(shape, signals, index.reshape(samples, -1) % rows, rows), grad)
 
 
-def index_put(mode: Maker, zeros: Any, index: Any, values: Any, accumulate: bool = False) -> Placeholder | None:
+def index_put(
+    context: DeferralContext, zeros: Any, index: Any, values: Any, accumulate: bool = False
+) -> Placeholder | None:
     """Defer the gradient of ``table[index]``: values added to zeros at (sample, row).
 
     Args:
-        mode: the mode.
-        zeros: what is added to.
-        index: the places.
-        values: what is added.
-        accumulate: whether it is added.
+        context: the state of the backward pass.
+        zeros: the tensor that the values are added to.
+        index: the places of the values.
+        values: the values.
+        accumulate: whether equal places add up.
     """
-    known = isinstance(zeros, Placeholder) and zeros.terms() == [] and zeros.ndim > 1
-    if not known or not accumulate or len(index) != 2 or None in index or index[1].dtype == torch.bool:
+    is_zero = isinstance(zeros, Placeholder) and zeros.terms() == [] and zeros.ndim > 1
+    if not is_zero or not accumulate or len(index) != 2 or None in index or index[1].dtype == torch.bool:
         return None
-    samples, step = mode.numbering.samples(index[0], index=False)
+    samples, step = context.offsets.sizes(index[0], index_added=False)
     if samples != zeros.shape[0] or step != 1:
         return None
     places = index[1].expand(torch.broadcast_shapes(index[0].shape, index[1].shape)).reshape(samples, -1)
     values = values_of(values, "aten.index_put")
     signals = values.reshape(samples, places.shape[1], -1)
-    term = Lookups(signals, places % zeros.shape[1], zeros.shape[1], tuple(zeros.shape))
-    return _made(mode, term, values)
+    term = EmbeddingTerm(tuple(zeros.shape), signals, places % zeros.shape[1], zeros.shape[1])
+    return context.placeholder(term, values)
 
 
-def _zeros_like(mode: Maker, like: Tensor, shape: Any = None, **kwargs: Any) -> Placeholder | None:
-    given = {name: x for name, x in kwargs.items() if x is not None}
-    return _zeros(mode, like.shape if shape is None else shape, **{"dtype": like.dtype, "device": like.device, **given})
+def _zeros_like(context: DeferralContext, like: Tensor, shape: Any = None, **options: Any) -> Placeholder | None:
+    given = {name: x for name, x in options.items() if x is not None}
+    options = {"dtype": like.dtype, "device": like.device, **given}
+    return _zeros(context, like.shape if shape is None else shape, **options)
 
 
-def _zeros(
-    mode: Maker, shape: Any, *, dtype: torch.dtype | None = None, device: Any = None, layout: Any = None, **_: Any
-) -> Placeholder | None:
-    """Defer zeros, which gradients are often added to, or which stand for no gradient at all."""
-    if dtype is None or not dtype.is_floating_point or device is None or layout not in {None, torch.strided}:
+def _zeros(context: DeferralContext, shape: Any, **options: Any) -> Placeholder | None:
+    """Defer zeros: gradients are added to them, or they are the gradient of a parameter without influence."""
+    dtype, device = options.get("dtype"), options.get("device")
+    if dtype is None or not dtype.is_floating_point or device is None:
         return None
-    return mode.make((), shape, dtype, torch.device(device))
+    is_strided = options.get("layout") in {None, torch.strided}
+    return defer((), shape, dtype, torch.device(device), context.pending) if is_strided else None
 
 
-def _arange(mode: Maker, *bounds: int, **kwargs: Any) -> Tensor:
-    return mode.numbering.arange(*bounds, **kwargs)
-
-
-def _follow(func: Any, mode: Maker, *args: Any, **kwargs: Any) -> Tensor | None:
-    return mode.numbering.follow(func, *args, **kwargs)
+def _follow(func: Any, context: DeferralContext, *args: Any, **kwargs: Any) -> Tensor | None:
+    return context.offsets.follow(func, *args, **kwargs)
 
 
 PRODUCERS: dict[Any, Callable[..., Any]] = {
@@ -155,7 +138,10 @@ PRODUCERS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _zeros_like,
     aten.zeros_like.default: _zeros_like,
     **dict.fromkeys([aten.zeros.default, aten_efficientzerotensor], _zeros),
-    **dict.fromkeys([aten.arange.default, aten.arange.start, aten.arange.start_step], _arange),
+    **dict.fromkeys(
+        [aten.arange.default, aten.arange.start, aten.arange.start_step],
+        lambda context, *bounds, **kwargs: context.offsets.arange(*bounds, **kwargs),
+    ),
     **{
         func: functools.partial(_follow, func)
         for func in (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.add.Tensor)

@@ -1,9 +1,9 @@
-"""A tensor known as a broadcast product, summed over one more axis, on which views and linear operations still act."""
+"""Deferred broadcast products, summed over one more axis: the gradients of matrix products."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,96 +16,90 @@ from persample.factors.outer import Outer
 
 
 @dataclass(frozen=True)
-class Product(DeferredTerm):
-    """Σₜ l[…, t] r[…, t], the operands of size 1 along axes where they repeat.
+class ProductTerm(DeferredTerm):
+    """Σₜ l[…, t] r[…, t]. An operand has size 1 along the axes where it repeats.
 
-    Nothing is said about a batch axis: it is wherever the views take it, and the first axis of the result in the end.
+    The batch axis is not marked: views move it with the others, and it is the first axis of a gradient.
 
     Args:
+        shape: the shape of the tensor: the axes, merged or split where it differs.
         left: ``[*axes, T]``.
         right: ``[*axes, T]``.
-        shape: the shape of the tensor: the axes, merged or split where they differ.
     """
 
     left: Tensor
     right: Tensor
-    shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, left: Tensor, right: Tensor) -> Product:
+    def of(cls, left: Tensor, right: Tensor) -> ProductTerm:
         """Return the product of two operands in the shape of their axes."""
-        return cls(left, right, tuple(max(pair) for pair in zip(left.shape[:-1], right.shape[:-1], strict=True)))
+        return cls(_axes(left, right), left, right)
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The sizes of the product before axes were merged or split."""
-        return tuple(max(a, b) for a, b in zip(self.left.shape[:-1], self.right.shape[:-1], strict=True))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What the value is computed from."""
-        return (self.left, self.right)
+        return _axes(self.left, self.right)
 
     def factor(self, dtype: torch.dtype) -> Outer | None:
-        """Return the factor of what the first axis counts, or None if that axis was merged with others."""
+        """Return the factor whose samples are the rows of the tensor, or None if their axis was merged with others."""
         if not self.shape or self.axes[:1] != self.shape[:1]:
             return None
         return outer(self.left, self.right, self.shape[1:], dtype)
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """Return the tensor itself, contiguous."""
+        """Return the tensor, contiguous."""
         left, right = self.left[None], self.right[None]
         return outer(left, right, self.shape, dtype).materialize()[0].contiguous()
 
-    def scale(self, number: Any) -> Product | None:
-        """Return the product with a number, or with a tensor that varies along the axes of one operand only."""
+    def scale(self, number: Any) -> ProductTerm | None:
+        """Return the product with a number, or with a tensor that varies only along axes of one operand."""
         if not isinstance(number, Tensor) or number.ndim == 0:
-            return Product(self.left * number, self.right, self.shape)
+            return replace(self, left=self.left * number)
         if self.axes != self.shape:
             return None
         number = number.reshape(*[1] * (len(self.shape) - number.ndim), *number.shape)
         for place, operand in enumerate(self.tensors):
             if all(n in {1, own} for n, own in zip(number.shape, operand.shape, strict=False)):
                 scaled = operand * number.unsqueeze(-1)
-                return Product.of(*((scaled, self.right) if place == 0 else (self.left, scaled)))
+                return ProductTerm.of(*((scaled, self.right) if place == 0 else (self.left, scaled)))
         return None
 
-    def permute(self, dims: Sequence[int]) -> Product | None:
+    def permute(self, dims: Sequence[int]) -> ProductTerm | None:
         """Return the product with its axes in another order."""
         if self.axes != self.shape:
             return None
         order = [*(dim % len(self.shape) for dim in dims), len(self.shape)]
-        return Product.of(self.left.permute(order), self.right.permute(order))
+        return ProductTerm.of(*(x.permute(order) for x in self.tensors))
 
-    def pick(self, dim: int, index: slice) -> Product | None:
+    def pick(self, dim: int, index: slice) -> ProductTerm | None:
         """Return a range along one axis."""
         if self.axes != self.shape:
             return None
-        if len(range(*index.indices(self.shape[dim]))) == 0:  # of an axis of size 0, one operand does not know
+        if (
+            len(range(*index.indices(self.shape[dim]))) == 0
+        ):  # an operand that repeats has size 1, and the larger size counts
             return None
         full = (slice(None),) * dim
-        left, right = (x[(*full, index)] if x.shape[dim] == self.shape[dim] else x for x in self.tensors)
-        return Product.of(left, right)
+        return ProductTerm.of(*(x[(*full, index)] if x.shape[dim] == self.shape[dim] else x for x in self.tensors))
 
-    def place(self, dim: int, size: int, index: slice) -> Product | None:
-        """Return the product as a range of a larger one that is zero elsewhere: the adjoint of ``pick``."""
+    def place(self, dim: int, size: int, index: slice) -> ProductTerm | None:
+        """Return a product of ``size`` along one axis, zero outside of a range: the adjoint of ``pick``."""
         if self.axes != self.shape:
             return None
-        vary = [x.shape[dim] == self.shape[dim] for x in self.tensors]
-        if self.shape[dim] == 1:  # zeros in one of them are enough
-            vary = [True, False]
-        return Product.of(*(_placed(x, dim, size, index) if v else x for x, v in zip(self.tensors, vary, strict=True)))
+        left_varies, right_varies = (x.shape[dim] == self.shape[dim] != 1 for x in self.tensors)
+        left = self.left if right_varies and not left_varies else _placed(self.left, dim, size, index)
+        return ProductTerm.of(left, _placed(self.right, dim, size, index) if right_varies else self.right)
 
-    def reshape(self, shape: Sequence[int]) -> Product:
-        """Return the product in another shape; rows and columns that are merged stay apart inside."""
+    def reshape(self, shape: Sequence[int]) -> ProductTerm:
+        """Return the product in another shape; merged axes of unlike operands stay apart in the operands."""
         shape = tuple(shape)
         left, right = (_regroup(x.shape[:-1], self.axes, shape) for x in self.tensors)
         if left is None or right is None:
-            return Product(self.left, self.right, shape)
-        steps = self.left.shape[-1]
-        return Product(self.left.reshape(*left, steps), self.right.reshape(*right, steps), shape)
+            return replace(self, shape=shape)
+        num_terms = self.left.shape[-1]
+        return ProductTerm(shape, self.left.reshape(*left, num_terms), self.right.reshape(*right, num_terms))
 
-    def contract(self, dim: int, matrix: Tensor) -> Product | None:
+    def contract(self, dim: int, matrix: Tensor) -> ProductTerm | None:
         """Return the product with an axis contracted with the first axis of a matrix.
 
         Args:
@@ -117,14 +111,14 @@ class Product(DeferredTerm):
             return None
 
         def contracted(x: Tensor) -> Tensor:
-            dtype = torch.promote_types(x.dtype, matrix.dtype)  # the operands may be narrower than what they stand for
+            dtype = torch.promote_types(x.dtype, matrix.dtype)  # operands may be narrower than the deferred tensor
             return (x.movedim(dim - 1, -1).to(dtype) @ matrix.to(dtype)).movedim(-1, dim - 1)
 
         shape = list(self.shape)
         shape[dim] = matrix.shape[1]
         if right_varies:
-            return Product(self.left, contracted(self.right), tuple(shape))
-        return Product(contracted(self.left), self.right, tuple(shape))
+            return ProductTerm(tuple(shape), self.left, contracted(self.right))
+        return ProductTerm(tuple(shape), contracted(self.left), self.right)
 
 
 def outer(left: Tensor, right: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Outer:
@@ -132,7 +126,7 @@ def outer(left: Tensor, right: Tensor, shape: Sequence[int], dtype: torch.dtype)
 
     Args:
         left: ``[B, *axes, T]``, of size 1 along the axes where it repeats.
-        right: the same.
+        right: ``[B, *axes, T]``, of size 1 along the axes where it repeats.
         shape: the shape of one gradient.
         dtype: the dtype of the gradients.
     """
@@ -141,12 +135,16 @@ def outer(left: Tensor, right: Tensor, shape: Sequence[int], dtype: torch.dtype)
     single = [axis for axis in range(1, left.ndim - 1) if left.shape[axis] == right.shape[axis] == 1]
     if single:
         left, right = left.squeeze(single), right.squeeze(single)
-    alone = [a > 1 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True) if a == 1 or b == 1]
-    if alone and not alone[0]:  # rows come first, so that equal uses have equal layouts
+    left_varies = [a > 1 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True) if a == 1 or b == 1]
+    if left_varies and not left_varies[0]:  # rows come first, so that the factors of one parameter have equal layouts
         left, right = right, left
     layout = Layout.of_product(left.shape[1:-1], right.shape[1:-1], shape)
     _, rows, columns = layout.block
     return Outer(layout.operand(left, rows), layout.operand(right, columns), layout, dtype)
+
+
+def _axes(left: Tensor, right: Tensor) -> tuple[int, ...]:
+    return tuple(max(pair) for pair in zip(left.shape[:-1], right.shape[:-1], strict=True))
 
 
 def _placed(x: Tensor, dim: int, size: int, index: slice) -> Tensor:
@@ -156,7 +154,7 @@ def _placed(x: Tensor, dim: int, size: int, index: slice) -> Tensor:
 
 
 def _regroup(sizes: Sequence[int], axes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape of one operand after axes are merged and split, or None if it repeats along part of a merger."""
+    """Return an operand's shape after axes are merged and split, or None if it repeats along part of a merged axis."""
     result: list[int] = []
     for old, new in _matched(axes, shape):
         own, full = prod(sizes[axis] for axis in old), prod(axes[axis] for axis in old)
@@ -170,7 +168,7 @@ def _regroup(sizes: Sequence[int], axes: Sequence[int], shape: Sequence[int]) ->
 
 
 def _matched(axes: Sequence[int], shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Match the axes of two shapes of equal numel: the smallest groups of equal products, from the front."""
+    """Return the smallest groups of axes of equal products, from the front, in two shapes of equal numel."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(axes) or j < len(shape):

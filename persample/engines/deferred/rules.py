@@ -1,4 +1,4 @@
-"""What each operation does to a placeholder. Any other computes the tensor it stands for, and goes on with that."""
+"""Rules for operations that return placeholders of new terms; all others compute the placeholders they are given."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from persample._torch import aten_to_copy, schema
-from persample.engines.deferred.lookups import Lookups
-from persample.engines.deferred.placeholder import Placeholder, placeholder, values_of
-from persample.engines.deferred.terms import DeferredTerm, Given
+from persample.engines.deferred.embedding import EmbeddingTerm
+from persample.engines.deferred.placeholder import Placeholder, defer, values_of
+from persample.engines.deferred.terms import ComputedTerm, DeferredTerm
 from persample.engines.deferred.views import VIEWS
 
 aten = torch.ops.aten
 
 
-def act(func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[..., Any] | None = None) -> Any:
-    """Apply an operation to arguments among which there are placeholders.
+def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[..., Any] | None = None) -> Any:
+    """Apply an operation to arguments with placeholders among them.
 
     Args:
         func: an operation of aten.
         args: its arguments.
         kwargs: its keyword arguments.
-        call: what to do where no rule knows how: called with the tensors that the placeholders stand for; ``func``
-            itself if not given.
+        call: the function that is called with tensors in the place of placeholders where no rule applies; ``func`` if
+            not given.
 
     Returns:
-        What the operation returns, as a placeholder where its rule knows how.
+        What the operation returns, a placeholder where a rule applies.
     """
     rule = _RULES.get(func)
     result = NotImplemented if rule is None else rule(func, *args, **kwargs)
@@ -36,30 +36,23 @@ def act(func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[.
         return result
     name = str(func.overloadpacket)
     result = (call or func)(*values_of(list(args), name), **values_of(kwargs, name))
-    # In place: what was written is seen through the placeholder, which stays what it is.
+    # An operation in place has written into the buffer of the placeholder, which it returns.
     return args[0] if schema(func).is_mutable and isinstance(args[0], Placeholder) else result
 
 
-def made(
+def _deferred(
     terms: Sequence[DeferredTerm], like: Placeholder, shape: Sequence[int] | None = None, dtype: Any = None
 ) -> Placeholder:
-    """Return a placeholder of new terms.
-
-    Args:
-        terms: what it is the sum of.
-        like: where dtype, device and watch come from.
-        shape: its shape, if not that of ``like``.
-        dtype: its dtype, if not that of ``like``.
-    """
+    """Return a placeholder of new terms, with the shape and dtype of ``like`` where none are given."""
     shape, dtype = like.shape if shape is None else shape, like.dtype if dtype is None else dtype
-    return placeholder(terms, shape, dtype, like.device, like.cell.watch)
+    return defer(terms, shape, dtype, like.device, like.buffer.pending)
 
 
 def _terms(x: Any) -> list[DeferredTerm] | None:
-    """Return what a tensor is the sum of, itself if it is there already."""
+    """Return the terms of a tensor; a tensor that is computed is one term."""
     if isinstance(x, Placeholder):
-        return x.terms() if x.cell.value is None else [Given(x.value(""))]
-    return [Given(x)]
+        return x.terms() if x.buffer.value is None else [ComputedTerm.of(x.value("a sum"))]
+    return [ComputedTerm.of(x)]
 
 
 def _mapped(
@@ -69,23 +62,15 @@ def _mapped(
     changed = [None] if terms is None else [change(term) for term in terms]
     if None in changed:
         return NotImplemented
-    return made([term for term in changed if term is not None], p, shape, dtype)
-
-
-def _same(func: Any, p: Placeholder, **kwargs: Any) -> Any:  # noqa: ARG001
-    return _mapped(p, lambda term: term)
+    return _deferred([term for term in changed if term is not None], p, shape, dtype)
 
 
 def _cast(func: Any, p: Placeholder, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:  # noqa: ARG001
     dtype = p.dtype if dtype is None else dtype
-    wider = torch.promote_types(p.dtype, dtype) == dtype  # any other cast rounds
-    if not dtype.is_floating_point or not wider or kwargs.get("device") not in {None, p.device}:
+    is_exact = torch.promote_types(p.dtype, dtype) == dtype
+    if not dtype.is_floating_point or not is_exact or kwargs.get("device") not in {None, p.device}:
         return NotImplemented
     return _mapped(p, lambda term: term, dtype=dtype)
-
-
-def _negate(func: Any, p: Placeholder) -> Any:  # noqa: ARG001
-    return _mapped(p, lambda term: term.scale(-1))
 
 
 def _scale(func: Any, a: Any, b: Any) -> Any:
@@ -121,30 +106,30 @@ def _add(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     scaled = [term if alpha == 1 else term.scale(alpha) for term in second]
     if None in scaled:
         return NotImplemented
-    return made([*first, *(term for term in scaled if term is not None)], a if isinstance(a, Placeholder) else b)
+    return _deferred([*first, *(term for term in scaled if term is not None)], a if isinstance(a, Placeholder) else b)
 
 
 def _add_in_place(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    whole = isinstance(a, Placeholder) and not a.chain and a.cell.value is None
-    total = _add(func, a, b, alpha=alpha) if whole else NotImplemented
+    is_whole = isinstance(a, Placeholder) and not a.views and a.buffer.value is None
+    total = _add(func, a, b, alpha=alpha) if is_whole else NotImplemented
     if total is NotImplemented:
         return NotImplemented
-    a.cell.terms = total.cell.terms  # every view of the cell sees it
-    a.cell.watch.add(a.cell)
+    a.buffer.terms = total.buffer.terms  # all views of the buffer change
+    a.buffer.pending.add(a.buffer)
     return a
 
 
 def _zero_row(func: Any, p: Placeholder, number: Any = 0) -> Any:  # noqa: ARG001
-    """Embeddings write zeros into the row of their padding index: the same row of every sample's table."""
-    terms = p.cell.terms
-    tables = p.cell.value is None and number == 0 and len(p.chain) == 2 and bool(terms) and p.numel() > 0
-    if not tables or not all(isinstance(term, Lookups) for term in terms):
+    """Zero one row of every sample's table: embeddings do so with the row of their padding index."""
+    terms = p.buffer.terms
+    tables = p.buffer.value is None and number == 0 and len(p.views) == 2 and bool(terms) and p.numel() > 0
+    if not tables or not all(isinstance(term, EmbeddingTerm) for term in terms):
         return NotImplemented
-    rows, width = terms[0].rows, p.meta.shape[-1]  # type: ignore[attr-defined]
+    rows, width = terms[0].num_rows, p.meta.shape[-1]  # type: ignore[attr-defined]
     row, rest = divmod(int(p.meta.storage_offset()), width)
     if rest or row >= rows or tuple(p.meta.stride()) != (rows * width, 1):
         return NotImplemented
-    p.cell.terms = tuple(term.without(row) for term in terms)  # type: ignore[attr-defined]
+    p.buffer.terms = tuple(term.without(row) for term in terms)  # type: ignore[attr-defined]
     return p
 
 
@@ -160,7 +145,7 @@ def _slice_backward(func: Any, p: Any, sizes: Sequence[int], dim: int, *span: in
 def _select_backward(func: Any, p: Any, sizes: Sequence[int], dim: int, index: int) -> Any:  # noqa: ARG001
     dim %= len(sizes)
     index %= sizes[dim]
-    lifted = act(aten.unsqueeze.default, (p, dim), {})
+    lifted = apply(aten.unsqueeze.default, (p, dim), {})
     return _placed(lifted, sizes, dim, slice(index, index + 1)) if isinstance(lifted, Placeholder) else NotImplemented
 
 
@@ -169,7 +154,7 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         return NotImplemented
     if func is aten.stack.default:
         dim %= tensors[0].ndim + 1
-        tensors = [act(aten.unsqueeze.default, (x, dim), {}) for x in tensors]
+        tensors = [apply(aten.unsqueeze.default, (x, dim), {}) for x in tensors]
         if not all(isinstance(x, Placeholder) for x in tensors):
             return NotImplemented
     dim %= tensors[0].ndim
@@ -180,14 +165,14 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         placed = _placed(x, sizes, dim, slice(start, start + x.shape[dim]))
         if placed is NotImplemented:
             return NotImplemented
-        terms += placed.cell.terms
+        terms += placed.buffer.terms
         start += x.shape[dim]
-    return made(terms, tensors[0], sizes)
+    return _deferred(terms, tensors[0], sizes)
 
 
 def _matmul(func: Any, a: Any, b: Any) -> Any:  # noqa: ARG001
     matrix = b if isinstance(a, Placeholder) else a
-    # A matrix that all samples share, such as the other half of a LoRA pair. One of each sample makes a new product.
+    # Only a matrix that all samples share (the other half of a LoRA pair) leaves the product of signals and inputs.
     if isinstance(matrix, Placeholder) or (matrix.ndim == 3 and matrix.stride(0) != 0):
         return NotImplemented
     matrix = matrix[0] if matrix.ndim == 3 else matrix
@@ -199,9 +184,9 @@ def _matmul(func: Any, a: Any, b: Any) -> Any:  # noqa: ARG001
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 _RULES: dict[Any, Callable[..., Any]] = {
     **VIEWS,
-    aten.clone.default: _same,
+    aten.clone.default: _cast,
     aten_to_copy: _cast,
-    aten.neg.default: _negate,
+    aten.neg.default: lambda func, p: _scale(func, p, -1),
     **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar], _scale),
     **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor], _add),
     **dict.fromkeys([aten.add_.Tensor, aten.sub_.Tensor], _add_in_place),

@@ -1,4 +1,4 @@
-"""What a tensor that was not computed yet is the sum of."""
+"""Deferred terms: descriptions of tensors that are not computed yet."""
 
 from __future__ import annotations
 
@@ -9,40 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.factors.base import Factor
+from persample.factors.base import Factor, tensor_fields
 from persample.factors.dense import Dense
 
 
+@dataclass(frozen=True)
 class DeferredTerm:
-    """A tensor of a known shape, given by what it is computed from.
+    """A tensor that is not computed yet. The fields of a subclass hold the tensors that it is computed from.
 
-    The operations below return the term of the changed tensor, or None where the tensor itself must be computed.
+    A subclass defines ``compute`` and ``factor``. The other operations return the term of the changed tensor, or None
+    where the tensor must be computed: the default.
+
+    Args:
+        shape: the shape of the tensor.
     """
 
     shape: tuple[int, ...]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the value is computed from: writing into any of it would change the value."""
-        raise NotImplementedError
+        """The tensors that the value is computed from."""
+        return tuple(tensor_fields(self).values())
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """Return the tensor itself."""
+        """Return the tensor."""
         raise NotImplementedError
 
     def factor(self, dtype: torch.dtype) -> Factor | None:
-        """Return the factor of the samples that the first axis counts."""
+        """Return the factor whose samples are the rows of the tensor, or None where it has no factored form."""
         raise NotImplementedError
 
-    def scale(self, number: Any) -> DeferredTerm | None:
+    def scale(self, number: Any) -> DeferredTerm | None:  # noqa: ARG002
         """Return the product with a number, or with a tensor that broadcasts to the shape."""
-        raise NotImplementedError
+        return None
 
-    def reshape(self, shape: Sequence[int]) -> DeferredTerm | None:
+    def reshape(self, shape: Sequence[int]) -> DeferredTerm | None:  # noqa: ARG002
         """Return the tensor in another shape."""
-        raise NotImplementedError
+        return None
 
-    def permute(self, dims: Sequence[int]) -> DeferredTerm | None:  # noqa: ARG002 (most terms cannot)
+    def permute(self, dims: Sequence[int]) -> DeferredTerm | None:  # noqa: ARG002
         """Return the tensor with its axes in another order."""
         return None
 
@@ -51,7 +56,7 @@ class DeferredTerm:
         return None
 
     def place(self, dim: int, size: int, index: slice) -> DeferredTerm | None:  # noqa: ARG002
-        """Return the tensor as a range of a larger one that is zero elsewhere: the adjoint of ``pick``."""
+        """Return a tensor of ``size`` along one axis, zero outside of a range: the adjoint of ``pick``."""
         return None
 
     def contract(self, dim: int, matrix: Tensor) -> DeferredTerm | None:  # noqa: ARG002
@@ -64,6 +69,7 @@ class SignalTerm(DeferredTerm):
     """A tensor that is linear in its signals.
 
     Args:
+        shape: the shape of the tensor.
         signals: back-propagated signals.
     """
 
@@ -71,29 +77,25 @@ class SignalTerm(DeferredTerm):
 
     def scale(self, number: Any) -> SignalTerm | None:
         """Return the product with a number."""
-        alone = not isinstance(number, Tensor) or number.ndim == 0
-        return replace(self, signals=self.signals * number) if alone else None
+        is_number = not isinstance(number, Tensor) or number.ndim == 0
+        return replace(self, signals=self.signals * number) if is_number else None
 
 
 @dataclass(frozen=True)
-class Given(DeferredTerm):
-    """A tensor that is there already.
+class ComputedTerm(DeferredTerm):
+    """A tensor that is computed already.
 
     Args:
+        shape: the shape of the tensor.
         value: the tensor.
     """
 
     value: Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The shape of the tensor."""
-        return tuple(self.value.shape)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensor."""
-        return (self.value,)
+    @classmethod
+    def of(cls, value: Tensor) -> ComputedTerm:
+        """Return the term of a tensor."""
+        return cls(tuple(value.shape), value)
 
     def compute(self, dtype: torch.dtype) -> Tensor:
         """Return the tensor."""
@@ -103,14 +105,14 @@ class Given(DeferredTerm):
         """Return the tensor as a factor."""
         return Dense(self.value.to(dtype))
 
-    def scale(self, number: Any) -> Given:
-        """Return the product with a number."""
-        return Given(self.value * number)
+    def scale(self, number: Any) -> ComputedTerm:
+        """Return the product with a number, or with a tensor that broadcasts to the shape."""
+        return self.of(self.value * number)
 
-    def reshape(self, shape: Sequence[int]) -> Given:
+    def reshape(self, shape: Sequence[int]) -> ComputedTerm:
         """Return the tensor in another shape."""
-        return Given(self.value.reshape(tuple(shape)))
+        return self.of(self.value.reshape(tuple(shape)))
 
-    def permute(self, dims: Sequence[int]) -> Given:
+    def permute(self, dims: Sequence[int]) -> ComputedTerm:
         """Return the tensor with its axes in another order."""
-        return Given(self.value.permute(*dims))
+        return self.of(self.value.permute(*dims))

@@ -1,4 +1,4 @@
-"""Which index tensors number the rows of all samples' tables, known by where they come from, not by their values."""
+"""The index tensors with which vmap looks up the tables of all samples as one table, known by their origin."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-class Numbering:
-    """Follows ``arange(S)·V`` through views to ``index + arange(S)·V``, with which vmap looks up S tables as one."""
+class SampleOffsets:
+    """Follows ``arange(S)·V`` through views to ``index + arange(S)·V``: the numbers of rows in S tables of V rows."""
 
     def __init__(self) -> None:
-        # By identity: the tensor (so that its id is not used again), S, V, and whether an index was added.
+        # By id: the tensor (kept alive, so that its id stays its own), S, V, and whether an index was added.
         self._known: dict[int, tuple[Tensor, int, int, bool]] = {}
 
-    def samples(self, x: Tensor, *, index: bool) -> tuple[int, int]:
-        """Return S and V, the samples along the first axis, or zeros if nothing is known.
+    def sizes(self, x: Tensor, *, index_added: bool) -> tuple[int, int]:
+        """Return S and V of a known tensor, zeros of any other.
 
         Args:
             x: a tensor of integers.
-            index: whether an index must have been added, or must not.
+            index_added: whether an index must have been added, or must not.
         """
-        _, samples, step, added = self._known.get(id(x), (x, 0, 0, index))
-        return (samples, step) if added == index else (0, 0)
+        _, samples, step, added = self._known.get(id(x), (x, 0, 0, index_added))
+        return (samples, step) if added == index_added else (0, 0)
 
     def arange(self, *bounds: int, **kwargs: Any) -> Tensor:
-        """Call ``arange`` and remember a numbering that starts at 0.
+        """Call ``arange``, and remember a result that starts at 0.
 
         Args:
             *bounds: end; start and end; or start, end and step.
@@ -41,7 +41,7 @@ class Numbering:
         return out
 
     def follow(self, func: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Call an operation of known tensors, and remember a result that still has the samples along its first axis.
+        """Call an operation of known tensors, and remember a result whose first axis still counts the samples.
 
         Args:
             func: view, unsqueeze, expand or add.
@@ -49,7 +49,7 @@ class Numbering:
             **kwargs: as in torch.
 
         Returns:
-            The result, or None if nothing is known of the arguments.
+            The result, or None if no argument is known.
         """
         if not self._known:
             return None
@@ -57,15 +57,11 @@ class Numbering:
         if len(known) != 1:
             return None
         (x, samples, step, added), out = known[0], func(*args, **kwargs)
-        first = x.shape[:1] == out.shape[:1] == (samples,)
+        counts_samples = x.shape[:1] == out.shape[:1] == (samples,)
         if func is aten.add.Tensor:
-            alone = x.ndim == out.ndim and x.numel() == samples and not added and not kwargs
-            if first and alone:
+            only_offsets = x.ndim == out.ndim and x.numel() == samples and not added and not kwargs
+            if counts_samples and only_offsets:
                 self._known[id(out)] = (out, samples, step, True)
-        elif first and (func is not aten.expand.default or out.ndim == x.ndim):
+        elif counts_samples and (func is not aten.expand.default or out.ndim == x.ndim):
             self._known[id(out)] = (out, samples, step, added)
         return out
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
