@@ -15,6 +15,7 @@ from persample.cpu import mode as kernels
 from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import diagnosed
 from persample.engines.layers import engine as layers
+from persample.engines.layers.interceptor import NotLayersError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError, SampleLoss
@@ -44,15 +45,17 @@ def eager(lift: Reductions, loss: SampleLoss, samples: Call, randomness: str, *,
     """
     transformed = peek_interpreter_stack() is not None  # by the caller
     uses = lift.required_ops - {"materialize"} if lift.keep_factored else lift.required_ops
-    short = shortly and randomness == "error" and not transformed and layers.suits(loss, samples)
-    if short and (found := layers.gradients(loss, samples, uses)) is not None:
-        return lift(found)
+    if shortly and randomness == "error" and not transformed and layers.suits(loss, samples):
+        try:
+            found = layers.gradients(loss, samples, uses)
+        except NotLayersError:
+            pass
+        else:
+            return lift(found)
     # Seen through transforms of the caller's, tensors cannot stand for others; and what is asked for whole is computed.
     whole = "materialize" in uses or transformed
     mode = kernels.expected(samples.params, samples.leaves) if whole else Deferral(uses, samples.params)
     grads, losses, aux, has_aux = batched_gradients(loss, samples, randomness, mode)
-    if short:
-        layers.refuse(loss)
     with known_indices():
         with full_precision(losses.device):
             factors = tuple(factor_of(grad, uses) for grad in grads)

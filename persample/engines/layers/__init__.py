@@ -1,1 +1,1 @@
-"""Losses made of linear layers and embeddings: these are computed on the rows of all samples at once."""
+"""Losses made of linear layers and embeddings: each layer is computed once, on the rows of all samples."""

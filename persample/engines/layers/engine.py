@@ -1,31 +1,26 @@
-"""Losses whose matrices are used by layers alone: one vmap, and one backward pass of plain autograd.
+"""Per-sample gradients of a loss made of layers: one vmap, and one backward pass of plain autograd.
 
-``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Where matrices are weights of
-``F.linear`` and ``F.embedding``, one will do: the layers hand over their inputs and signals, which are the factors.
-That a matrix, or a bias that only layers hold, was used in any other way shows in autograd itself: only then it has a
-gradient of its own. Of what else there is every sample has its own.
+``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
+vmap. Linear layers and embeddings record their inputs and output gradients, which are the factors of their weights. All
+other parameters are expanded to one copy per sample. A loss that uses a weight in any other way is refused.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _remove_batch_dim
-from torch._functorch.predispatch import lazy_load_decompositions
-from torch._functorch.vmap import vmap_increment_nesting
+from torch import Tensor, nn
+from torch.func import vmap
 
-from persample.engines.layers.factors import LayerFactors
-from persample.engines.layers.guard import LayerGuard, NotDirectError
-from persample.engines.layers.interceptor import LayerInterceptor
+from persample.engines.layers.guard import LayerGuard
+from persample.engines.layers.interceptor import LayerInterceptor, NotLayersError
+from persample.engines.layers.recorder import LayerRecorder
+from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
+from persample.inputs.loss import NotConnectedError, SampleLoss
 from persample.utils.fallback import explained
 from persample.utils.interrupts import interrupts_first
 from persample.utils.numeric import is_autocast, is_traced
@@ -33,102 +28,92 @@ from persample.utils.origin import is_users
 from persample.utils.trees import tree_map
 from persample.vmap_rules import plain_autograd
 
-_prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
-# Of other vectors with so few numbers every sample may be given its own.
-_SMALL = 2**12
-_refused: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # shapes of parameters, by the code of the loss
+# Modules of torch whose matrices are multiplied inside of one function, and not by ``F.linear``.
+_NOT_LAYERS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.EmbeddingBag)
 
 
 def suits(loss: SampleLoss, samples: Call) -> bool:
-    """Return whether a loss may be one of layers: modules hold all matrices, and there is little beside them.
+    """Return whether a loss may be made of layers, as far as its parameters and modules tell.
+
+    A wrong guess costs time, never correctness: ``gradients`` refuses the loss at the first other use of a matrix.
 
     Args:
         loss: the loss of one sample.
         samples: the chunk, not empty.
     """
-    if loss.spec.shapes in _refused.get(_code(loss), ()):
-        return False
     first = samples.params[0]
     if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
-    known = [
-        held or (by_hand if x.ndim > 1 else x.numel() <= _SMALL)
-        for (x, held), by_hand in zip(_held(loss, samples), loss.params.by_hand, strict=True)
-    ]
-    return alike and all(known) and any(held and x.ndim == 2 for x, held in _held(loss, samples))
+    kernels = any(x.ndim > 2 and x.shape[0] > 1 for x in samples.params)  # of convolutions; [1, T, d] may be positions
+    if not alike or kernels or not any(x.ndim == 2 for x in samples.params):
+        return False
+    return not any(isinstance(part, _NOT_LAYERS) for part in loss.params.parts.values())
 
 
-def _held(loss: SampleLoss, samples: Call) -> Iterable[tuple[Tensor, bool]]:
-    return zip(samples.params, loss.params.in_layers, strict=True)
-
-
-def gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradients | None:
-    """Compute the gradients of all samples at once, if the loss is one of layers.
+def gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> Gradients:
+    """Compute the gradients of all samples at once.
 
     Args:
         loss: the loss of one sample.
         samples: the chunk, not empty.
-        uses: the operations of ``Factor`` that the reductions call.
+        required_ops: the operations of ``Factor`` that the reductions call.
 
     Returns:
-        The gradients; or None if the loss is another, or if torch refuses what it does.
+        The gradients.
 
     Raises:
-        Exception: what the loss itself raises.
+        NotLayersError: if the loss is not made of layers alone, or if torch raises a ``RuntimeError`` inside of the
+            loss or its backward pass: this is the type of torch's errors about autograd and vmap, and the other ways
+            of the eager engine either know no such limit or explain it.
+        LossError: if the loss depends on no parameter, or returns no scalar.
+        Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
     try:
         with interrupts_first(), explained(), plain_autograd():
-            return _gradients(loss, samples, uses)
-    except Exception as error:
+            return _gradients(loss, samples, required_ops)
+    except LossError:
+        raise
+    except RuntimeError as error:
         if is_users(error):
             raise
-        return None
+        raise NotLayersError(str(error)) from error
 
 
-def refuse(loss: SampleLoss) -> None:
-    """Remember that a loss is none of layers alone.
-
-    Args:
-        loss: the loss.
-    """
-    _refused.setdefault(_code(loss), set()).add(loss.spec.shapes)
-
-
-def _code(loss: SampleLoss) -> Any:
-    return getattr(loss.fn, "__code__", type(loss.fn))
-
-
-def _gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradients:
-    _prepare()
-    own = tuple(not held for _, held in _held(loss, samples))
-    leaves = tuple(
-        (x.expand(samples.size, *x.shape) if split else x.detach()).requires_grad_()  # each sample's own, or one
-        for x, split in zip(samples.params, own, strict=True)
-    )
-
-    with torch.enable_grad(), vmap_increment_nesting(samples.size, "error") as level:
-
-        def given(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-            return [_add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
-
-        params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
-        repeated = itertools.compress(params, own)
-        collected = LayerFactors(samples.params, samples.size, uses)
-        caught = LayerInterceptor(samples.params, params, level, samples.size, collected)
-        with LayerGuard(caught, (*sample, *params), repeated) as watching:
-            value, (aux, has_aux) = loss(params, sample)
-        if watching.has_refused:
-            raise NotDirectError
-        losses = _remove_batch_dim(value, level, samples.size, 0)
-        if has_aux:  # perhaps the user's own tensors, so copied
-            aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
-    others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
-    found = [split for split, other in zip(own, others, strict=True) if other is not None]
-    if not all(found) or not (found or collected):
-        raise NotDirectError
-    factors = tuple(
-        collected.other(place, other) if split or x.ndim != 2 else collected.matrix(place)
-        for place, (x, split, other) in enumerate(zip(samples.params, own, others, strict=True))
-    )
+def _gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> Gradients:
+    shared = [x.detach().requires_grad_() for x in samples.params]
+    copies = [x.detach().expand(samples.size, *x.shape).requires_grad_() for x in samples.params]
+    recorder = LayerRecorder(samples.params, samples.size, required_ops)
+    losses, aux, has_aux = _forward(loss, samples, shared, copies, recorder)
+    if not losses.requires_grad:
+        raise NotConnectedError
+    grads = torch.autograd.grad([losses], [*shared, *copies], [torch.ones_like(losses)], allow_unused=True)
+    of_shared, of_copies = grads[: len(shared)], grads[len(shared) :]
+    # A layer leaves no gradient at its shared parameters: only a use that the guard did not see does.
+    if any(grad is not None for grad in of_shared):
+        raise NotLayersError("a parameter of a layer has another use")
+    if not recorder and all(grad is None for grad in of_copies):
+        raise NotLayersError("no parameter has a gradient")
+    factors = tuple(recorder.factor(place, grad) for place, grad in enumerate(of_copies))
     return Gradients(factors, loss.spec, losses.detach(), aux, has_aux, samples.weights)
+
+
+def _forward(
+    loss: SampleLoss, samples: Call, shared: Sequence[Tensor], copies: Sequence[Tensor], recorder: LayerRecorder
+) -> tuple[Tensor, Any, bool]:
+    """Return the losses with their graph, aux, and whether the loss returned any."""
+    has_aux = False
+
+    def one(copies: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        nonlocal has_aux
+        row = iter(rows)
+        leaves = [next(row) if split else x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True)]
+        interceptor = LayerInterceptor(shared, copies, samples.size, recorder)
+        with LayerGuard(interceptor, (*leaves, *shared)):
+            value, (aux, has_aux) = loss(interceptor.params, leaves)
+        return value, aux
+
+    rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]
+    with torch.enable_grad():
+        losses, aux = vmap(one)(copies, rows)
+    return losses, tree_map(lambda x: x.detach().clone(), aux), has_aux  # aux may be the user's own tensors

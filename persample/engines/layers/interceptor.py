@@ -1,162 +1,224 @@
-"""Layers under vmap that are computed on the rows of all samples, and hand over their inputs and signals."""
+"""What a loss may do with parameters that all samples share: call layers with them, view them, and add them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch._C._functorch import (
-    _add_batch_dim,
-    get_unwrapped,
-    is_batchedtensor,
-    maybe_get_bdim,
-    maybe_get_level,
-)
+from torch._C._functorch import _add_batch_dim, get_unwrapped, is_batchedtensor, maybe_get_bdim, maybe_get_level
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import Function
 from torch.nn import functional as F
 
-from persample.cpu import gemm
+from persample.engines.layers.autograd import LinearRows, LookupRows
+from persample.engines.layers.effects import is_addition
+from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.utils.numeric import is_autocast, is_wrapped
 from persample.vmap_rules.functional import linear
+from persample.vmap_rules.rows import is_batched
+
+_SMALL = 2**12  # numbers in a vector of which one copy per sample may be used anywhere
+_READS = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+}
+_DETACHES = {Tensor.detach, torch.detach}
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}
+_CONSTANT_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
-class LayerParams(NamedTuple):
-    """A linear layer's parameters.
+class NotLayersError(Exception):
+    """A loss is not made of layers alone; ``vmap(vjp(loss))`` differentiates it."""
+
+
+class SharedParam(NamedTuple):
+    """A parameter that all samples share, or a view of one.
 
     Args:
-        weight: the place of its matrix among all parameters, or None: it is frozen.
-        bias: that of its bias, or None.
-        of_vectors: whether its input is one vector per sample.
+        tensor: the parameter or view, plain.
+        copy: the same with one copy per sample, or None: it may not be added.
+        place: the parameter's place among all if layers may have it as their weight, else None.
+        transposed: whether the view is the parameter's transpose.
     """
 
-    weight: int | None
-    bias: int | None
-    of_vectors: bool
-
-
-class LayerRecorder(Protocol):
-    """What is told of layers, and returns what takes their signals and inputs, a row each, in the backward pass."""
-
-    def layer(self, use: LayerParams) -> Callable[[Tensor, Tensor], object]:
-        """Expect those of a linear layer."""
-
-    def table(self, place: int, padding: int | None) -> Callable[[Tensor, Tensor], object]:
-        """Expect those of lookups in the table at a place among the parameters: inputs are rows, one of no gradient."""
+    tensor: Tensor
+    copy: Tensor | None
+    place: int | None
+    transposed: bool = False
 
 
 class LayerInterceptor:
-    """Stands for ``F.linear`` and ``F.embedding`` under one vmap over plain autograd, and catches uses of parameters.
+    """Replaces layers, so that they compute the rows of all samples at once and report to a recorder.
 
-    What it catches leaves no gradient at the parameters: only other uses do.
+    Small vectors are given to the loss as one copy per sample, for any use. Matrices and large vectors are shared by
+    all samples: they may be parameters of layers, and they may be added to tensors of one value per sample. Any other
+    use would cost B copies, and is refused.
 
     Args:
-        params: the parameters, plain tensors.
-        given: the same, as the loss is given them: some batched, each sample with its own.
-        level: of the vmap.
+        shared: the parameters, plain.
+        copies: the parameters, one copy per sample, under the innermost vmap.
         size: B.
-        taker: told of every layer.
-
-    Examples:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from torch.func import vmap
-        >>> w, x = torch.ones(1, 2, requires_grad=True), torch.tensor([[3.0, 4.0]])
-        >>> def loss(x):
-        ...     return LayerInterceptor([w], [w], 1, 1, SimpleNamespace(layer=lambda use: print))(x, w)[0] ** 2
-        >>> torch.autograd.grad(vmap(loss)(x).sum(), w, allow_unused=True)
-        tensor([[14.]]) tensor([[3., 4.]])
-        (None,)
+        recorder: records what the backward passes of layers report.
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        given: Sequence[Tensor],
-        level: int,
-        size: int,
-        taker: LayerRecorder,
+        self, shared: Sequence[Tensor], copies: Sequence[Tensor], size: int, recorder: LayerRecorder
     ) -> None:
-        self._level, self._size = level, size
-        self._params = params
-        self._taker = taker
-        self._places = {id(x): place for place, x in enumerate(given)}
+        self._plain, self._size, self._recorder = shared, size, recorder
+        self._level = maybe_get_level(copies[0])
+        is_shared = [x.ndim > 1 or x.numel() > _SMALL for x in shared]
+        self.params = [x if keep else copy for x, copy, keep in zip(shared, copies, is_shared, strict=True)]
+        self._places = {id(x): place for place, x in enumerate(self.params)}
+        self._shared = {
+            id(x): SharedParam(x, copy, place)
+            for place, (x, copy, keep) in enumerate(zip(shared, copies, is_shared, strict=True))
+            if keep
+        }
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        """Compute a linear layer.
+    def is_used_by(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether a function is called with a shared parameter.
+
+        Args:
+            args: its arguments; shared parameters are found in lists among them, too.
+            kwargs: its keyword arguments.
+        """
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if id(x) in self._shared or (isinstance(x, list | tuple) and any(id(y) in self._shared for y in x)):
+                return True
+        return False
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that uses a shared parameter.
+
+        Args:
+            func: the function of torch.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            NotLayersError: if the function is none of those that may.
+        """
+        if func is F.linear:
+            return self.linear(*args, **kwargs)
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func in _READS or func in _DETACHES:
+            return func(*args, **kwargs)
+        if func in _PRODUCTS and not kwargs:
+            return self._matmul(*args)
+        if func in _TRANSPOSES:
+            return self._transpose(args[0])
+        if func is Tensor.__getitem__:
+            return self._part(*args)
+        if is_addition(func):
+            return self._add(func, args, kwargs)
+        raise NotLayersError(f"the loss calls {func} with a parameter")
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Compute ``F.linear``.
 
         Args:
             input: as in torch.
-            weight: as in torch.
-            bias: as in torch.
+            weight: as in torch; a parameter or not.
+            bias: as in torch; a parameter or not.
 
         Returns:
             As in torch.
-        """
-        out = self._of_rows(input, weight, bias)
-        return linear(input, weight, bias) if out is None else out
 
-    def embedding(  # noqa: PLR0917 - as torch's
+        Raises:
+            NotLayersError: if a shared parameter is used, and the layer cannot be computed on rows.
+        """
+        param, bias_place = self._shared.get(id(weight)), self._places.get(id(bias))
+        added = bias if bias_place is None else self._plain[bias_place]
+        place = None if param is None else param.place
+        known = place is not None or not weight.requires_grad
+        known &= bias_place is not None or bias is None or not bias.requires_grad
+        if known and self._has_rows(input) and _fits(input, weight, added):
+            transposed = param is not None and param.transposed
+            return self._on_rows(input, weight, added, LayerParams(place, bias_place, transposed, input.ndim == 1))
+        if self.is_used_by((input, weight, bias), None):
+            raise NotLayersError("the loss calls F.linear with other inputs than one per sample")
+        return linear(input, weight, bias)
+
+    def _on_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, params: LayerParams) -> Tensor:  # noqa: A002
+        rows = _batch_first(input)
+        callback = None if params.weight is params.bias is None else self._recorder.linear(params)
+        with temporarily_clear_interpreter_stack():
+            # Unflattened outside of the function: a view that a function returns could not be written in place.
+            out = LinearRows.apply(rows.flatten(0, -2), weight, bias, callback)
+            out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
+        return _add_batch_dim(out, 0, self._level)
+
+    def _matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """Compute ``left @ right`` as a linear layer."""
+        if id(right) in self._shared:
+            return self.linear(left, self._transpose(right))
+        if not isinstance(right, Tensor) or right.ndim < 2:
+            return self.linear(right, left)
+        return self.linear(right.mT, left).mT
+
+    def _embedding(  # noqa: PLR0917 - as torch's
         self,
         input: Tensor,  # noqa: A002
         weight: Tensor,
         padding_idx: int | None = None,
         max_norm: float | None = None,
-        norm_type: float = 2.0,
+        norm_type: float = 2.0,  # noqa: ARG002
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """Look rows up in a table.
-
-        Args:
-            input: as in torch.
-            weight: as in torch.
-            padding_idx: as in torch.
-            max_norm: as in torch.
-            norm_type: as in torch.
-            scale_grad_by_freq: as in torch.
-            sparse: as in torch.
-
-        Returns:
-            As in torch.
-        """
-        place = self._places.get(id(weight))
-        options = max_norm is not None or scale_grad_by_freq or sparse
-        fits = weight.ndim == 2 and (padding_idx is None or -len(weight) <= padding_idx < len(weight))
-        plain = not is_wrapped(weight) and (self._is_of_rows(input) or not is_wrapped(input))
-        if place is None or options or not fits or not plain or not input.numel():
-            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        index = _in_front(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
-        take = self._taker.table(place, None if padding_idx is None else padding_idx % len(weight))
+        param = self._shared.get(id(weight))
+        if param is None or param.place is None or param.transposed or weight.ndim != 2 or not input.numel():
+            raise NotLayersError("the loss calls F.embedding with a view of a parameter")
+        fits = padding_idx is None or -len(weight) <= padding_idx < len(weight)
+        plain = self._has_rows(input) or not is_wrapped(input)
+        if max_norm is not None or scale_grad_by_freq or sparse or not fits or not plain:
+            raise NotLayersError("the loss calls F.embedding with options that rows of all samples do not have")
+        index = _batch_first(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
+        callback = self._recorder.embedding(param.place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
-            out = _Lookup.apply(weight, index, take)
+            out = LookupRows.apply(weight, index, callback)
         return _add_batch_dim(out, 0, self._level)
 
-    def _of_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
-        place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
-        # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
-        added = bias if bias_place is None or bias is None or not is_wrapped(bias) else self._params[bias_place]
-        known = place is not None or (not weight.requires_grad and added is bias)
-        known &= bias_place is not None or bias is None or not bias.requires_grad
-        if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
-            return None
-        rows = _in_front(input)
-        take = (
-            None if place is bias_place is None else self._taker.layer(LayerParams(place, bias_place, input.ndim == 1))
-        )
-        with temporarily_clear_interpreter_stack():
-            # The shape is made outside of the function: what it returned as a view could not be written in place.
-            out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
-            out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
-        return _add_batch_dim(out, 0, self._level)
+    def _transpose(self, x: Tensor) -> Tensor:
+        param = self._shared[id(x)]
+        if param.place is None or x.ndim != 2:
+            raise NotLayersError("the loss transposes a parameter that is no matrix")
+        out = self._plain[param.place] if param.transposed else x.T
+        if not param.transposed:
+            self._shared[id(out)] = SharedParam(out, None, param.place, transposed=True)
+        return out
 
-    def _is_of_rows(self, x: Tensor) -> bool:
-        own = is_batchedtensor(x) and maybe_get_level(x) == self._level
-        return own and not is_wrapped(get_unwrapped(x))
+    def _part(self, x: Tensor, index: Any) -> Tensor:
+        """Return a part of a parameter, one copy per sample."""
+        copy = self._shared[id(x)].copy if id(x) in self._shared else None
+        indices = index if isinstance(index, tuple) else (index,)
+        if copy is None or not all(isinstance(i, _CONSTANT_INDICES) for i in indices):
+            raise NotLayersError("the loss looks up parts of a parameter")
+        part = copy[index]
+        self._shared[id(part)] = SharedParam(part, part, None)
+        return part
+
+    def _add(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Add a parameter to a tensor that has one value per sample anyway."""
+        copies = [self._shared[id(x)].copy if id(x) in self._shared else x for x in args]
+        results = [x for x in args if isinstance(x, Tensor) and not (id(x) in self._shared or id(x) in self._places)]
+        if not any(map(is_batched, results)) or any(x is None for x in copies) or self.is_used_by((), kwargs):
+            raise NotLayersError("the loss adds a parameter to a tensor that all samples share")
+        return func(*copies, **kwargs)
+
+    def _has_rows(self, x: Tensor) -> bool:
+        """Return whether the innermost vmap, and no other level, batches a tensor."""
+        batched = is_batchedtensor(x) and maybe_get_level(x) == self._level
+        return batched and not is_wrapped(get_unwrapped(x))
 
 
-def _in_front(x: Tensor) -> Tensor:
+def _batch_first(x: Tensor) -> Tensor:
     plain, axis = get_unwrapped(x), maybe_get_bdim(x)
     return plain.movedim(axis, 0) if axis else plain
 
@@ -166,40 +228,4 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: 
         return False
     if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
         return False
-    return not any(is_wrapped(x) for x in (weight, bias) if x is not None)
-
-
-class _Linear(Function):
-    """A linear layer that hands its inputs and signals over, and has no gradient of its weight and bias."""
-
-    apply: Callable[..., Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, take: Any) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.take = take
-        return gemm.linear(rows, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, weight = ctx.saved_tensors
-        if ctx.take is not None:
-            ctx.take(signals, rows.detach())
-        return gemm.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
-
-
-class _Lookup(Function):
-    """Rows of a table, whose signals are handed over."""
-
-    apply: Callable[..., Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: Tensor, take: Any) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.take = take
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx: Any, signals: Tensor) -> tuple[None, None, None]:
-        ctx.take(signals, *ctx.saved_tensors)
-        return None, None, None
+    return not (is_autocast(input.device) or is_wrapped(weight) or (bias is not None and is_wrapped(bias)))

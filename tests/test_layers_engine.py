@@ -33,26 +33,19 @@ from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 
 F64 = torch.float64
-HELD = layers._held
-
-
-@pytest.fixture(autouse=True)
-def _whatever_holds_them(monkeypatch):
-    """Matrices are taken for those of layers, whatever holds them: what is right must not hang on that."""
-    monkeypatch.setattr(layers, "_held", lambda loss, samples: [(x, x.ndim == 2) for x in samples.params])
-    layers._refused.clear()
 
 
 @pytest.fixture
 def found(monkeypatch):
-    """What the direct pass returned, call by call."""
+    """What the layers engine returned, call by call: None where it refused the loss."""
     calls = []
 
     def watched(*args):
-        calls.append(_gradients(*args))
+        calls.append(None)
+        calls[-1] = gradients(*args)
         return calls[-1]
 
-    _gradients = layers.gradients
+    gradients = layers.gradients
     monkeypatch.setattr(layers, "gradients", watched)
     return calls
 
@@ -205,14 +198,12 @@ def test_losses_of_linear_layers(found, case, chunk_size):
 
 @pytest.mark.parametrize("case", [case for case, (_, params, _) in LAYERS.items() if isinstance(params, nn.Module)])
 def test_biases_that_only_layers_hold(monkeypatch, found, case):
-    monkeypatch.setattr(layers, "_held", HELD)
     loss, params, batch = LAYERS[case]
     assert_trees_close(per_sample_grads(loss, params, batch, REDUCTIONS), expected(loss, params, batch), rtol=1e-9)
     assert [result is None for result in found] == [case == "tied"]  # whose bias is a factor, too
 
 
 def test_biases_of_layers_may_be_large(monkeypatch, found):
-    monkeypatch.setattr(layers, "_held", HELD)
     model, x = mlp(3, 5000), draw(2, 3)
     assert_trees_close(per_sample_grads(square, model, x, REDUCTIONS), expected(square, model, (x,)), rtol=1e-9)
     assert None not in found
@@ -232,7 +223,6 @@ def detached_bias(model, x):
 
 @pytest.mark.parametrize("loss", [decayed_bias, bias_of_another, detached_bias], ids=lambda f: f.__name__)
 def test_biases_of_layers_with_another_use(monkeypatch, found, loss):
-    monkeypatch.setattr(layers, "_held", HELD)
     model, x = mlp(3, 4, 2), draw(5, 3)
     truth = expected(loss, model, (x,))
     for _ in range(2):
@@ -770,7 +760,6 @@ TABLES = {
 @pytest.mark.parametrize("chunk_size", [None, 2], ids=["whole", "chunks"])
 @pytest.mark.parametrize("case", TABLES)
 def test_losses_with_tables(monkeypatch, found, case, chunk_size):
-    monkeypatch.setattr(layers, "_held", HELD)
     loss, params, batch = TABLES[case]
     truth = expected(loss, params, batch)
     for name, reduction in REDUCTIONS.items():
@@ -782,7 +771,6 @@ def test_losses_with_tables(monkeypatch, found, case, chunk_size):
 
 
 def test_gradients_of_tables_are_not_written_out(monkeypatch, found):
-    monkeypatch.setattr(layers, "_held", HELD)
     model = nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(4, 2)).double()
     factors = per_sample_grads(square, model, tokens(3, 5, below=50_000), Factored())
     assert {name: type(x).__name__ for name, x in factors.items()} == {
@@ -863,7 +851,6 @@ def curved(model, tokens):
     ids=lambda f: f.__name__,
 )
 def test_other_uses_of_tables_and_matrices(monkeypatch, found, loss):
-    monkeypatch.setattr(layers, "_held", HELD)
     model, batch = Model(9), (tokens(5, 6),)
     truth = expected(loss, model, batch)
     for _ in range(2):
@@ -872,14 +859,12 @@ def test_other_uses_of_tables_and_matrices(monkeypatch, found, loss):
 
 
 def test_rows_beyond_a_table(monkeypatch):
-    monkeypatch.setattr(layers, "_held", HELD)
     with pytest.raises((IndexError, LossError), match="index out of range"):
         per_sample_grads(hidden, Model(9), tokens(5, 6) + 4, Mean())
 
 
 def test_dropping_results_keeps_no_memory(monkeypatch):
     """What saves its own results must not hold itself: the graph is freed with the last reference to it."""
-    monkeypatch.setattr(layers, "_held", HELD)
     kept = []
     log_softmax = torch.log_softmax
     monkeypatch.setattr(torch, "log_softmax", lambda *args: kept.append(log_softmax(*args)) or kept[-1])
