@@ -15,7 +15,7 @@ from persample.cpu import mode as kernels
 from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import diagnosed
 from persample.engines.layers import engine as layers
-from persample.engines.layers.interceptor import NotLayersError
+from persample.engines.layers.shared import NotLayersError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError, SampleLoss

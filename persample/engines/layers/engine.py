@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import maybe_get_level
 from torch.func import vmap
 
 from persample.engines.layers.guard import LayerGuard
-from persample.engines.layers.interceptor import LayerInterceptor, NotLayersError
+from persample.engines.layers.interceptor import LayerInterceptor
 from persample.engines.layers.recorder import LayerRecorder
+from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
@@ -63,9 +65,8 @@ def gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> 
         The gradients.
 
     Raises:
-        NotLayersError: if the loss is not made of layers alone, or if torch raises a ``RuntimeError`` inside of the
-            loss or its backward pass: this is the type of torch's errors about autograd and vmap, and the other ways
-            of the eager engine either know no such limit or explain it.
+        NotLayersError: if the loss is not made of layers alone, or if torch raises a ``RuntimeError`` or a warning: its
+            types for what autograd or vmap cannot do, which may differ under ``vmap(vjp)``.
         LossError: if the loss depends on no parameter, or returns no scalar.
         Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
@@ -74,23 +75,23 @@ def gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> 
             return _gradients(loss, samples, required_ops)
     except LossError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, Warning) as error:
         if is_users(error):
             raise
         raise NotLayersError(str(error)) from error
 
 
 def _gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> Gradients:
-    shared = [x.detach().requires_grad_() for x in samples.params]
+    plain = [x.detach().requires_grad_() for x in samples.params]
     copies = [x.detach().expand(samples.size, *x.shape).requires_grad_() for x in samples.params]
     recorder = LayerRecorder(samples.params, samples.size, required_ops)
-    losses, aux, has_aux = _forward(loss, samples, shared, copies, recorder)
+    losses, aux, has_aux = _forward(loss, samples, plain, copies, recorder)
     if not losses.requires_grad:
         raise NotConnectedError
-    grads = torch.autograd.grad([losses], [*shared, *copies], [torch.ones_like(losses)], allow_unused=True)
-    of_shared, of_copies = grads[: len(shared)], grads[len(shared) :]
+    grads = torch.autograd.grad([losses], [*plain, *copies], [torch.ones_like(losses)], allow_unused=True)
+    of_plain, of_copies = grads[: len(plain)], grads[len(plain) :]
     # A layer leaves no gradient at its shared parameters: only a use that the guard did not see does.
-    if any(grad is not None for grad in of_shared):
+    if any(grad is not None for grad in of_plain):
         raise NotLayersError("a parameter of a layer has another use")
     if not recorder and all(grad is None for grad in of_copies):
         raise NotLayersError("no parameter has a gradient")
@@ -99,7 +100,7 @@ def _gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) ->
 
 
 def _forward(
-    loss: SampleLoss, samples: Call, shared: Sequence[Tensor], copies: Sequence[Tensor], recorder: LayerRecorder
+    loss: SampleLoss, samples: Call, plain: Sequence[Tensor], copies: Sequence[Tensor], recorder: LayerRecorder
 ) -> tuple[Tensor, Any, bool]:
     """Return the losses with their graph, aux, and whether the loss returned any."""
     has_aux = False
@@ -108,9 +109,10 @@ def _forward(
         nonlocal has_aux
         row = iter(rows)
         leaves = [next(row) if split else x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True)]
-        interceptor = LayerInterceptor(shared, copies, samples.size, recorder)
-        with LayerGuard(interceptor, (*leaves, *shared)):
-            value, (aux, has_aux) = loss(interceptor.params, leaves)
+        params = SharedParams(plain, copies)
+        interceptor = LayerInterceptor(params, maybe_get_level(copies[0]), samples.size, recorder)
+        with LayerGuard(interceptor, leaves):
+            value, (aux, has_aux) = loss(params.given, leaves)
         return value, aux
 
     rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]

@@ -1,83 +1,59 @@
-"""The mode that a loss made of layers runs under: it refuses the functions whose result would differ here."""
+"""The mode that a loss made of layers runs under: it refuses what would compute something else than vmap(vjp)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from persample.engines.layers.effects import is_pure, uses_autograd, written_tensors
-from persample.engines.layers.interceptor import LayerInterceptor, NotLayersError
+from persample.engines.layers.interceptor import LayerInterceptor
+from persample.engines.layers.shared import NotLayersError
 from persample.outputs import memory
 from persample.vmap_rules import rewritten
 from persample.vmap_rules.rows import is_batched, unwrapped
 
 
 class LayerGuard(rewritten):
-    """Sends uses of parameters to the interceptor, and refuses functions with effects that differ from vmap(vjp).
+    """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
 
     Such functions ask autograd about tensors, put hooks on them, or write into tensors that the loss did not compute.
 
     Args:
         interceptor: computes what the loss does with parameters of layers.
-        given: the tensors and constants that the loss is called with.
+        leaves: the tensors and constants of the sample.
     """
 
-    def __init__(self, interceptor: LayerInterceptor, given: Sequence[Any]) -> None:
+    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
         super().__init__({F.linear: interceptor.linear})
-        self._interceptor, self._given = interceptor, given
+        self._interceptor, self._leaves = interceptor, leaves
         self._has_refused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch or its replacement.
-
-        Args:
-            func: the function.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            NotLayersError: if the function is refused.
-        """
+        kwargs = kwargs or {}
         try:
-            if (kwargs or not is_pure(func)) and not self._may_call(func, args, kwargs or {}):
-                raise NotLayersError(f"the loss calls {func}")
-            if self._interceptor.is_used_by(args, kwargs):
-                return self._interceptor.call(func, args, kwargs or {})
+            if not is_pure(func) or kwargs:
+                self._check_effects(func, args, kwargs)
+            if self._interceptor.params.are_among((*args, *kwargs.values())):
+                return self._interceptor.call(func, args, kwargs)
             return super().__torch_function__(func, types, args, kwargs)
         except NotLayersError:
             self._has_refused = True
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the mode.
-
-        Args:
-            kind: the type of the error that the loss raised, or None.
-            error: the error, or None.
-            trace: its traceback, or None.
-
-        Raises:
-            NotLayersError: if the loss caught a refusal, whatever the loss did then.
-        """
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         interrupted = error is not None and not isinstance(error, Exception)
         if self._has_refused and not interrupted and not isinstance(error, NotLayersError):
             raise NotLayersError("the loss caught a refusal") from error
 
-    def _may_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return not uses_autograd(func) and all(map(self._is_computed, written_tensors(func, args, kwargs)))
+    def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
+        if uses_autograd(func) or not all(map(self._is_computed, written_tensors(func, args, kwargs))):
+            raise NotLayersError(f"the loss calls {func}, which uses autograd or writes into a given tensor")
 
     def _is_computed(self, x: Tensor) -> bool:
-        """Return whether the loss computed a tensor, one per sample."""
-        given = {memory(unwrapped(y)) for y in self._given if isinstance(y, Tensor)}
-        return is_batched(x) and memory(unwrapped(x)) not in given
+        """Return whether the loss computed a tensor itself, with one value per sample."""
+        given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
+        return is_batched(x) and memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}

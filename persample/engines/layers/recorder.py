@@ -1,4 +1,4 @@
-"""Inputs and output gradients of layers, recorded in a backward pass, and the factors that they are."""
+"""The factors of the parameters of layers: what the backward passes of layers report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from persample.engines.layers.autograd import Callback
+from persample.engines.layers.rows import Callback
 from persample.factors import Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.layout import Layout
 from persample.vmap_rules.functional import is_small
@@ -51,54 +51,36 @@ class LayerRecorder:
         """Return whether any layer has reported."""
         return bool(self._products or self._bias_grads)
 
-    def linear(self, params: LayerParams) -> Callback:
-        """Register a call of a linear layer.
-
-        Args:
-            params: which parameters the layer has.
-
-        Returns:
-            The callback that its backward pass invokes with (output gradients, inputs), one row each per input vector.
-        """
-        self._num_calls[params.weight] += 1
-        return functools.partial(self._record_linear, params)
+    def linear(self, layer: LayerParams) -> Callback:
+        """Register a linear layer; return the callback its backward pass invokes with (output gradients, inputs)."""
+        self._num_calls[layer.weight] += 1
+        return functools.partial(self._record_linear, layer)
 
     def embedding(self, place: int, padding: int | None) -> Callback:
-        """Register a call of an embedding.
-
-        Args:
-            place: the table's place among the parameters.
-            padding: the row of the table that has no gradient, or None.
-
-        Returns:
-            The callback that its backward pass invokes with (output gradients, indices).
-        """
+        """Register a lookup in the table at a place; return the callback for (output gradients, indices)."""
         self._num_calls[place] += 1
-        return functools.partial(self._record_embedding, place, padding)
+        return functools.partial(self._record_lookup, place, padding)
 
     def factor(self, place: int, rest: Tensor | None) -> Factor:
-        """Return the gradients of a parameter.
-
-        Args:
-            place: the parameter's place.
-            rest: the gradients of its copies, ``[B, *shape]``, or None: only layers use it.
-        """
+        """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
         param = self._params[place]
         dense = [*self._bias_grads.get(place, ()), *([] if rest is None else [rest])]
-        terms = [*self._products.get(place, ()), *([Dense(functools.reduce(torch.add, dense))] if dense else [])]
-        if not terms:
+        products = self._products.get(place, [])
+        if not (dense or products):
             return Dense.zeros(self._size, param.shape, param.dtype, param.device)
-        return choose_storage(sum_factors(terms), self._required_ops)
+        total = [Dense(functools.reduce(torch.add, dense))] if dense else []
+        return choose_storage(sum_factors([*products, *total]), self._required_ops) if products else total[0]
 
-    def _record_linear(self, params: LayerParams, signals: Tensor, rows: Tensor) -> None:
-        if params.weight is not None:
-            self._add(params.weight, self._product(params, signals, rows))
-        if params.bias is not None:
+    def _record_linear(self, layer: LayerParams, signals: Tensor, rows: Tensor) -> None:
+        if layer.weight is not None:
+            left, right = (rows, signals) if layer.transposed else (signals, rows)
+            self._add(layer.weight, self._product(self._params[layer.weight], left, right, of_vectors=layer.of_vectors))
+        if layer.bias is not None:
             one_each = signals.shape[0] == self._size
             grad = signals if one_each else signals.view(self._size, -1, signals.shape[1]).sum(1)
-            self._bias_grads[params.bias].append(grad)
+            self._bias_grads[layer.bias].append(grad)
 
-    def _record_embedding(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
+    def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
         shape = self._params[place].shape
         if padding is not None:
             signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)
@@ -110,10 +92,8 @@ class LayerRecorder:
         only = self._num_calls[place] == 1
         self._products[place].append(choose_storage(factor, self._required_ops) if only else factor)
 
-    def _product(self, params: LayerParams, signals: Tensor, rows: Tensor) -> Factor:
-        param = self._params[params.weight]  # type: ignore[index]
-        left, right = (rows, signals) if params.transposed else (signals, rows)
-        if params.of_vectors and 1 in param.shape and is_small(self._size, param):
-            return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as the vmap engine stores it
+    def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool) -> Factor:
+        if of_vectors and 1 in param.shape and is_small(self._size, param):
+            return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
         left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))
         return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
