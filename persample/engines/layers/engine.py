@@ -2,18 +2,18 @@
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
 vmap. Linear layers and embeddings record their inputs and output gradients, which are the factors of their weights. All
-other parameters are expanded to one copy per sample. A loss that uses a weight in any other way is refused.
+other parameters are expanded to one copy per sample. A loss that uses a matrix in any other way is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import maybe_get_level
-from torch.func import vmap
+from torch._C._functorch import _add_batch_dim, _remove_batch_dim
+from torch._functorch.predispatch import lazy_load_decompositions
+from torch._functorch.vmap import vmap_increment_nesting
 
 from persample.engines.layers.guard import LayerGuard
 from persample.engines.layers.interceptor import LayerInterceptor
@@ -82,40 +82,33 @@ def gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> 
 
 
 def _gradients(loss: SampleLoss, samples: Call, required_ops: frozenset[str]) -> Gradients:
-    plain = [x.detach().requires_grad_() for x in samples.params]
-    copies = [x.detach().expand(samples.size, *x.shape).requires_grad_() for x in samples.params]
     recorder = LayerRecorder(samples.params, samples.size, required_ops)
-    losses, aux, has_aux = _forward(loss, samples, plain, copies, recorder)
+    params, losses, aux, has_aux = _forward(loss, samples, recorder)
     if not losses.requires_grad:
         raise NotConnectedError
-    grads = torch.autograd.grad([losses], [*plain, *copies], [torch.ones_like(losses)], allow_unused=True)
-    of_plain, of_copies = grads[: len(plain)], grads[len(plain) :]
-    # A layer leaves no gradient at its shared parameters: only a use that the guard did not see does.
+    inputs = [*params.plain, *params.copies.values()]
+    grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    of_plain, of_copies = grads[: len(params.plain)], grads[len(params.plain) :]
+    # A layer leaves no gradient at its parameters: only a use that the guard did not see does.
     if any(grad is not None for grad in of_plain):
         raise NotLayersError("a parameter of a layer has another use")
     if not recorder and all(grad is None for grad in of_copies):
         raise NotLayersError("no parameter has a gradient")
-    factors = tuple(recorder.factor(place, grad) for place, grad in enumerate(of_copies))
+    rest = dict(zip(params.copies, of_copies, strict=True))
+    factors = tuple(recorder.factor(place, rest.get(place)) for place in range(len(samples.params)))
     return Gradients(factors, loss.spec, losses.detach(), aux, has_aux, samples.weights)
 
 
-def _forward(
-    loss: SampleLoss, samples: Call, plain: Sequence[Tensor], copies: Sequence[Tensor], recorder: LayerRecorder
-) -> tuple[Tensor, Any, bool]:
-    """Return the losses with their graph, aux, and whether the loss returned any."""
-    has_aux = False
-
-    def one(copies: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        nonlocal has_aux
-        row = iter(rows)
-        leaves = [next(row) if split else x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True)]
-        params = SharedParams(plain, copies)
-        interceptor = LayerInterceptor(params, maybe_get_level(copies[0]), samples.size, recorder)
-        with LayerGuard(interceptor, leaves):
+def _forward(loss: SampleLoss, samples: Call, recorder: LayerRecorder) -> tuple[SharedParams, Tensor, Any, bool]:
+    """Return the parameters, the losses with their graph, aux, and whether the loss returned any."""
+    lazy_load_decompositions()  # of operations for vmap, once
+    with torch.enable_grad(), vmap_increment_nesting(samples.size, "error") as level:
+        pairs = zip(samples.leaves, samples.leaves_batched, strict=True)
+        leaves = [_add_batch_dim(x, 0, level) if split else x for x, split in pairs]
+        params = SharedParams(samples.params, samples.size, level)
+        with LayerGuard(LayerInterceptor(params, level, samples.size, recorder), leaves):
             value, (aux, has_aux) = loss(params.given, leaves)
-        return value, aux
-
-    rows = [x for x, split in zip(samples.leaves, samples.leaves_batched, strict=True) if split]
-    with torch.enable_grad():
-        losses, aux = vmap(one)(copies, rows)
-    return losses, tree_map(lambda x: x.detach().clone(), aux), has_aux  # aux may be the user's own tensors
+        losses = _remove_batch_dim(value, level, samples.size, 0)
+        if has_aux:  # perhaps the user's own tensors, so copied
+            aux = tree_map(lambda x: _remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
+    return params, losses, aux, has_aux
