@@ -323,28 +323,6 @@ def test_products_of_narrow_matrices(found):
     assert None not in found
 
 
-def hidden_use(p, x):
-    return F.linear(x, p["w"]).sum() + Squared.apply(p["w"]).sum()
-
-
-class Squared(torch.autograd.Function):
-    """A function of its own, which no mode sees."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(w):
-        return w * w
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0]
-
-
 # What is no loss of linear layers alone
 
 W = {"w": draw(4, 3), "v": draw(2, 4, seed=1)}
@@ -392,6 +370,19 @@ def half_detached(p, x):
     return F.linear(torch.tanh(F.linear(x, stop_gradient(p["w"]))), p["v"]).sum() + p["w"][0, 0] * x[0]
 
 
+def hidden_use(p, x):
+    with torch._C.DisableTorchFunction():  # no mode sees this use
+        rest = p["w"].square().sum()
+    return F.linear(x, p["w"]).sum() + rest
+
+
+def written_out(p, x):
+    """Write into a tensor of the loss's own, named by a keyword."""
+    y = x.clone()
+    torch.relu_(input=y)
+    return torch.norm(F.linear(y, p["w"]), dim=0, out=None).exp().sum()
+
+
 def matrices_multiplied(p, x):
     return (p["v"] @ p["w"] @ x).exp().sum()
 
@@ -427,6 +418,7 @@ OTHERS = [
     by_two_names,
     looked_up,
     hidden_use,
+    written_out,
     caught,
 ]
 
@@ -769,6 +761,30 @@ def test_the_users_own_error_is_the_users_own():
 
     with pytest.raises(KeyError, match="mine"):
         per_sample_grads(loss, {"w": W["w"]}, draw(5, 3), Mean())
+
+
+MISTAKES = {
+    "no input": lambda p, x: F.linear(None, p["w"]),
+    "no weight": lambda p, x: F.linear(x, None, p["b"]),
+    "a number as bias": lambda p, x: F.linear(x, p["w"], 1.0),
+    "a list": lambda p, x: p["w"] @ [1.0, 2.0, 3.0],
+    "a number": lambda p, x: x @ p["w"] @ 2.0,
+    "a list of indices": lambda p, x: F.embedding([0, 1], p["w"]),
+    "an index out of range": lambda p, x: F.embedding(torch.tensor([9]), p["w"]),
+    "a float as index": lambda p, x: F.embedding(x, p["w"]),
+    "no tensor to write": lambda p, x: torch.relu_() + p["w"].sum(),
+    "a bad index": lambda p, x: p["w"][7],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_errors_of_torch_are_those_of_the_loop(mistake):
+    errors = []
+    for engine in ("loop", "eager"):
+        with pytest.raises((TypeError, RuntimeError, IndexError, AttributeError)) as raised:
+            per_sample_grads(MISTAKES[mistake], MATRICES, draw(5, 3), Mean(), engine=engine)
+        errors.append((type(raised.value), str(raised.value).splitlines()[0][:40]))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("x", [draw(5, 4), draw(5, 3).float()], ids=["shape", "dtype"])

@@ -21,10 +21,7 @@ _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
 @functools.cache
 def is_pure(func: Any) -> bool:
-    """Return whether a function has no effects if it is called without keyword arguments.
-
-    Args:
-        func: a function of torch, as function modes receive it.
+    """Return whether a function of torch has no effects if it is called without keyword arguments.
 
     Examples:
         >>> is_pure(Tensor.add), is_pure(Tensor.add_), is_pure(Tensor.is_leaf.__get__)
@@ -35,10 +32,7 @@ def is_pure(func: Any) -> bool:
 
 @functools.cache
 def is_addition(func: Any) -> bool:
-    """Return whether a function adds two tensors, in place or not.
-
-    Args:
-        func: a function of torch, as function modes receive it.
+    """Return whether a function of torch adds two tensors, in place or not.
 
     Examples:
         >>> is_addition(Tensor.add), is_addition(Tensor.__radd__), is_addition(Tensor.matmul)
@@ -49,27 +43,17 @@ def is_addition(func: Any) -> bool:
 
 @functools.cache
 def uses_autograd(func: Any) -> bool:
-    """Return whether a function differentiates, reads a tensor's place in the autograd graph, or registers a hook.
-
-    Args:
-        func: a function of torch, as function modes receive it.
+    """Return whether a function of torch differentiates, asks about the autograd graph, or registers a hook.
 
     Examples:
-        >>> uses_autograd(Tensor.requires_grad.__get__), uses_autograd(Tensor.register_hook)
-        (True, True)
-        >>> uses_autograd(Tensor.shape.__get__)
-        False
+        >>> [uses_autograd(func) for func in (Tensor.is_leaf.__get__, Tensor.register_hook, Tensor.shape.__get__)]
+        [True, True, False]
     """
     return func in _AUTOGRAD or _name(func) in _HOOKS
 
 
-def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a call writes into.
-
-    Args:
-        func: a function of torch, as function modes receive it.
-        args: its arguments.
-        kwargs: its keyword arguments.
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that a call of a function of torch writes into.
 
     Examples:
         >>> x, relu = torch.zeros(2), torch.nn.functional.relu
@@ -77,18 +61,17 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         >>> [len(written_tensors(*call)) for call in calls]
         [1, 0, 1, 0]
     """
-    if _writes(func):
-        return [args[0]]
     positions = _write_options(func)
-    if not positions and "out" not in kwargs:
-        return []
     given = {name: args[place] for name, place in positions.items() if place < len(args)} | dict(kwargs)
-    found = [given["out"]] if "out" in given else []
+    written = [given.get("out")]
+    if _writes(func):
+        written.append(args[0] if args else next(iter(kwargs.values())))
     if given.get("inplace"):
-        found.append(given["input"])
+        written.append(given["input"])
     if given.get("max_norm") is not None:
-        found.append(given["weight"])
-    return found
+        written.append(given["weight"])
+    flat = [y for x in written for y in (x if isinstance(x, list | tuple) else [x])]
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def _name(func: Any) -> str:
@@ -97,7 +80,7 @@ def _name(func: Any) -> str:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Return whether a function always writes into its first argument."""
+    """Return whether a function always writes, into its first argument or ``out``."""
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
     name = _name(func)

@@ -50,8 +50,8 @@ class LayerInterceptor:
         place = None if param is None else param.place
         plain_bias = bias if bias_place is None else self.params.plain[bias_place]
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
-        known = place is not None or not weight.requires_grad
-        known &= bias_place is not None or bias is None or not bias.requires_grad
+        known = isinstance(weight, Tensor) and (place is not None or not weight.requires_grad)
+        known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
         if known and self._is_batched(input) and _fits(input, weight, plain_bias):
             transposed = param is not None and param.transposed
             layer = LayerParams(place, bias_place, transposed, input.ndim == 1)
@@ -73,7 +73,8 @@ class LayerInterceptor:
         """Compute ``left @ right`` as a linear layer of a parameter."""
         if self.params.get(right) is not None:
             return self.linear(left, self.params.transpose(right))
-        return self.linear(right, left) if right.ndim < 2 else self.linear(right.mT, left).mT
+        is_matrix = isinstance(right, Tensor) and right.ndim > 1
+        return self.linear(right.mT, left).mT if is_matrix else self.linear(right, left)
 
     def embedding(  # noqa: PLR0917 - as torch's
         self,
@@ -90,7 +91,7 @@ class LayerInterceptor:
         if param is None or param.place is None or param.transposed or weight.ndim != 2:
             raise NotLayersError("the loss calls F.embedding with a view of a parameter")
         fits = padding_idx is None or -len(weight) <= padding_idx < len(weight)
-        fits &= input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
+        fits &= isinstance(input, Tensor) and input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
             raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
         index = _batch_first(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
@@ -101,7 +102,7 @@ class LayerInterceptor:
 
     def _is_batched(self, x: Tensor) -> bool:
         """Return whether the vmap around the loss, and no other level, batches a tensor."""
-        batched = is_batchedtensor(x) and maybe_get_level(x) == self._level
+        batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._level
         return batched and not is_wrapped(get_unwrapped(x))
 
 
