@@ -17,7 +17,7 @@ from persample import clear_cache, per_sample_grads
 F64 = torch.float64
 ENGINES = ("eager", "compiled", "loop")
 MODELS = {
-    "linear layers": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),  # the short way
+    "linear layers": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),  # the layers engine
     "matrices": lambda: {"w": torch.ones(2, 3, dtype=F64)},
 }
 
@@ -110,7 +110,7 @@ def test_an_error_of_torchs_takes_two_calls_at_most(model, engine, most):
 def test_what_wraps_a_refusal_of_the_short_way_is_no_error():
     def loss(model, x):
         try:
-            assert model[0].weight.requires_grad in {True, False}  # which the short way refuses to tell
+            assert model[0].weight.requires_grad in {True, False}  # which the layers engine refuses to tell
         except Exception as error:
             raise ValueError("mine") from error
         return model(x).sum()

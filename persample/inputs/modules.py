@@ -32,20 +32,11 @@ class _Modules:
             self.parts.update(module.named_modules(seen, str(place)))
         self.parameters: dict[str, nn.Parameter] = {}
         first_names: dict[int, str] = {}
-        # What other modules than linear layers and tables hold, perhaps too; and what such of torch's do.
-        self.others: set[str] = set()
-        self.torchs: set[str] = set()
         for prefix, part in self.parts.items():
             for name, param in parameter_slots(part).items():
-                if param is None:
-                    continue
-                if id(param) not in first_names:
+                if param is not None and id(param) not in first_names:
                     first_names[id(param)] = f"{prefix}.{name}"
                     self.parameters[f"{prefix}.{name}"] = param
-                if not isinstance(part, nn.Linear | nn.Embedding) or name not in {"weight", "bias"}:
-                    self.others.add(first_names[id(param)])
-                    if type(part).__module__.startswith("torch."):
-                        self.torchs.add(first_names[id(param)])
         # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
         # (Scripted modules take no other tensors, and have none to swap: the arguments were checked.)
         self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
@@ -127,8 +118,6 @@ class ParamTree:
         modules: the modules found in ``params``.
         parts: these and all inside them, by their places in ``modules`` and their names, such as "0.encoder.1".
         call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
-        in_layers: which of the tensors only ``nn.Linear`` and ``nn.Embedding`` modules hold.
-        by_hand: which of them no other module of torch holds.
     """
 
     tensors: tuple[Any, ...]
@@ -137,8 +126,6 @@ class ParamTree:
     modules: tuple[nn.Module, ...]
     parts: Mapping[str, nn.Module]
     call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
-    in_layers: tuple[bool, ...]
-    by_hand: tuple[bool, ...]
 
 
 def take_apart(params: Any, name: str = "params") -> ParamTree:
@@ -158,8 +145,7 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
             return loss_fn(trees.unflatten(list(values), spec), *sample)
 
-        no = (False,) * len(leaves)
-        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain, no, no)
+        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain)
 
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
@@ -188,10 +174,7 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         return undone(swapped, inside.restore)
 
     paths = tuple(trees.paths(result, name))
-    in_layers, by_hand = (
-        tuple(isinstance(slot, str) and slot not in held for slot in slots) for held in (inside.others, inside.torchs)
-    )
-    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call, in_layers, by_hand)
+    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call)
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""Losses made of linear layers and embeddings: these are computed on the rows of all samples at once."""
+"""Losses made of linear layers and embeddings: each layer is computed once, on the rows of all samples."""
 
 from persample.engines.layers.engine import gradients, suits
-from persample.engines.layers.guard import NotLayersError
+from persample.engines.layers.shared import NotLayersError
 
 __all__ = ["NotLayersError", "gradients", "suits"]

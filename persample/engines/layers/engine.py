@@ -1,20 +1,16 @@
-"""Losses whose matrices are used by layers alone: one vmap, and one backward pass of plain autograd.
+"""Per-sample gradients of a loss made of layers: one vmap, and one backward pass of plain autograd.
 
-``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Where matrices are weights of
-``F.linear`` and ``F.embedding``, one will do: the layers hand over their inputs and signals, which are the factors.
-That a matrix, or a bias that only layers hold, was used in any other way shows in autograd itself: only then it has a
-gradient of its own. Of what else there is every sample has its own.
+``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
+vmap. Linear layers and embeddings record their inputs and output gradients, which are the factors of their weights. All
+other parameters are expanded to one copy per sample. A loss that uses a matrix in any other way is refused.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from persample._torch import (
     add_batch_dim,
@@ -23,98 +19,100 @@ from persample._torch import (
     transforms,
     vmap_increment_nesting,
 )
-from persample.engines.layers.factors import LayerFactors
-from persample.engines.layers.guard import LayerGuard, NotLayersError
+from persample.engines.layers.guard import LayerGuard
 from persample.engines.layers.interceptor import LayerInterceptor
+from persample.engines.layers.recorder import LayerRecorder
+from persample.engines.layers.shared import NotLayersError, SharedParams
+from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
+from persample.inputs.loss import NotConnectedError
 from persample.utils.dtypes import is_autocast
 from persample.utils.interrupts import interrupts_first
 from persample.utils.origin import handled_error, is_users
 from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 
-_prepare = functools.cache(lazy_load_decompositions)  # of operations for vmap, once
-# Of other vectors with so few numbers every sample may be given its own.
-_SMALL = 2**12
+# Modules of torch whose matrices are multiplied inside of one function, and not by ``F.linear``.
+_NOT_LAYERS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.EmbeddingBag)
 
 
 def suits(call: Call) -> bool:
-    """Return whether a loss may be one of layers: modules hold all matrices, and there is little beside them.
+    """Return whether a loss may be made of layers, as far as its parameters and modules tell.
+
+    A wrong guess costs time, never correctness: ``gradients`` refuses the loss at the first other use of a matrix.
 
     Args:
         call: the chunk, not empty.
     """
-    loss, samples = call.loss, call
-    first = samples.params[0]
+    first = call.params[0]
     if call.randomness != "error" or transforms():
         return False
-    if any(samples.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
+    if any(call.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
-    alike = all(x.dtype == first.dtype and x.device == first.device for x in samples.params)
-    known = [
-        held or (by_hand if x.ndim > 1 else x.numel() <= _SMALL)
-        for (x, held), by_hand in zip(_held(loss, samples), loss.params.by_hand, strict=True)
-    ]
-    return alike and all(known) and any(held and x.ndim == 2 for x, held in _held(loss, samples))
-
-
-def _held(loss: SampleLoss, samples: Call) -> Iterable[tuple[Tensor, bool]]:
-    return zip(samples.params, loss.params.in_layers, strict=True)
+    alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
+    kernels = any(x.ndim > 2 and x.shape[0] > 1 for x in call.params)  # of convolutions; [1, T, d] may be positions
+    if not alike or kernels or not any(x.ndim == 2 for x in call.params):
+        return False
+    return not any(isinstance(part, _NOT_LAYERS) for part in call.loss.params.parts.values())
 
 
 def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
-    """Compute the gradients of all samples at once, if the loss is one of layers.
+    """Compute the gradients of all samples at once.
 
     Args:
         call: the chunk, not empty.
         required_ops: the operations of ``Factor`` that the reductions call.
 
+    Returns:
+        The gradients.
+
     Raises:
-        NotLayersError: if the loss is another, or if torch refuses what it does.
-        Exception: what the loss itself raises.
+        NotLayersError: if the loss is not made of layers alone, or if torch raises a ``RuntimeError`` or a warning: its
+            types for what autograd or vmap cannot do, which may differ under ``vmap(vjp)``.
+        LossError: if the loss depends on no parameter, or returns no scalar.
+        Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
     handled = handled_error()
     try:
         with interrupts_first():
-            return _gradients(call.loss, call, required_ops)
-    except Exception as error:
+            return _gradients(call, required_ops)
+    except LossError:
+        raise
+    except (RuntimeError, Warning) as error:
         if is_users(error, handled):
             raise
-        raise NotLayersError from error
+        raise NotLayersError(str(error)) from error
 
 
-def _gradients(loss: SampleLoss, samples: Call, uses: frozenset[str]) -> Gradients:
-    _prepare()
-    own = tuple(not held for _, held in _held(loss, samples))
-    leaves = tuple(
-        (x.expand(samples.size, *x.shape) if split else x.detach()).requires_grad_()  # each sample's own, or one
-        for x, split in zip(samples.params, own, strict=True)
-    )
+def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
+    recorder = LayerRecorder(call.params, call.size, required_ops)
+    params, losses, aux, has_aux = _forward(call, recorder)
+    if not losses.requires_grad:
+        raise NotConnectedError
+    inputs = [*params.plain, *params.copies.values()]
+    grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    of_plain, of_copies = grads[: len(params.plain)], grads[len(params.plain) :]
+    # A layer leaves no gradient at its parameters: only a use that the guard did not see does.
+    if any(grad is not None for grad in of_plain):
+        raise NotLayersError("a parameter of a layer has another use")
+    if not recorder and all(grad is None for grad in of_copies):
+        raise NotLayersError("no parameter has a gradient")
+    rest = dict(zip(params.copies, of_copies, strict=True))
+    factors = tuple(recorder.factor(place, rest.get(place)) for place in range(len(call.params)))
+    return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 
-    with torch.enable_grad(), vmap_increment_nesting(samples.size, "error") as level:
 
-        def given(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-            return [add_batch_dim(x, 0, level) if split else x for x, split in zip(values, batched, strict=True)]
-
-        params, sample = given(leaves, own), given(samples.leaves, samples.leaves_batched)
-        repeated = itertools.compress(params, own)
-        collected = LayerFactors(samples.params, samples.size, uses)
-        caught = LayerInterceptor(samples.params, params, level, samples.size, collected)
-        with LayerGuard(caught, (*sample, *params), repeated) as watching:
-            value, (aux, has_aux) = loss(params, sample)
-        if watching.has_refused:
-            raise NotLayersError
-        losses = remove_batch_dim(value, level, samples.size, 0)
+def _forward(call: Call, recorder: LayerRecorder) -> tuple[SharedParams, Tensor, Any, bool]:
+    """Return the parameters, the losses with their graph, aux, and whether the loss returned any."""
+    lazy_load_decompositions()  # of operations for vmap, once
+    with torch.enable_grad(), vmap_increment_nesting(call.size, "error") as level:
+        pairs = zip(call.leaves, call.leaves_batched, strict=True)
+        leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
+        params = SharedParams(call.params, call.size, level)
+        with LayerGuard(LayerInterceptor(params, level, call.size, recorder), leaves):
+            value, (aux, has_aux) = call.loss(params.given, leaves)
+        losses = remove_batch_dim(value, level, call.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
-            aux = tree_map(lambda x: remove_batch_dim(x, level, samples.size, 0).detach().clone(), aux)
-    others = torch.autograd.grad([losses], leaves, [torch.ones_like(losses)], allow_unused=True)
-    found = [split for split, other in zip(own, others, strict=True) if other is not None]
-    if not all(found) or not (found or collected):
-        raise NotLayersError
-    factors = tuple(
-        collected.other(place, other) if split or x.ndim != 2 else collected.matrix(place)
-        for place, (x, split, other) in enumerate(zip(samples.params, own, others, strict=True))
-    )
-    return Gradients(factors, loss.spec, losses.detach(), aux, has_aux, samples.weights)
+            aux = tree_map(lambda x: remove_batch_dim(x, level, call.size, 0).detach().clone(), aux)
+    return params, losses, aux, has_aux

@@ -1,91 +1,59 @@
-"""What a loss of layers must not do, seen function by function."""
+"""The mode that a loss made of layers runs under: it refuses what would compute something else than vmap(vjp)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.engines.layers.functions import adds, asks, only_computes, written
+from persample.engines.layers.effects import is_pure, uses_autograd, written_tensors
 from persample.engines.layers.interceptor import LayerInterceptor
+from persample.engines.layers.shared import NotLayersError
 from persample.outputs import memory
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched, unwrapped
 
 
-class NotLayersError(Exception):
-    """A parameter of layers is used by something else, too, or what torch.func refuses is to be refused."""
-
-
 class LayerGuard(VmapRules):
-    """Refuses what is not as it is between torch.func's two transforms: asking what has a gradient, and writing.
+    """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
+
+    Such functions ask autograd about tensors, put hooks on them, or write into tensors that the loss did not compute.
 
     Args:
-        caught: what stands for layers.
-        given: what the loss is called with.
-        repeated: parameters of which every sample was given its own. Matrices among them, and parts of these, may only
-            be added to what differs anyway: all that is made of them is there for every sample.
+        interceptor: computes what the loss does with parameters of layers.
+        leaves: the tensors and constants of the sample.
     """
 
-    def __init__(self, caught: LayerInterceptor, given: Sequence[Any], repeated: Iterable[Tensor]) -> None:
-        super().__init__({F.linear: caught, F.embedding: caught.embedding}, differentiated_by="autograd")
-        self.has_refused = False
-        self._given = given
-        self._repeated = {id(x): x for x in repeated}
-        self._matrices = {key: x for key, x in self._repeated.items() if x.ndim > 1}
+    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
+        super().__init__({F.linear: interceptor.linear}, differentiated_by="autograd")
+        self._interceptor, self._leaves = interceptor, leaves
+        self._has_refused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, or its replacement, if it may be called here.
-
-        Args:
-            func: a function of torch.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            NotLayersError: if it may not.
-        """
-        if (kwargs or not only_computes(func)) and not self._may_call(func, args, kwargs or {}):
-            self._refuse()
-        if not self._matrices or self._matrices.keys().isdisjoint(map(id, _flat(args, kwargs or {}))):
+        kwargs = kwargs or {}
+        try:
+            if not is_pure(func) or kwargs:
+                self._check_effects(func, args, kwargs)
+            if self._interceptor.params.are_among((*args, *kwargs.values())):
+                return self._interceptor.call(func, args, kwargs)
             return super().__torch_function__(func, types, args, kwargs)
-        part = func is Tensor.__getitem__ and all(isinstance(x, _PLACES) for x in _flat(args[1:], {}))
-        if not (part or func in _READING or (adds(func) and any(map(self._differs, args)))):
-            self._refuse()
-        out = super().__torch_function__(func, types, args, kwargs)
-        if part:
-            self._matrices[id(out)] = out
-        return out
+        except NotLayersError:
+            self._has_refused = True
+            raise
 
-    def _refuse(self) -> NoReturn:
-        self.has_refused = True  # a loss may catch the error
-        raise NotLayersError
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        interrupted = error is not None and not isinstance(error, Exception)
+        if self._has_refused and not interrupted and not isinstance(error, NotLayersError):
+            raise NotLayersError("the loss caught a refusal") from error
 
-    def _may_call(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return not asks(func) and all(map(self._is_own, written(func, args, kwargs)))
+    def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
+        if uses_autograd(func) or not all(map(self._is_computed, written_tensors(func, args, kwargs))):
+            raise NotLayersError(f"the loss calls {func}, which uses autograd or writes into a given tensor")
 
-    def _differs(self, x: Any) -> bool:
-        given = id(x) in self._repeated or id(x) in self._matrices
-        return isinstance(x, Tensor) and not given and is_batched(x)
-
-    def _is_own(self, x: Tensor) -> bool:
-        """Return whether the loss computed a tensor itself, all samples of it."""
-        return is_batched(x) and memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in self._given}
-
-
-_PLACES = (int, slice, type(None), type(Ellipsis))
-_READING = {Tensor.size, Tensor.dim, Tensor.__len__, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim"))}
-
-
-def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, list | tuple):
-            yield from x
-        else:
-            yield x
+    def _is_computed(self, x: Tensor) -> bool:
+        """Return whether the loss computed a tensor itself, with one value per sample."""
+        given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
+        return is_batched(x) and memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}

@@ -1,13 +1,12 @@
-"""Layers under vmap that are computed on the rows of all samples, and hand over their inputs and signals."""
+"""The functions that a loss may call with shared parameters: layers, views and additions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from persample._torch import (
@@ -18,85 +17,71 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
+from persample.engines.layers.effects import is_addition
+from persample.engines.layers.recorder import LayerParams, LayerRecorder
+from persample.engines.layers.rows import linear_rows, lookup_rows
+from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.utils.dtypes import is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.linear import linear
 
 
-class LayerParams(NamedTuple):
-    """A linear layer's parameters.
-
-    Args:
-        weight: the place of its matrix among all parameters, or None: it is frozen.
-        bias: that of its bias, or None.
-        of_vectors: whether its input is one vector per sample.
-    """
-
-    weight: int | None
-    bias: int | None
-    of_vectors: bool
-
-
-class LayerRecorder(Protocol):
-    """What is told of layers, and returns what takes their signals and inputs, a row each, in the backward pass."""
-
-    def layer(self, use: LayerParams) -> Callable[[Tensor, Tensor], object]:
-        """Expect those of a linear layer."""
-
-    def table(self, place: int, padding: int | None) -> Callable[[Tensor, Tensor], object]:
-        """Expect those of lookups in the table at a place among the parameters: inputs are rows, one of no gradient."""
-
-
 class LayerInterceptor:
-    """Stands for ``F.linear`` and ``F.embedding`` under one vmap over plain autograd, and catches uses of parameters.
-
-    What it catches leaves no gradient at the parameters: only other uses do.
+    """Computes layers once, on the rows of all samples, and has their backward passes report to a recorder.
 
     Args:
-        params: the parameters, plain tensors.
-        given: the same, as the loss is given them: some batched, each sample with its own.
-        level: of the vmap.
+        params: the parameters.
+        level: the level of the vmap around the loss.
         size: B.
-        taker: told of every layer.
-
-    Examples:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from torch.func import vmap
-        >>> w, x = torch.ones(1, 2, requires_grad=True), torch.tensor([[3.0, 4.0]])
-        >>> def loss(x):
-        ...     return LayerInterceptor([w], [w], 1, 1, SimpleNamespace(layer=lambda use: print))(x, w)[0] ** 2
-        >>> torch.autograd.grad(vmap(loss)(x).sum(), w, allow_unused=True)
-        tensor([[14.]]) tensor([[3., 4.]])
-        (None,)
+        recorder: receives the inputs and output gradients of layers.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        given: Sequence[Tensor],
-        level: int,
-        size: int,
-        taker: LayerRecorder,
-    ) -> None:
-        self._level, self._size = level, size
-        self._params = params
-        self._taker = taker
-        self._places = {id(x): place for place, x in enumerate(given)}
+    def __init__(self, params: SharedParams, level: int, size: int, recorder: LayerRecorder) -> None:
+        self.params, self._level, self._size, self._recorder = params, level, size, recorder
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        """Compute a linear layer.
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
+        if func in _READS:
+            return func(*args, **kwargs)
+        if is_addition(func):
+            return self.params.add(func, *args, **kwargs)
+        if func in _LAYERS:
+            return _LAYERS[func](self, *args, **kwargs)
+        if func in _OPERATORS and not kwargs:
+            return _OPERATORS[func](self, *args)
+        raise NotLayersError(f"the loss calls {func} with a parameter")
 
-        Args:
-            input: as in torch.
-            weight: as in torch.
-            bias: as in torch.
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Compute ``F.linear``, whose weight and bias may be parameters or not."""
+        param, bias_place = self.params.get(weight), self.params.places.get(id(bias))
+        place = None if param is None else param.place
+        plain_bias = bias if bias_place is None else self.params.plain[bias_place]
+        # Other tensors that require gradients were computed from parameters, or belong to the caller.
+        known = isinstance(weight, Tensor) and (place is not None or not weight.requires_grad)
+        known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
+        if known and self._is_batched(input) and _fits(input, weight, plain_bias):
+            transposed = param is not None and param.transposed
+            layer = LayerParams(place, bias_place, transposed, input.ndim == 1)
+            return self._on_rows(input, weight, plain_bias, layer)
+        if self.params.are_among((input, weight, bias)):
+            raise NotLayersError("the loss calls F.linear with inputs that are not one per sample")
+        return linear(input, weight, bias)
 
-        Returns:
-            As in torch.
-        """
-        out = self._of_rows(input, weight, bias)
-        return linear(input, weight, bias) if out is None else out
+    def _on_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerParams) -> Tensor:  # noqa: A002
+        rows = _batch_first(input)
+        callback = None if layer.weight is layer.bias is None else self._recorder.linear(layer)
+        with temporarily_clear_interpreter_stack():
+            # Unflattened outside of the function: a view that a function returns could not be written in place.
+            out = linear_rows(rows.flatten(0, -2), weight, bias, callback)
+            out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
+        return add_batch_dim(out, 0, self._level)
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """Compute ``left @ right`` as a linear layer of a parameter."""
+        if self.params.get(right) is not None:
+            return self.linear(left, self.params.transpose(right))
+        is_matrix = isinstance(right, Tensor) and right.ndim > 1
+        return self.linear(right.mT, left).mT if is_matrix else self.linear(right, left)
 
     def embedding(  # noqa: PLR0917 - as torch's
         self,
@@ -104,60 +89,31 @@ class LayerInterceptor:
         weight: Tensor,
         padding_idx: int | None = None,
         max_norm: float | None = None,
-        norm_type: float = 2.0,
+        norm_type: float = 2.0,  # noqa: ARG002
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """Look rows up in a table.
-
-        Args:
-            input: as in torch.
-            weight: as in torch.
-            padding_idx: as in torch.
-            max_norm: as in torch.
-            norm_type: as in torch.
-            scale_grad_by_freq: as in torch.
-            sparse: as in torch.
-
-        Returns:
-            As in torch.
-        """
-        place = self._places.get(id(weight))
-        options = max_norm is not None or scale_grad_by_freq or sparse
-        fits = weight.ndim == 2 and (padding_idx is None or -len(weight) <= padding_idx < len(weight))
-        plain = not is_wrapped(weight) and (self._is_of_rows(input) or not is_wrapped(input))
-        if place is None or options or not fits or not plain or not input.numel():
-            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        index = _in_front(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
-        take = self._taker.table(place, None if padding_idx is None else padding_idx % len(weight))
+        """Compute ``F.embedding`` of a shared parameter."""
+        param = self.params.get(weight)
+        if param is None or param.place is None or param.transposed or weight.ndim != 2:
+            raise NotLayersError("the loss calls F.embedding with a view of a parameter")
+        fits = padding_idx is None or -len(weight) <= padding_idx < len(weight)
+        fits &= isinstance(input, Tensor) and input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
+        if not fits or max_norm is not None or scale_grad_by_freq or sparse:
+            raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
+        index = _batch_first(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
+        callback = self._recorder.embedding(param.place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
-            out = _Lookup.apply(weight, index, take)
+            out = lookup_rows(weight, index, callback)
         return add_batch_dim(out, 0, self._level)
 
-    def _of_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:  # noqa: A002
-        place, bias_place = self._places.get(id(weight)), self._places.get(id(bias))
-        # One that requires grad stays itself, so that the layer is differentiated, frozen weight or not.
-        added = bias if bias_place is None or bias is None or not is_wrapped(bias) else self._params[bias_place]
-        known = place is not None or (not weight.requires_grad and added is bias)
-        known &= bias_place is not None or bias is None or not bias.requires_grad
-        if not known or not self._is_of_rows(input) or not _fits(input, weight, added) or is_autocast(input.device):
-            return None
-        rows = _in_front(input)
-        take = (
-            None if place is bias_place is None else self._taker.layer(LayerParams(place, bias_place, input.ndim == 1))
-        )
-        with temporarily_clear_interpreter_stack():
-            # The shape is made outside of the function: what it returned as a view could not be written in place.
-            out = _Linear.apply(rows.flatten(0, -2), weight, added, take)
-            out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
-        return add_batch_dim(out, 0, self._level)
-
-    def _is_of_rows(self, x: Tensor) -> bool:
-        own = is_batchedtensor(x) and maybe_get_level(x) == self._level
-        return own and not is_wrapped(get_unwrapped(x))
+    def _is_batched(self, x: Tensor) -> bool:
+        """Return whether the vmap around the loss, and no other level, batches a tensor."""
+        batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._level
+        return batched and not is_wrapped(get_unwrapped(x))
 
 
-def _in_front(x: Tensor) -> Tensor:
+def _batch_first(x: Tensor) -> Tensor:
     plain, axis = get_unwrapped(x), maybe_get_bdim(x)
     return plain.movedim(axis, 0) if axis else plain
 
@@ -165,42 +121,23 @@ def _in_front(x: Tensor) -> Tensor:
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
     if weight.ndim != 2 or input.dtype != weight.dtype or not input.numel() or input.shape[-1:] != weight.shape[1:]:
         return False
-    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1] or is_wrapped(bias)):
         return False
-    return not any(is_wrapped(x) for x in (weight, bias) if x is not None)
+    return not (is_wrapped(weight) or is_autocast(input.device))
 
 
-class _Linear(Function):
-    """A linear layer that hands its inputs and signals over, and has no gradient of its weight and bias."""
-
-    apply: Callable[..., Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, take: Any) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.take = take
-        return F.linear(rows, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, weight = ctx.saved_tensors
-        if ctx.take is not None:
-            ctx.take(signals, rows.detach())
-        return torch.mm(signals, weight.detach()) if ctx.needs_input_grad[0] else None, None, None, None
+def _getters(*names: str) -> list[Any]:
+    """Return attributes of tensors as modes see them."""
+    return [getattr(Tensor, name).__get__ for name in names]
 
 
-class _Lookup(Function):
-    """Rows of a table, whose signals are handed over."""
-
-    apply: Callable[..., Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: Tensor, take: Any) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.take = take
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx: Any, signals: Tensor) -> tuple[None, None, None]:
-        ctx.take(signals, *ctx.saved_tensors)
-        return None, None, None
+_READS = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device")),
+    *(Tensor.detach, torch.detach),
+}
+_LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
+_OPERATORS: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
+    **dict.fromkeys((torch.t, Tensor.t, *_getters("T", "mT")), lambda self, x: self.params.transpose(x)),
+    Tensor.__getitem__: lambda self, x, index: self.params.part(x, index),
+}

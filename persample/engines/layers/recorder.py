@@ -1,0 +1,99 @@
+"""The factors of the parameters of layers: what the backward passes of layers report."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from persample.engines.layers.rows import Callback
+from persample.factors import Dense, Embedding, Factor, Outer, choose_storage, sum_factors
+from persample.factors.layout import Layout
+from persample.vmap_rules.linear import is_small
+
+
+class LayerParams(NamedTuple):
+    """The parameters of one call of a linear layer.
+
+    Args:
+        weight: the weight's place among all parameters, or None: it is frozen.
+        bias: the bias's place, or None.
+        transposed: whether the layer multiplies with the weight's transpose ``[i, o]`` (``x @ w``).
+        of_vectors: whether the layer's input is one vector per sample.
+    """
+
+    weight: int | None
+    bias: int | None
+    transposed: bool
+    of_vectors: bool
+
+
+class LayerRecorder:
+    """Records what the backward passes of layers report, and returns a factor per parameter.
+
+    Args:
+        params: the parameters.
+        size: B.
+        required_ops: the operations of ``Factor`` that the reductions call.
+    """
+
+    def __init__(self, params: Sequence[Tensor], size: int, required_ops: frozenset[str]) -> None:
+        self._params, self._size, self._required_ops = params, size, required_ops
+        self._num_calls: Counter[int | None] = Counter()  # of layers, by the place of their weight
+        self._products: dict[int, list[Factor]] = defaultdict(list)
+        self._bias_grads: dict[int, list[Tensor]] = defaultdict(list)
+
+    def __bool__(self) -> bool:
+        """Return whether any layer has reported."""
+        return bool(self._products or self._bias_grads)
+
+    def linear(self, layer: LayerParams) -> Callback:
+        """Register a linear layer; return the callback its backward pass invokes with (output gradients, inputs)."""
+        self._num_calls[layer.weight] += 1
+        return functools.partial(self._record_linear, layer)
+
+    def embedding(self, place: int, padding: int | None) -> Callback:
+        """Register a lookup in the table at a place; return the callback for (output gradients, indices)."""
+        self._num_calls[place] += 1
+        return functools.partial(self._record_lookup, place, padding)
+
+    def factor(self, place: int, rest: Tensor | None) -> Factor:
+        """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
+        param = self._params[place]
+        dense = [*self._bias_grads.get(place, ()), *([] if rest is None else [rest])]
+        products = self._products.get(place, [])
+        if not (dense or products):
+            return Dense.zeros(self._size, param.shape, param.dtype, param.device)
+        total = [Dense(functools.reduce(torch.add, dense))] if dense else []
+        return choose_storage(sum_factors([*products, *total]), self._required_ops) if products else total[0]
+
+    def _record_linear(self, layer: LayerParams, signals: Tensor, rows: Tensor) -> None:
+        if layer.weight is not None:
+            left, right = (rows, signals) if layer.transposed else (signals, rows)
+            self._add(layer.weight, self._product(self._params[layer.weight], left, right, of_vectors=layer.of_vectors))
+        if layer.bias is not None:
+            one_each = signals.shape[0] == self._size
+            grad = signals if one_each else signals.view(self._size, -1, signals.shape[1]).sum(1)
+            self._bias_grads[layer.bias].append(grad)
+
+    def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
+        shape = self._params[place].shape
+        if padding is not None:
+            signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)
+        signals = signals.reshape(self._size, -1, shape[1])
+        self._add(place, Embedding(signals, index.reshape(self._size, -1).long(), tuple(shape)))
+
+    def _add(self, place: int, factor: Factor) -> None:
+        # Materialize immediately, while the gradients are in cache, where no other call adds to them.
+        only = self._num_calls[place] == 1
+        self._products[place].append(choose_storage(factor, self._required_ops) if only else factor)
+
+    def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool) -> Factor:
+        if of_vectors and 1 in param.shape and is_small(self._size, param):
+            return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
+        left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))
+        return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
