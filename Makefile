@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
-QUICK := imports public grid factors merge naive errors_door errors_loss explain defer direct
+QUICK := imports public grid factors merge naive errors_door errors_loss explain defer layers_engine
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed

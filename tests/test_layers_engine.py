@@ -29,7 +29,7 @@ from persample import (
     per_sample_grads,
     stop_gradient,
 )
-from persample.engines.layers import engine as layers
+from persample.engines import layers
 from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 
