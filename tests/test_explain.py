@@ -160,7 +160,9 @@ def test_products_are_kept_where_they_are_smaller():
     assert not cost_model.prefers_factored(both, num_terms=2, written=2**21, stored=1, costly_to_square=True)
     assert cost_model.prefers_factored(both, num_terms=2, written=2**21 + 1, stored=1, costly_to_square=True)
     assert cost_model.prefers_factored({"squared_norms"}, num_terms=2, written=2**21, stored=1, costly_to_square=True)
-    assert cost_model.prefers_factored({"weighted_sum", "dot"}, num_terms=2, written=2**21, stored=1, costly_to_square=True)
+    assert cost_model.prefers_factored(
+        {"weighted_sum", "dot"}, num_terms=2, written=2**21, stored=1, costly_to_square=True
+    )
 
 
 def test_inner_products_of_few_steps_beat_blocks():
