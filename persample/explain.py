@@ -14,6 +14,7 @@ from persample.engines.deferred import Deferral, Placeholder, factor_of, storage
 from persample.engines.vmap import batched_gradients
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
+from persample.factors.storage import reason_to_write_out
 from persample.inputs import Randomness
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
@@ -208,14 +209,9 @@ def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: fr
     chosen = factor_of(grad, uses)
     if not isinstance(chosen, Dense):
         could, reason = chosen, ""
-    elif isinstance(could, Dense):
-        reason = mode.reason(grad)
-    elif "materialize" in uses:
-        reason = "a reduction asks for the gradients themselves"
-    elif grad.numel() <= could.stored:
-        reason = "no larger than its factors"
     else:
-        reason = "small, and written out to be squared anyway"
+        reason = "" if isinstance(could, Dense) else reason_to_write_out(could, uses)
+        reason = reason or mode.reason(grad)
     kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, SumFactor) else (could,)))
     choice = "materialize" if isinstance(chosen, Dense) else "contract"
     width = grad.element_size()

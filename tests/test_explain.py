@@ -145,24 +145,27 @@ def test_bad_input():
         explain(loss, PARAMS, BATCH, "mean")
 
 
-# The plan
+# The cost model
 
 
-def test_products_are_kept_where_they_are_smaller():
-    both = {"squared_norms", "weighted_sum"}
-    assert cost_model.prefers_factored(both, num_terms=2, written=100, stored=99)
-    assert not cost_model.prefers_factored(both, num_terms=2, written=100, stored=100)
-    assert cost_model.prefers_factored(both, num_terms=1, written=1, stored=100)
-    assert cost_model.prefers_factored({"weighted_sum"}, num_terms=2, written=1, stored=100)
-    assert cost_model.prefers_factored((), num_terms=2, written=1, stored=100)
-    assert not cost_model.prefers_factored({"weighted_sum", "materialize"}, num_terms=1, written=100, stored=1)
-    assert cost_model.prefers_factored(both, num_terms=2, written=2**24 + 1, stored=2**25)
-    assert not cost_model.prefers_factored(both, num_terms=2, written=2**21, stored=1, costly_to_square=True)
-    assert cost_model.prefers_factored(both, num_terms=2, written=2**21 + 1, stored=1, costly_to_square=True)
-    assert cost_model.prefers_factored({"squared_norms"}, num_terms=2, written=2**21, stored=1, costly_to_square=True)
-    assert cost_model.prefers_factored(
-        {"weighted_sum", "dot"}, num_terms=2, written=2**21, stored=1, costly_to_square=True
-    )
+@pytest.mark.parametrize(
+    ("ops", "num_terms", "written", "stored", "costly", "reason"),
+    [
+        ("squared_norms weighted_sum", 2, 100, 99, False, ""),
+        ("squared_norms weighted_sum", 2, 100, 100, False, "no larger than its factors"),
+        ("squared_norms weighted_sum", 1, 1, 100, False, ""),
+        ("weighted_sum", 2, 1, 100, False, ""),
+        ("", 2, 1, 100, False, ""),
+        ("weighted_sum materialize", 1, 100, 1, False, "a reduction asks for the gradients themselves"),
+        ("squared_norms weighted_sum", 2, 2**24 + 1, 2**25, False, ""),
+        ("squared_norms weighted_sum", 2, 2**21, 1, True, "small, and written out to be squared anyway"),
+        ("squared_norms weighted_sum", 2, 2**21 + 1, 1, True, ""),
+        ("squared_norms", 2, 2**21, 1, True, ""),
+        ("weighted_sum dot", 2, 2**21, 1, True, ""),
+    ],
+)
+def test_reasons_to_write_gradients_out(ops, num_terms, written, stored, costly, reason):
+    assert cost_model.reason_to_write_out(ops.split(), num_terms, written, stored, costly_to_square=costly) == reason
 
 
 def test_inner_products_of_few_steps_beat_blocks():

@@ -13,10 +13,10 @@ BLOCK = 2**20
 _SMALL = 2 * BLOCK
 
 
-def prefers_factored(
+def reason_to_write_out(
     required_ops: Iterable[str], num_terms: int, written: int, stored: int, *, costly_to_square: bool = False
-) -> bool:
-    """Return whether the gradients of a parameter are better stored as a factor than written out.
+) -> str:
+    """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
 
     A factor needs one matrix product for a weighted sum, and with T = 1 only products of small tensors for anything.
     Otherwise the smaller form is stored; small gradients that are squared beside another operation are written out.
@@ -29,16 +29,19 @@ def prefers_factored(
         costly_to_square: see ``Factor.is_costly_to_square``.
 
     Examples:
-        >>> prefers_factored({"squared_norms", "weighted_sum"}, num_terms=200, written=64 * 64, stored=200 * (64 + 64))
-        False
+        >>> ops = {"squared_norms", "weighted_sum"}
+        >>> reason_to_write_out(ops, num_terms=200, written=64 * 64, stored=200 * (64 + 64))
+        'no larger than its factors'
     """
     ops = set(required_ops)
     if "materialize" in ops:
-        return False
+        return "a reduction asks for the gradients themselves"
     if ops <= {"weighted_sum"} or num_terms == 1 or written > _LARGE:
-        return True
+        return ""
+    if written <= stored:
+        return "no larger than its factors"
     squared = costly_to_square and len(ops) > 1 and ops & {"squared_norms", "second_moment"}
-    return written > stored and (written > _SMALL or not squared)
+    return "small, and written out to be squared anyway" if squared and written <= _SMALL else ""
 
 
 def gram_is_cheaper(num_terms: int, rows: int, columns: int) -> bool:

@@ -17,8 +17,17 @@ def choose_storage(factor: Factor, required_ops: Iterable[str]) -> Factor:
         factor: the gradients of one parameter.
         required_ops: the operations of ``Factor`` that the reductions call.
     """
-    written = len(factor) * prod(factor.shape)
-    kept = cost_model.prefers_factored(
-        required_ops, factor.num_terms, written, factor.stored, costly_to_square=factor.is_costly_to_square
+    return Dense(factor.materialize()) if reason_to_write_out(factor, required_ops) else factor
+
+
+def reason_to_write_out(factor: Factor, required_ops: Iterable[str]) -> str:
+    """Return why the gradients of a factor are written out, or "" where the factor stays.
+
+    Args:
+        factor: the gradients of one parameter.
+        required_ops: the operations of ``Factor`` that the reductions call.
+    """
+    written, costly = len(factor) * prod(factor.shape), factor.is_costly_to_square
+    return cost_model.reason_to_write_out(
+        required_ops, factor.num_terms, written, factor.stored, costly_to_square=costly
     )
-    return factor if kept else Dense(factor.materialize())

@@ -38,7 +38,7 @@ class DeferralContext:
         if not written or not is_real or any(storage_key(x) in self._params for x in operands):
             return False
         stored = sum(x.numel() for x in operands)
-        return cost_model.prefers_factored(self._required_ops, num_terms, written, stored)
+        return not cost_model.reason_to_write_out(self._required_ops, num_terms, written, stored)
 
     def placeholder(self, term: DeferredTerm, like: Tensor) -> Placeholder:
         """Return the placeholder of one term.
