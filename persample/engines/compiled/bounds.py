@@ -1,4 +1,4 @@
-"""Indices out of range: noted while a program is traced, and kept inside it, where nothing else would check them."""
+"""Index checks inside compiled code: each index is clamped, and a flag records whether it was out of range."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MASKS = {torch.bool, torch.uint8}
 
 
 class Bounds(TorchDispatchMode):
-    """Lets every operation that looks up or writes at an index note whether the index is out of range.
+    """Records, for every operation that reads or writes at an index, whether the index is out of range.
 
-    Compiled code cannot raise torch's errors: it leaves out lookups whose values nothing needs, and with them their
-    checks, and where a check of Inductor's own fails, it ends the process. The index itself is clamped, so that no such
-    check fails and nothing is read or written outside of a tensor before the note is looked at.
+    Compiled code cannot raise torch's errors: Inductor removes lookups whose values are unused, together with their
+    checks, and a failed check of Inductor's own ends the process. So each index is clamped: no check fails, and no
+    memory outside of a tensor is read or written before the flag is read.
 
     Args:
-        noted: where 0-d bool tensors are added: where one of them holds, the program's results do not count.
+        noted: the list that 0-d bool flags are appended to. If one flag is true, the program's results are invalid.
     """
 
     def __init__(self, noted: list[Tensor]) -> None:
@@ -35,26 +35,26 @@ class Bounds(TorchDispatchMode):
 
         Args:
             func: an operation of aten.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            types: the tensor subclasses among the arguments.
+            args: the arguments of the operation.
+            kwargs: the keyword arguments of the operation.
 
         Returns:
-            What the operation returns.
+            The result of the operation.
         """
         rule = _RULES.get(getattr(func, "overloadpacket", None))
         return func(*(args if rule is None else rule(self.within, *args)), **(kwargs or {}))
 
     def within(self, index: Tensor, size: int, least: int = 0) -> Tensor:
-        """Note whether an index is out of range, and clamp it.
+        """Record whether an index is out of range, and clamp it.
 
         Args:
-            index: integers.
-            size: what they must be less than.
-            least: what they must not be less than.
+            index: a tensor of integers.
+            size: the upper bound, exclusive.
+            least: the lower bound, inclusive.
 
         Returns:
-            The index, clamped.
+            The clamped index.
         """
         self._noted.append(((index < least) | (index >= size)).any())
         return index.clamp(least, size - 1)

@@ -1,4 +1,4 @@
-"""The programs compiled so far, found by everything that they were made for."""
+"""The cache of compiled programs; its key is everything that a program depends on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no program.
+    """The reason that a task has no program.
 
     Args:
-        reason: what was said.
-        by_loss: whether the loss, or how its gradients are lifted, cannot be traced; or else something of torch or ours
-            failed, or the last step of a reduction.
+        reason: the first line of the error.
+        by_loss: True if the loss, or the ``lift`` of a reduction, cannot be traced; False if a reduction's ``finish``,
+            torch or this library failed.
     """
 
     reason: str
@@ -38,10 +38,10 @@ class Failure:
 
 
 class UntraceableError(Exception):
-    """Raised for what cannot be compiled, the first time and every time after.
+    """Raised for a task that cannot be compiled: at the first attempt, and from the cache at every later call.
 
     Args:
-        failure: why.
+        failure: the reason.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -51,13 +51,13 @@ class UntraceableError(Exception):
 
 @dataclass
 class Family:
-    """Programs of one loss that differ in sizes, or in values that were read.
+    """The programs of one loss, which differ in sizes or in the values read from closed-over tensors.
 
     Args:
         programs: the programs, the latest last.
-        seen: the formats that they were made for.
-        failure: why there is no program.
-        is_frozen: no one program serves all numbers of samples.
+        seen: the formats of the inputs that each program was compiled for.
+        failure: the reason that there is no program, or None.
+        is_frozen: whether tracing has shown that no single program serves all batch sizes.
     """
 
     programs: list[Program] = field(default_factory=list)
@@ -67,15 +67,15 @@ class Family:
 
 
 _families: OrderedDict[Hashable, Family] = OrderedDict()
-_histories: OrderedDict[Hashable, list[Facts]] = OrderedDict()  # what each compilation of a loss was made for
+_histories: OrderedDict[Hashable, list[Facts]] = OrderedDict()  # the facts of each compilation of a loss
 _clearers: list[Callable[[], None]] = []
 
 
 def clear_cache() -> None:
-    """Forget all compiled programs, and the losses and modules that they hold on to.
+    """Forget all compiled programs, and the losses and modules that they keep alive.
 
-    Programs are few (the 64 latest losses, 16 programs each) and hold no batch, but what a loss closes over lives as
-    long as its program. Inductor's cache on disk stays: the same program is compiled again in little time.
+    The cache holds the programs of the 64 latest losses, 16 programs each, and no batches. The objects that a loss
+    closes over live as long as its program. Inductor's cache on disk stays, so compiling the same program again is fast.
 
     Examples:
         >>> from persample import clear_cache
@@ -87,22 +87,23 @@ def clear_cache() -> None:
 
 
 def compilations() -> int:
-    """Return how many programs there are."""
+    """Return the number of programs in the cache."""
     return sum(len(family.programs) for family in _families.values())
 
 
 def program_of(task: Task) -> tuple[Program | None, Reads]:
-    """Return the program of a task, compiled if there is none yet, and what its loss reads now.
+    """Return the program of a task, compiled if the cache has none, and the objects that the loss reads now.
 
     Args:
-        task: what to compute.
+        task: the task.
 
     Returns:
-        The program, or None where so many samples should be filled up to a power of two; and what is read.
+        The program, and the objects that the loss reads. The program is None if the batch must be padded to a power of
+        two first.
 
     Raises:
-        UntraceableError: if there can be no program.
-        Exception: what the loss itself raises.
+        UntraceableError: if the task cannot be compiled.
+        Exception: the loss's own errors.
     """
     with _lock:
         now = reads(task.constants)
@@ -119,7 +120,7 @@ def program_of(task: Task) -> tuple[Program | None, Reads]:
 
 
 def _kept(table: OrderedDict[Any, Any], key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return an entry of a table of bounded size, which is now the latest."""
+    """Return the entry of a key in a table of bounded size (least recently used entries leave first)."""
     entry = table.setdefault(key, make())
     table.move_to_end(key)
     while len(table) > _MOST_FAMILIES:
@@ -131,7 +132,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
     changes = (Varying.between(before, formats) for before in reversed(family.seen))
     varying = next((change for change in changes if change is not None), None)
     if varying is not None and min(varying.of(formats) or (0,)) < 2:
-        varying = None  # no program for many sizes takes 0 or 1, which torch treats apart
+        varying = None  # programs for many sizes exclude sizes 0 and 1, which torch specializes on
     by_batch = varying is not None and varying.is_batch_only(task)
     handled = handled_error()
     try:
@@ -141,7 +142,7 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
             if full_size(task.call.size) > task.call.size:
                 return None
         program = static(task, now) if program is None else program
-    except Warning:  # which somebody made an error
+    except Warning:  # a warning filter of the user's turns warnings into errors
         raise
     except Exception as error:
         if is_users(error, handled):
@@ -155,17 +156,17 @@ def _compiled(family: Family, task: Task, now: Reads, formats: list[Format]) -> 
 
 
 def _dynamic(task: Task, now: Reads, varying: Varying) -> Program | None:
-    """Return a program for many sizes, or None where there is none: the loss may refuse sizes that were made up."""
+    """Return a program for many sizes, or None: the loss may raise at the sizes that tracing makes up."""
     try:
         return dynamic(task, now, varying)
     except Exception:
-        if varying.is_batch_only(task):  # of which the loss sees nothing
+        if varying.is_batch_only(task):  # the loss does not see the batch size, so the error is not about it
             raise
         return None
 
 
 def _notice(task: Task, now: Reads) -> None:
-    """Warn if one loss is compiled again and again for the same reductions, and say what changes."""
+    """Warn if one loss is compiled repeatedly for the same reductions; the warning names the fact that changes."""
     code = getattr(task.call.loss.fn, "__code__", type(task.call.loss.fn))
     history = _kept(_histories, (code, tuple(map(type, task.reductions.reductions)), task.finishes), list)
     history.append(now.facts)
@@ -189,9 +190,9 @@ def _difference(before: Facts, now: Facts) -> str:
 
 
 def on_clear(forget: Callable[[], Any]) -> None:
-    """Have something forgotten together with the programs.
+    """Register a function that ``clear_cache`` calls.
 
     Args:
-        forget: what to call.
+        forget: the function, without arguments.
     """
     _clearers.append(forget)

@@ -1,4 +1,4 @@
-"""What the code of a function refers to, and whose code it is."""
+"""The names that a function's code uses, and whether the code belongs to an installed package."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Names(NamedTuple):
     """The names that code uses.
 
     Attributes:
-        read: the global variables.
-        used: everything that may be an attribute, strings (of ``getattr``) included.
+        read: the names of global variables.
+        used: the names of possible attributes; constant strings count too, because ``getattr`` may take them.
     """
 
     read: tuple[str, ...]
@@ -29,7 +29,7 @@ class Names(NamedTuple):
 
 @functools.lru_cache(4096)
 def names(code: CodeType) -> Names:
-    """Return the names that code uses, functions inside it included.
+    """Return the names that code uses, including those of nested functions.
 
     Args:
         code: the code of a function.
@@ -51,10 +51,10 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
 
 @functools.lru_cache(4096)
 def is_installed(file: str) -> bool:
-    """Return whether a file is part of Python, of this library, or of an installed package: code that stays as it is.
+    """Return whether a file is part of Python, of this library, or of an installed package, so its code is constant.
 
     Args:
-        file: a path, or what stands for one (``<frozen os>``).
+        file: a path, or a placeholder for one such as ``<frozen os>``.
     """
     if file.startswith("<frozen") or not file:
         return True

@@ -1,4 +1,4 @@
-"""The compiled engine: the eager one, traced once to a flat graph, and that as compiled code."""
+"""The compiled engine: the eager pipeline, traced once to a flat graph, which Inductor compiles."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def compiled(  # noqa: PLR0917
 
     Args:
         call: the call, at least one sample.
-        reductions: what is asked of the gradients.
-        chunk_size: how many samples are processed at a time, or None for all.
-        container: the container that results are returned in.
-        out: a previous result apart from the inputs, which results are written into; None for fresh memory.
-        asked: the arguments by which ``recall`` recognizes the next call like this one.
+        reductions: the reductions of the call.
+        chunk_size: the number of samples processed at a time, or None for all.
+        container: the structure of the container that results are returned in.
+        out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
+        asked: the user's arguments, by which ``recall`` recognizes the next call like this one.
 
     Returns:
-        One result per reduction, or None if they were written into ``out``.
+        One result per reduction, or None if the results were written into ``out``.
 
     Raises:
-        LossError: if the eager engine refuses the loss, or if it cannot be traced.
-        RuntimeError: if something of torch or of this library failed.
+        LossError: if the eager engine rejects the loss, or if the loss cannot be traced.
+        RuntimeError: if torch or this library failed.
     """
     if call.size > (chunk_size or call.size):
         chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
@@ -69,15 +69,15 @@ def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
     """Run the program of a task.
 
     Args:
-        task: what to compute.
+        task: the task.
 
     Returns:
-        The result, and, where its own code was run, the program and what its loss reads.
+        The result; and the program with the objects that its loss reads, or (None, None) if another way computed it.
 
     Raises:
         LossError: as ``compiled`` does.
     """
-    if peek_interpreter_stack() is not None:  # under a vmap or grad of the caller's there is nothing to trace
+    if peek_interpreter_stack() is not None:  # tensors under the caller's vmap or grad cannot be traced
         return _eagerly(task), None, None
     try:
         program, reads = program_of(task)
@@ -104,11 +104,11 @@ def _finish(task: Task, lifted: Any) -> Any:
 
 
 def _without(task: Task, error: UntraceableError) -> Any:
-    """Return the result if only the last step, which is done by itself then, cannot be traced; else refuse."""
+    """Return the result if only ``finish`` cannot be traced, and then runs eagerly; otherwise raise an error."""
     failure = error.failure
     if task.finishes and not failure.by_loss:
         return _finish(task, _lifted(task.call, task.reductions))
-    by_vmap(task.call, task.reductions.required_ops)  # what is wrong with the loss itself is said here
+    by_vmap(task.call, task.reductions.required_ops)  # raises the eager engine's error if the loss itself is wrong
     if not failure.by_loss:
         raise RuntimeError(
             f"engine='compiled' failed inside of torch or persample ({failure.reason}). loss_fn is not to blame: pass "
@@ -122,7 +122,7 @@ def _without(task: Task, error: UntraceableError) -> Any:
 
 
 def _filled_up(task: Task) -> Any:
-    """Return the result, computed with more samples: the last one is repeated with weight 0, and left out again."""
+    """Return the result, computed on a padded batch: copies of the last sample, of weight 0, are dropped again."""
     size = task.call.size
     lifted = _lifted(filled_up(task.call), task.reductions)
 

@@ -1,8 +1,8 @@
-"""Operations that compiled code leaves to torch's own kernels, because Inductor's versions have other digits.
+"""Operations that compiled code leaves to torch's own kernels, because Inductor's versions round differently.
 
-Small gradients consist of rounding errors: of a saturated unit's derivative 1 − tanh² nothing else is left. Inductor
-calls tanh in another library, and composes some gradients differently (1 − σ for 1 / (1 + e^x), float64 constants for
-float32 ones).
+The difference matters where a gradient consists of rounding errors, as the derivative 1 − tanh² of a saturated unit
+does. Inductor calls another library's tanh, and computes some gradients by other formulas (1 − σ for 1 / (1 + e^x),
+float64 constants for float32 ones).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from persample._torch import schema
 
 _aten = torch.ops.aten
-_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # in float32, speed is worth more
+_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # float32 keeps Inductor's tanh, which is faster
 _ALWAYS = {
     *(_aten.hardsigmoid_backward.default, _aten.soft_margin_loss_backward.default),
     _aten.binary_cross_entropy_backward.default,
@@ -25,10 +25,10 @@ _ALWAYS = {
 
 
 def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return decompositions of aten operations that leave the operations above to torch's kernels on CPUs.
+    """Return a table of decompositions in which the operations above call torch's kernels on CPUs.
 
     Args:
-        table: the decompositions of all operations.
+        table: the decompositions of all operations of aten.
     """
     return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in (*_FLOAT64, *_ALWAYS)}}
 
@@ -46,10 +46,10 @@ def _kept(*_args: Any, **_kwargs: Any) -> Any:
 
 @functools.cache
 def _opaque(operation: Any) -> Any:
-    """Return an operation ``persample::…`` that calls torch's kernel, registered when a program first needs it.
+    """Return an operation ``persample::…`` that calls torch's kernel; it is registered when a program first needs it.
 
     Args:
-        operation: an operation of aten, which Inductor would replace.
+        operation: an operation of aten that Inductor would replace.
     """
     name, _, signature = str(schema(operation)).removeprefix("aten::").partition("(")
     compute = functools.partial(_computed, operation)

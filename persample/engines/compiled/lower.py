@@ -1,4 +1,4 @@
-"""From a graph of aten operations to compiled code, by Inductor."""
+"""Compilation of a graph of aten operations by Inductor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from persample.engines.compiled.kernels import with_torch_kernels
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
-# Inductor may compute these in place of their first argument, even where its rows share one memory (stride 0).
+# Inductor may overwrite the first argument of these with their result, even if its rows share memory (stride 0).
 _WRITTEN = {
     *(_aten.index_put.default, aten_unsafe_index_put),
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
@@ -32,18 +32,18 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
 
     Args:
         graph: a flat graph of aten operations without state.
-        flat: the same, made functional.
-        mode: the mode of the inputs.
-        inputs: fake tensors like those it will be called with.
+        flat: the graph that ``functional`` returned for it.
+        mode: the fake tensor mode of the inputs.
+        inputs: fake tensors with the shapes and dtypes of the program's inputs.
 
     Returns:
-        A function from a list of tensors (which it empties) to the outputs.
+        A function from a list of tensors to the outputs; it empties the list.
     """
     try:
         with warnings.catch_warnings():  # the compiler's warnings address the developers of torch
             warnings.simplefilter("ignore")
             return _compiled(flat, mode, inputs)
-    except Exception as error:  # noqa: BLE001 (only torch's compiler runs here, and the graph is right without it)
+    except Exception as error:  # noqa: BLE001 (only torch's compiler runs here; the uncompiled graph is correct too)
         advice = _advice(error)
         if advice not in _warned:
             _warned.add(advice)
@@ -56,18 +56,18 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 
     Args:
         graph: a flat graph of aten operations.
-        mode: the mode of the inputs.
-        inputs: fake tensors like those it will be called with.
+        mode: the fake tensor mode of the inputs.
+        inputs: fake tensors with the shapes and dtypes of the program's inputs.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = with_torch_kernels(decompositions())
-    if mode.shape_env is not None:  # decomposed products branch on sizes, and one program serves all sizes
+    if mode.shape_env is not None:  # decompositions of products branch on sizes; this program must serve all sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
         pure = make_fx(torch.func.functionalize(graph))(*inputs)
         for node in pure.graph.nodes:
-            # Decompositions may change the strides of a result, so that a view of it no longer exists.
+            # Decompositions may change the strides of a result, so that `view` would fail where `reshape` copies.
             if node.target is _aten.view.default:
                 node.target = _aten.reshape.default
             if node.target in _WRITTEN and 0 in _known_strides(node.args[0]):

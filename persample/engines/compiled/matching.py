@@ -1,4 +1,4 @@
-"""Trees of the form of one seen before, taken apart and put together without looking further: pytrees cost more."""
+"""Fast flattening and rebuilding, specialized to the structure of one tree: general pytree functions cost more."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Take = Callable[[Any, list[Any]], bool]
 
 
 def taker(tree: Any, leaf: Callable[[Any], Take | None]) -> Take | None:
-    """Return a function that appends the leaves of a tree to a list, and says whether it has the form of this one.
+    """Return a function that appends the leaves of another tree to a list, and returns whether its structure is equal.
 
     Args:
-        tree: tuples, lists and dicts, nested, of leaves.
-        leaf: does the same for a leaf, or returns None for what it does not know.
+        tree: nested tuples, lists and dicts.
+        leaf: from a leaf to the same kind of function, or to None if the leaf is not supported.
 
     Returns:
-        The function, or None if there is something else in the tree.
+        The function, or None if the tree contains an unsupported leaf.
     """
     kind = type(tree)
     if kind in {tuple, list}:
@@ -36,10 +36,13 @@ def taker(tree: Any, leaf: Callable[[Any], Take | None]) -> Take | None:
 
 
 def tensor(x: Any) -> Take | None:
-    """Return a taker of a tensor, or of a constant equal to this one.
+    """Return a taker that appends any tensor, or one that requires a constant equal to this one.
 
     Args:
-        x: the leaf.
+        x: a tensor or a constant.
+
+    Returns:
+        The taker, or None if the leaf is neither.
     """
     if type(x) in _TENSORS:
         return any_of(_TENSORS)
@@ -47,19 +50,19 @@ def tensor(x: Any) -> Take | None:
 
 
 def equal(x: Any) -> Take:
-    """Return a taker of nothing, that asks for an equal constant, or else for the same object.
+    """Return a taker that appends nothing and requires an equal constant, or the same object if ``x`` is no constant.
 
     Args:
         x: the leaf.
     """
     if type(x) in _CONSTANTS:
-        said = repr(x)  # nan equals itself, and -0.0 is not 0.0
+        said = repr(x)  # unlike ==, repr makes nan equal to itself, and -0.0 unequal to 0.0
         return lambda y, _: type(y) is type(x) and repr(y) == said
     return lambda y, _: y is x
 
 
 def any_of(kinds: Container[type]) -> Take:
-    """Return a taker of a leaf of some classes.
+    """Return a taker that appends the leaf and requires one of some classes.
 
     Args:
         kinds: the classes.
@@ -78,7 +81,7 @@ def _row(kind: Any, children: Sequence[Any]) -> Take:
     def take(x: Any, leaves: list[Any]) -> bool:
         if type(x) is not kind or len(x) != count:
             return False
-        for child, value in zip(children, x):  # noqa: B905, SIM110 (in a hurry)
+        for child, value in zip(children, x):  # noqa: B905, SIM110 (a plain loop is faster, and this runs in each call)
             if not child(value, leaves):
                 return False
         return True
@@ -96,7 +99,7 @@ def _dict(names: Sequence[Any], children: Sequence[Any]) -> Take:
 
 
 def maker(outline: Any) -> Callable[[Sequence[Tensor]], Any]:
-    """Return what ``unpack`` does, specialized.
+    """Return a function from tensors to the tree, as ``unpack`` builds it, specialized to one outline.
 
     Args:
         outline: a tree with slots.

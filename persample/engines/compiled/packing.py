@@ -1,4 +1,4 @@
-"""Trees of results, partial results and factors as flat lists of tensors, and back."""
+"""Conversion of results, partial results and factors to flat lists of tensors, and back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from persample.utils import trees
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor.
+    """A placeholder for a tensor of the flat list.
 
     Args:
-        index: which of the tensors.
+        index: the position in the list.
     """
 
     index: int
@@ -25,11 +25,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Made:
-    """A dataclass (a mergeable leaf, a factor) with slots for its tensors.
+    """A dataclass instance (a mergeable leaf or a factor) with slots for its tensors.
 
     Args:
         kind: the class.
-        parts: what its fields hold.
+        parts: the values of its fields.
     """
 
     kind: type
@@ -37,13 +37,13 @@ class Made:
 
 
 def pack(tree: Any) -> tuple[list[Tensor], Any]:
-    """Take the tensors out of a tree.
+    """Split a tree into its tensors and its outline.
 
     Args:
         tree: a pytree of tensors and of dataclasses that hold tensors.
 
     Returns:
-        The tensors, and the tree with slots in their places.
+        The tensors, and the tree with slots in place of the tensors.
 
     Examples:
         >>> import torch
@@ -89,10 +89,10 @@ def unpack(outline: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def drop_failed(graph: GraphModule) -> None:
-    """Drop the operations that raised while a graph was traced, whose errors the loss caught: they have no value.
+    """Remove the operations that raised during tracing and whose errors the loss caught: they have no value.
 
     Args:
-        graph: the graph; whoever changes it last recompiles it.
+        graph: the graph, which the caller must recompile.
     """
     for node in reversed(list(graph.graph.nodes)):
         if node.op == "call_function" and not node.users and "val" not in node.meta:
