@@ -1,4 +1,4 @@
-"""Where what a loss reads was found: as long as the same objects stand there, nothing was rebound."""
+"""Identity guards on the variables and attributes that a loss reads: they hold while none of them was rebound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MISSING = object()
 
 
 class Places:
-    """Variables, attributes, entries, cells and functions, and what they held."""
+    """Variables, attributes, container entries, closure cells and functions, with the objects they held."""
 
     def __init__(self) -> None:
         self._items: list[tuple[Mapping[str, Any], str, Any]] = []
@@ -25,8 +25,8 @@ class Places:
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
 
     def hold(self) -> bool:  # noqa: PLR0911 (one return for each kind of place)
-        """Return whether everything is where it was, without looking further."""
-        # Loops, for every call pays for this: seven generators for ``all`` would take three times as long.
+        """Return whether every place holds the same object as before."""
+        # Plain loops, because every call runs this: generators for ``all`` would take three times as long.
         for where, name, x in self._items:
             if where.get(name, MISSING) is not x:
                 return False
@@ -48,18 +48,18 @@ class Places:
         return all(x.dtype == copy.dtype and np.array_equal(x, copy) for x, copy in self._arrays)
 
     def item(self, where: Mapping[str, Any], name: str) -> Any:
-        """Return a variable or attribute, ``MISSING`` if there is none, and keep an eye on it.
+        """Return a variable or attribute, ``MISSING`` if there is none, and guard it.
 
         Args:
             where: the namespace.
-            name: its name.
+            name: the name in the namespace.
         """
         value = where.get(name, MISSING)
         self._items.append((where, name, value))
         return value
 
     def slot(self, x: Any, name: str) -> Any:
-        """Return an attribute of an object without a namespace.
+        """Return an attribute of an object without ``__dict__``, ``MISSING`` if there is none, and guard it.
 
         Args:
             x: the object.
@@ -70,7 +70,7 @@ class Places:
         return value
 
     def cell(self, cell: CellType) -> Any:
-        """Return what a cell of a closure holds.
+        """Return the content of a closure cell, and guard it.
 
         Args:
             cell: the cell.
@@ -79,7 +79,7 @@ class Places:
         return content(cell)
 
     def function(self, x: FunctionType) -> None:
-        """Keep an eye on the code and the defaults of a function.
+        """Guard the code and the defaults of a function.
 
         Args:
             x: the function.
@@ -87,7 +87,7 @@ class Places:
         self._functions.append((x, x.__code__, x.__defaults__, x.__kwdefaults__))
 
     def entries(self, x: Any) -> None:
-        """Keep an eye on the entries of a container.
+        """Guard the entries of a container.
 
         Args:
             x: a dict, list, deque or set.
@@ -98,7 +98,7 @@ class Places:
             self._rows.append((x, list(x)))
 
     def array(self, x: np.ndarray[Any, Any]) -> None:
-        """Keep an eye on the values of an array.
+        """Guard the values of an array.
 
         Args:
             x: the array.
@@ -107,7 +107,7 @@ class Places:
 
 
 def content(cell: CellType) -> Any:
-    """Return what a cell of a closure holds, ``MISSING`` if nothing was assigned yet.
+    """Return the content of a closure cell, ``MISSING`` if nothing was assigned yet.
 
     Args:
         cell: the cell.

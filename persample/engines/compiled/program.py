@@ -1,4 +1,4 @@
-"""A compiled program: what it was traced from, and how it is called."""
+"""A compiled program: its inputs, its outputs, and the conditions under which it may be used again."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class DoubtfulError(ArithmeticError):
-    """Raised by a program for numbers so large or small that it was not made for them."""
+    """Raised by a program whose results are invalid: an index is out of range, or a number is too large or small."""
 
 
 @dataclass
 class Program:
-    """Compiled code with what surrounds it.
+    """Compiled code, with its closed-over inputs and the conditions of its use.
 
     Args:
-        run: the code.
-        captured: the tensors behind its last inputs: numbers of those that were read, or tensors held as they are.
-        values: of tensors that were read, the values that the code relies on.
-        outline: what makes the result of the outputs.
-        noted: whether the last output tells that the others do not count.
-        fits: whether the sizes of a call are among those it was made for.
+        run: the compiled code.
+        captured: the closed-over tensors, which are its last inputs: an index into ``Reads.tensors``, or a constant.
+        values: the values of closed-over tensors that the code relies on.
+        outline: the tree of the result, with slots for the outputs.
+        noted: whether the last output is a flag that invalidates the others.
+        fits: from a task and its formats to whether the program serves their sizes.
     """
 
     run: Run
@@ -47,18 +47,18 @@ class Program:
     _shared: list[int] | None = field(default=None)
 
     def holds(self, reads: Reads) -> bool:
-        """Return whether the values that it relies on are what they were.
+        """Return whether the values that the code relies on are unchanged.
 
         Args:
-            reads: what the loss reads now.
+            reads: the objects that the loss reads now.
         """
         return not self.values or all(repr(_found(x, reads).tolist()) == repr(value) for x, value in self.values)
 
     def inputs(self, reads: Reads) -> list[Tensor]:
-        """Return its last inputs.
+        """Return the closed-over tensors, which are the program's last inputs.
 
         Args:
-            reads: what the loss reads now.
+            reads: the objects that the loss reads now.
         """
         return [_found(x, reads) for x in self.captured]
 
@@ -77,10 +77,10 @@ class Program:
             tensors: all inputs.
 
         Returns:
-            The tensors of the result, none of which shares memory with an input or with another.
+            The tensors of the result. None of them shares memory with an input or with another one.
 
         Raises:
-            DoubtfulError: if the numbers are too large or too small for it.
+            DoubtfulError: if the code's flag says that its outputs are invalid.
         """
         given = None if self._shared is not None else [memory(x) for x in tensors]
         outputs = list(self.run(tensors))
@@ -97,8 +97,8 @@ def static(task: Task, reads: Reads) -> Program:
     """Return a program for the sizes of one task.
 
     Args:
-        task: what to compute.
-        reads: what its loss reads.
+        task: the task.
+        reads: the objects that its loss reads.
     """
     formats = [Format.of(x) for x in task.tensors]
     traced = trace(task, lambda: [f.empty() for f in formats])
@@ -113,12 +113,12 @@ def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
     """Return a program for all values of some sizes.
 
     Args:
-        task: what to compute.
-        reads: what its loss reads.
-        varying: which sizes vary.
+        task: the task.
+        reads: the objects that its loss reads.
+        varying: the sizes that vary.
 
     Returns:
-        The program, or None where no one graph serves all sizes.
+        The program, or None if no single graph serves all sizes.
     """
     family = Sizes.of(task, varying)
     if family is None:
@@ -163,7 +163,7 @@ def _symbol(env: ShapeEnv, number: int, hint: int) -> Any:
 
 
 def _allows(env: ShapeEnv, sizes: Sequence[int]) -> bool:
-    """Return whether what the compiler took for granted about the sizes holds for some."""
+    """Return whether sizes satisfy the guards that the compiler placed on its symbolic sizes."""
     if min(sizes) < 2 or env.replacements:
         return False
     values = dict(zip(env.backed_var_to_val, sizes, strict=False))
@@ -172,7 +172,7 @@ def _allows(env: ShapeEnv, sizes: Sequence[int]) -> bool:
 
 
 def _sharing(outputs: Sequence[Tensor], taken: Sequence[int]) -> list[int]:
-    """Return which outputs share memory with an input, or with an output before them."""
+    """Return the positions of outputs that share memory with an input or with an earlier output."""
     seen, shared = set(taken), []
     for place, x in enumerate(outputs):
         if x.numel() and memory(x) in seen:

@@ -1,9 +1,9 @@
-"""What a loss reads beside its arguments: facts that a compiled program was made for, and tensors that stay live.
+"""The objects that a loss reads beside its arguments: facts that key a compiled program, and tensors that stay live.
 
-Watched are, from the loss and the reductions on: code, defaults, closure cells, the global variables that the code
-names, attributes (of modules and of objects of libraries all, of other objects those that the code names), the entries
-of containers, NumPy arrays by value, and what is reached from any of these. Code and global variables of installed
-packages are taken as constant.
+The walk starts at the loss, the modules and the reductions, and follows everything reachable: code, defaults, closure
+cells, the global variables that the code names, entries of containers, NumPy arrays by value, and attributes. Of
+modules and library objects it follows all attributes; of other objects, those that the code names. Code and global
+variables of installed packages count as constant.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Held:
 
 
 class Reads:
-    """What was read.
+    """The objects that a loss reads: facts about them, the tensors among them, and guards on their places.
 
     Args:
-        known: attribute names that code was found to use before.
+        known: attribute names that the reachable code uses, as far as an earlier walk found them.
     """
 
     def __init__(self, known: frozenset[str] = frozenset()) -> None:
@@ -74,24 +74,24 @@ class Reads:
         self.known = known
         self.used = known
         self._facts: list[tuple[str, Hashable]] = []
-        self._seen: dict[int, tuple[int, Any]] = {}  # the objects too, so that no id is used again
+        self._seen: dict[int, tuple[int, Any]] = {}  # by id; the objects stay alive, so that no id is reused
 
     @property
     def facts(self) -> Facts:
-        """Everything but the values of tensors, to compare and hash."""
+        """Everything but the values of tensors, as a key."""
         return tuple(self._facts)
 
     def visit(self, path: str, x: Any) -> None:
-        """Note an object and all that is reached from it.
+        """Record an object and every object reachable from it.
 
         Args:
-            path: how it was reached, for messages.
+            path: the path from the loss to the object, for messages.
             x: the object.
         """
         if isinstance(x, _CONSTANTS) and not isinstance(x, enum.Enum):
             self._note(path, (type(x), x))
         elif isinstance(x, float | complex | slice):
-            self._note(path, (type(x), repr(x)))  # so that nan equals itself, and -0.0 is not 0.0
+            self._note(path, (type(x), repr(x)))  # unlike ==, repr makes nan equal to itself, and -0.0 unequal to 0.0
         elif id(x) in self._seen:
             self._note(path, ("again", self._seen[id(x)][0]))
         else:
@@ -188,7 +188,7 @@ class Reads:
     def _class(self, path: str, x: type) -> None:
         self._note(path, Held(x))
         if not is_library(x):
-            # Python calls methods such as __mul__ and __get__, and nn.Module calls forward, without their being named.
+            # No code names methods such as __mul__, which Python calls, or forward, which nn.Module calls.
             special = [name for name, f in vars(x).items() if name.startswith("__") and isinstance(f, FunctionType)]
             self._named(path, vars(x), "forward", *special)
             for base in x.__mro__[1:]:
@@ -228,7 +228,7 @@ class Reads:
     def _used_attributes(self, path: str, x: Any, own: dict[str, Any]) -> None:
         is_module = isinstance(x, nn.Module)
         for name in sorted(self.known | _OF_MODULES if is_module else self.known):
-            # An attribute that only the class has so far may get an instance's own value.
+            # An attribute of the class may later be shadowed by one of the instance.
             if name in own or hasattr(type(x), name):
                 self._item(f"{path}.{name}", own, name)
         for name in sorted(name for name in own if is_module and name.endswith("_hooks")):
@@ -236,13 +236,13 @@ class Reads:
 
 
 def reads(roots: Mapping[str, Any]) -> Reads:
-    """Return what some objects read, by name.
+    """Return all objects that are reachable from some root objects.
 
     Args:
-        roots: the objects.
+        roots: the root objects by name.
 
     Raises:
-        LossError: if it is more than can be watched.
+        LossError: if there are too many to watch.
     """
     found = Reads()
     while True:
@@ -250,7 +250,7 @@ def reads(roots: Mapping[str, Any]) -> Reads:
             found.visit(name, root)
         if found.used == found.known:
             return found
-        found = Reads(found.used)  # once more, with the attributes that the code turned out to use
+        found = Reads(found.used)  # walk again: the code found in this walk uses more attributes
 
 
 def _slots(kind: type) -> list[str]:

@@ -1,4 +1,4 @@
-"""Calls like one before: the program is run at once, after the few comparisons that show that it is the right one."""
+"""The fast path for repeated calls: a few comparisons show that an earlier call's program serves this one, too."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ on_clear(_calls.clear)
 
 @dataclass
 class Match:
-    """What a call must be like.
+    """The conditions under which a call may run an earlier call's program.
 
     Args:
-        options: the arguments that are compared as they are.
-        takes: take params apart (a module must be the same one), batch, reduce (comparing what is fixed), and out.
+        options: the arguments that are compared by equality.
+        takes: flatten params, batch, reduce and out, and compare their structure; a module must be the same object, and
+            the fixed fields of reductions must be equal.
         fixed: the parameters of a module.
-        numbers: numbers and tensors in the reductions, and what was made of them.
+        numbers: the numbers and tensors in the reductions, each with the input made of it.
         captured: the program's last inputs.
-        guards: what torch checks of the inputs: dtypes, shapes, strides, devices.
-        read: all tensors that the loss reads, if only their shape, each once.
-        read_guards: the same of these; apart, for an input may be among them, and guards take none twice.
-        kind: of the inputs' device.
-        settings: those of torch.
+        guards: torch's guards on the inputs: dtypes, shapes, strides, devices.
+        read: all tensors that the loss reads, even if only their shape; each once.
+        read_guards: torch's guards on ``read``. They are separate, because a tensor may be in both lists and one guard
+            object takes no tensor twice.
+        kind: the type of the inputs' device.
+        settings: the settings of torch that the program depends on.
     """
 
     options: tuple[Any, ...]
@@ -60,13 +62,13 @@ class Match:
     settings: Any
 
     def inputs(self, params: Any, batch: Any, reduce: Any, options: Any, out: Any) -> list[Tensor] | None:
-        """Return the program's inputs, or None if the call is another one.
+        """Return the program's inputs, or None if the call does not match.
 
         Args:
             params: as in ``per_sample_grads``.
-            batch: the same.
-            reduce: the same.
-            options: the arguments that are compared as they are.
+            batch: as in ``per_sample_grads``.
+            reduce: as in ``per_sample_grads``.
+            options: the arguments that are compared by equality.
             out: as in ``per_sample_grads``.
         """
         tensors, numbers = [*self.fixed], list[Any]()
@@ -77,7 +79,7 @@ class Match:
             return None
         if not take_reduce(reduce, numbers):
             return None
-        for number, (value, made) in zip(numbers, self.numbers):  # noqa: B905 (as many, and in a hurry)
+        for number, (value, made) in zip(numbers, self.numbers):  # noqa: B905 (equally long; strict costs time)
             known = number is value and not isinstance(value, Tensor)
             tensors.append(made if known else as_input(number, made.device))
         if out is not None and not is_apart(out, [*tensors, *self.captured]):
@@ -91,13 +93,13 @@ class Match:
 
 @dataclass
 class Recalled:
-    """A call that may come again.
+    """A call whose program later calls may run.
 
     Args:
-        program: its program.
-        reads: what its loss reads.
-        match: what the call must be like.
-        result: makes the result of the program's outputs.
+        program: the program.
+        reads: the objects that the loss reads.
+        match: the conditions on a later call.
+        result: from the program's outputs to the result of the call.
     """
 
     program: Program
@@ -106,7 +108,7 @@ class Recalled:
     result: Callable[[Sequence[Tensor]], Any]
 
     def __call__(self, *call: Any) -> Any:
-        """Return the result of a call, or None if it is not like this one.
+        """Return the result of a call, or None if it does not match this one.
 
         Args:
             *call: params, batch, reduce, options and out, as for ``recall``.
@@ -115,8 +117,8 @@ class Recalled:
         if tensors is None or not self.reads.places.hold() or not self.program.holds(self.reads):
             return None
         recording = torch.is_grad_enabled()
-        try:  # no signal comes between a statement of ``try`` or ``finally`` and one call of C that it starts with
-            set_grad_enabled(False)  # as no_grad does, without a context
+        try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
+            set_grad_enabled(False)  # faster than the context no_grad
             results = self.program.outputs(tensors)
             return self.result(results) if call[-1] is None else call[-1]
         except DoubtfulError:
@@ -126,30 +128,30 @@ class Recalled:
 
 
 def recall(loss_fn: Any, *call: Any) -> Any:
-    """Return the result of a call like one before, or None if it is not known to be one.
+    """Return the result of a call by the program of an earlier one, or None if no earlier call matches.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
-        *call: params, batch, reduce, the options that are compared as they are, and out.
+        *call: params, batch, reduce, the options that are compared by equality, and out.
     """
     try:
         known = _calls.get(_name(loss_fn), ())
     except TypeError:  # not hashable
         return None
     for remembered in known:
-        result = remembered(*call)  # no result is None: there is always something asked for
+        result = remembered(*call)  # None means no match, because no call's result is None
         if result is not None:
             return result
     return None
 
 
 def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) -> None:
-    """Remember a call, if the next one like it can be told by a few comparisons.
+    """Remember a call, if a few comparisons can recognize the next one like it.
 
     Args:
-        task: what was computed.
-        program: by which program.
-        reads: what its loss reads.
+        task: the task of the call.
+        program: the program that computed it.
+        reads: the objects that its loss reads.
         call: loss_fn, params, batch, reduce, options and out, as for ``recall``.
     """
     loss_fn, params, batch, reduce, options, out = call
@@ -182,7 +184,7 @@ def remember(task: Task, program: Program, reads: Reads, call: tuple[Any, ...]) 
 
 
 def _reduction(x: Any) -> Take | None:
-    """Return a taker of the live fields of a reduction of the same class, and equal in what else it says."""
+    """Return a taker that appends the live fields of a reduction, and requires equal class and other fields."""
     if not isinstance(x, Reduction):
         return equal(x)
     kind, live = type(x), x.live
@@ -202,7 +204,7 @@ def _reduction(x: Any) -> Take | None:
 
 
 def _name(loss_fn: Any) -> Any:
-    """Return what calls of a loss are found by: itself, whatever it says it equals; a method is made anew each time."""
+    """Return the key of a loss: functions and methods by equality (each access makes a new method), others by identity."""
     return loss_fn if isinstance(loss_fn, FunctionType | MethodType) else Held(loss_fn)
 
 
@@ -215,11 +217,11 @@ def _guards(tensors: Sequence[Tensor]) -> Any:
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are the same to a program."""
+    """Return whether two tensors have the same memory and format."""
     return x.data_ptr() == y.data_ptr() and Format.of(x) == Format.of(y)
 
 
 def _is_plain() -> bool:
-    """Return whether nothing is around that a program would have to be run differently for."""
+    """Return whether no transform, inference mode or autocast surrounds the call."""
     inside = peek_interpreter_stack() is not None or torch.is_inference_mode_enabled() or torch.is_autocast_enabled()
     return not inside and not torch.is_autocast_enabled("cpu")
