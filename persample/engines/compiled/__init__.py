@@ -1,4 +1,4 @@
-"""The compiled engine."""
+"""``engine="compiled"``: the pipeline traced to one flat graph, compiled by Inductor, cached, and called again."""
 
 from persample.engines.compiled.cache import clear_cache
 from persample.engines.compiled.engine import compiled

@@ -75,7 +75,7 @@ def clear_cache() -> None:
     """Forget all compiled programs, and the losses and modules that they keep alive.
 
     The cache holds the programs of the 64 latest losses, 16 programs each, and no batches. The objects that a loss
-    closes over live as long as its program. Inductor's cache on disk stays, so compiling the same program again is fast.
+    closes over live as long as its program. Inductor's cache on disk stays, so the same program compiles fast again.
 
     Examples:
         >>> from persample import clear_cache

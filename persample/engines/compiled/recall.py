@@ -204,7 +204,7 @@ def _reduction(x: Any) -> Take | None:
 
 
 def _name(loss_fn: Any) -> Any:
-    """Return the key of a loss: functions and methods by equality (each access makes a new method), others by identity."""
+    """Return the key of a loss: a function or method by equality (each access makes a new method), else by identity."""
     return loss_fn if isinstance(loss_fn, FunctionType | MethodType) else Held(loss_fn)
 
 

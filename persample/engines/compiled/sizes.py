@@ -1,6 +1,6 @@
-"""One program for many sizes: traced at a few, with every number that depends on them found by comparing the graphs.
+"""One program for many sizes: the task is traced at a few sizes, and comparing the graphs finds what depends on them.
 
-Torch's own symbolic shapes are frozen by most batching rules of torch.func; traces at different sizes are not.
+Most batching rules of torch.func turn torch's own symbolic shapes into constants, so these cannot be used.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from persample.engines.compiled.unify import unified
 from persample.factors import cost_model
 from persample.utils import trees
 
-# Primes, so that no other size is likely to be a multiple; as many pairs as sizes may vary independently.
+# One tuple per size that may vary independently. Primes, because other sizes are unlikely to be multiples of them.
 _SIZES = ((1009, 1013, 1019), (1511, 1523, 1531))
 
 
 @dataclass(frozen=True)
 class Varying:
-    """Which sizes of which inputs vary, those that vary alike as one.
+    """The sizes that vary from call to call; sizes that are equal in every call count as one.
 
     Args:
-        symbols: for each independent size the places (input, axis) where it stands.
+        symbols: for each independent size, all places (input, axis) that have it.
     """
 
     symbols: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
     def between(cls, one: Sequence[Format], other: Sequence[Format]) -> Varying | None:
-        """Return what varies between two calls, or None if that is too much, or nothing.
+        """Return the sizes that differ between two calls, or None if none do, or too many for one program.
 
         Args:
             one: the formats of the inputs of one call.
-            other: those of another.
+            other: the formats of the inputs of another call.
         """
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for place, (a, b) in enumerate(zip(one, other, strict=True)):
@@ -55,11 +55,11 @@ class Varying:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """One place of each size."""
+        """The first place of each size."""
         return [places[0] for places in self.symbols]
 
     def is_batch_only(self, task: Task) -> bool:
-        """Return whether all that varies is the number of samples, which the loss does not see.
+        """Return whether only the batch size varies, which the loss does not see.
 
         Args:
             task: the task whose inputs vary.
@@ -68,27 +68,27 @@ class Varying:
         return all(axis == 0 and batched[place] for places in self.symbols for place, axis in places)
 
     def of(self, formats: Sequence[Format]) -> tuple[int, ...] | None:
-        """Return the sizes in a call, or None if those that should be alike are not.
+        """Return the sizes in a call, or None if places of the same size differ.
 
         Args:
-            formats: of its inputs.
+            formats: the formats of the inputs of the call.
         """
         found = [{formats[place].shape[axis] for place, axis in places} for places in self.symbols]
         return tuple(sizes.pop() for sizes in found) if all(len(sizes) == 1 for sizes in found) else None
 
     def fixed(self, formats: Sequence[Format]) -> list[tuple[Any, ...]]:
-        """Return what must be equal in all calls.
+        """Return the shapes and strides that must be equal in all calls, with -1 for the sizes that vary.
 
         Args:
-            formats: of the inputs of a call.
+            formats: the formats of the inputs of a call.
         """
         return self.forms(formats, [-1] * len(self.symbols))
 
     def forms(self, formats: Sequence[Format], sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return shape and strides of the inputs at other sizes.
+        """Return the shape and strides of every input at other sizes.
 
         Args:
-            formats: of the inputs of a call.
+            formats: the formats of the inputs of a call.
             sizes: one for each independent size.
         """
         shapes = [list(f.shape) for f in formats]
@@ -100,7 +100,7 @@ class Varying:
         return [(tuple(shape), contiguous(shape) if n in moved else f.stride) for n, (f, shape) in pairs]
 
     def points(self) -> list[tuple[int, ...]]:
-        """Return at which sizes to trace: the corners that a formula is found from, and one more to check it."""
+        """Return the sizes to trace at: the corners that determine a formula, and one more point to check it."""
         used = _SIZES[: len(self.symbols)]
         return [*itertools.product(*(sizes[:2] for sizes in used)), tuple(sizes[2] for sizes in used)]
 
@@ -110,12 +110,12 @@ class Sizes:
     """A task as one graph for many sizes.
 
     Args:
-        varying: what varies.
-        formats: of the inputs, at some sizes.
-        traces: one at each of ``varying.points()``.
+        varying: the sizes that vary.
+        formats: the formats of the inputs in one call.
+        traces: one trace at each of ``varying.points()``.
         graph: the graph for all sizes.
-        written: how many numbers it writes out at a time, at the last of the points.
-        checked: sizes that the graph is known to hold for, where the loss itself sees them and may branch on them.
+        written: the largest number of gradient elements that the graph writes out at a time, at the last point.
+        checked: sizes for which a trace confirmed the graph, where the loss sees the sizes and may branch on them.
     """
 
     varying: Varying
@@ -127,11 +127,11 @@ class Sizes:
 
     @classmethod
     def of(cls, task: Task, varying: Varying) -> Sizes | None:
-        """Return the graph of a task for all sizes, or None where there is no one graph.
+        """Return the graph of a task for all sizes, or None if no single graph serves them.
 
         Args:
-            task: what to compute.
-            varying: which sizes vary.
+            task: the task.
+            varying: the sizes that vary.
         """
         formats, points = [Format.of(x) for x in task.tensors], varying.points()
         traces = [trace(task, partial(_at, formats, varying, point), any_size=True) for point in points]
@@ -142,11 +142,11 @@ class Sizes:
 
     @property
     def traced(self) -> Traced:
-        """One of the traces: but for sizes they are alike."""
+        """The first trace; the others differ from it in sizes only."""
         return self.traces[0]
 
     def inputs(self, sizes: Sequence[Any]) -> list[Tensor]:
-        """Return tensors like the inputs at some sizes.
+        """Return uninitialized tensors in the format of the inputs at some sizes.
 
         Args:
             sizes: one for each independent size.
@@ -154,19 +154,19 @@ class Sizes:
         return _at(self.formats, self.varying, sizes)
 
     def sizes(self, formats: Sequence[Format]) -> tuple[int, ...] | None:
-        """Return the sizes in a call, or None if it is not one of these.
+        """Return the sizes in a call, or None if the call differs in more than these sizes.
 
         Args:
-            formats: of the inputs of the call.
+            formats: the formats of the inputs of the call.
         """
         alike = self.varying.fixed(formats) == self.varying.fixed(self.formats)
         return self.varying.of(formats) if alike else None
 
     def holds(self, task: Task, sizes: tuple[int, ...]) -> bool:
-        """Return whether the graph is that of a task at some sizes.
+        """Return whether the graph computes a task at some sizes.
 
         Args:
-            task: a task of these.
+            task: a task that differs from the traced one in these sizes only.
             sizes: one for each independent size.
         """
         points = self.varying.points()
@@ -191,7 +191,7 @@ def _at(formats: Sequence[Format], varying: Varying, sizes: Sequence[Any]) -> li
 
 
 def _is_alike(one: Traced, other: Traced) -> bool:
-    """Return whether two traces differ in nothing but their graphs; constants made on the way have equal values."""
+    """Return whether two traces agree in all but their graphs; constants that tracing made are compared by value."""
     facts = [(trees.flatten(x.outline), x.noted, [(id(y), value) for y, value in x.values]) for x in (one, other)]
     pairs = list(zip(one.captured, other.captured, strict=False))
     same = len(one.captured) == len(other.captured) and all(x is y or _is_equal(x, y) for x, y in pairs)

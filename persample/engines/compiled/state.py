@@ -1,4 +1,4 @@
-"""Settings of torch that decide what a program computes."""
+"""The settings of torch that a compiled program depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def settings(kind: str) -> tuple[Hashable, ...]:
     """Return the settings that a compiled program depends on: dtypes, devices, autocast, threads, precision, hooks.
 
     Args:
-        kind: of device on which the parameters are, "cpu" for example.
+        kind: the type of the parameters' device, such as "cpu".
     """
     autocast = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
     return (

@@ -1,4 +1,4 @@
-"""What a program computes, as a function of one flat list of tensors."""
+"""The computation that is compiled: one chunk of a call, as a function of one flat list of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from persample.utils import trees
 
 
 class UnfinishedError(Exception):
-    """The last step of a reduction, which can be done by itself, failed."""
+    """Raised if the ``finish`` of a reduction failed; the engine can run that step eagerly."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Task:
     """One chunk of one call.
 
     Args:
-        reductions: what is asked of the gradients.
+        reductions: the reductions of the call.
         call: the chunk, not empty.
-        finishes: compute the results themselves, not only what chunks are merged from.
-        container: what the results are returned in.
-        out: a previous result that they are written into, all of it apart from the inputs; None for fresh memory.
+        finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
+        container: the structure of the container that results are returned in.
+        out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
     """
 
     reductions: Reductions
@@ -44,19 +44,19 @@ class Task:
 
     @property
     def read(self) -> list[Tensor]:
-        """What the program reads."""
+        """The tensors that the program reads."""
         leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
         weights = [] if self.call.weights is None else [self.call.weights]
         return [*self.call.params, *leaves, *weights, *self._live[0]]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the program is called with: what it reads, then what it writes."""
+        """The inputs of the program: the tensors that it reads, then those that it writes."""
         return [*self.read, *self._written]
 
     @property
     def batched(self) -> list[bool]:
-        """Which of the tensors hold one row per sample, on axis 0."""
+        """For each of the tensors, whether it holds one row per sample, on axis 0."""
         leaves = zip(self.call.leaves, self.call.leaves_batched, strict=True)
         split = [*self.call.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
         weights = [] if self.call.weights is None else [True]
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the program was made for beside the formats of its tensors, by name."""
+        """The objects, by name, that the program depends on in addition to the formats of its tensors."""
         loss = self.call.loss
         wanted = {
             f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.reductions.reductions)
@@ -85,7 +85,7 @@ class Task:
 
     @property
     def structure(self) -> Hashable:
-        """How the tensors are arranged."""
+        """The tree structures and options that say what each tensor is for, as a key."""
         call, loss = self.call, self.call.loss
         return (
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
@@ -95,13 +95,13 @@ class Task:
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Compute with other tensors.
+        """Run the pipeline on other tensors.
 
         Args:
             tensors: like ``self.tensors``, perhaps of other sizes.
 
         Returns:
-            The finished results, or None if they are in ``out``, or what ``lift`` returns.
+            The mergeable leaves unless ``self.finishes``; else the results, or None if they were written into ``out``.
         """
         given, (live, structure) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
@@ -132,10 +132,10 @@ def _finished(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
 
 
 def full_size(size: int) -> int:
-    """Return the least power of two that so many samples fit into.
+    """Return the least power of two that is not less than a number of samples.
 
     Args:
-        size: at least 1.
+        size: the number of samples, at least 1.
 
     Examples:
         >>> full_size(5), full_size(8)
@@ -145,10 +145,10 @@ def full_size(size: int) -> int:
 
 
 def filled_up(call: Call) -> Call:
-    """Return more samples, the last one repeated with weight 0 until their number is a power of two.
+    """Return a call padded to a power of two samples, by copies of its last sample with weight 0.
 
     Args:
-        call: at least one sample.
+        call: a call of at least one sample.
     """
     size = call.size
     full = full_size(size)
@@ -168,7 +168,7 @@ def as_input(x: Any, device: torch.device) -> Tensor:
 
     Args:
         x: the number or tensor.
-        device: where the parameters are.
+        device: the device of the parameters.
     """
     if isinstance(x, Tensor):
         return x.detach().to(device)
@@ -185,7 +185,7 @@ def live_fields(reduction: Reduction) -> dict[str, Any]:
 
 
 def fixed_fields(reduction: Reduction) -> tuple[Any, ...]:
-    """Return a reduction's class and what else of it a program is made for.
+    """Return the parts of a reduction that a program depends on: its class, and the fields that are not live.
 
     Args:
         reduction: the reduction.
@@ -195,7 +195,7 @@ def fixed_fields(reduction: Reduction) -> tuple[Any, ...]:
 
 
 def _changed(reduction: Reduction, fields: dict[str, Any]) -> Reduction:
-    changed = copy.copy(reduction)  # not made anew: fields were checked, and tensors that are traced cannot be
+    changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     for name, value in fields.items():
         object.__setattr__(changed, name, value)
     return changed

@@ -1,4 +1,4 @@
-"""From a function of tensors to one flat graph of aten operations."""
+"""Tracing: a function of tensors becomes one flat graph of aten operations."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from persample.utils.tracing import Trace, untraced
 
 
 class TraceError(Exception):
-    """What a loss does cannot be traced: it depends on values, or torch has no rule for it."""
+    """Raised for a loss that cannot be traced: it depends on values, or torch has no rule for an operation."""
 
 
 class Format(NamedTuple):
-    """What a program must know of a tensor that it is given.
+    """The properties of an input tensor that a program depends on.
 
     Attributes:
-        shape: its sizes.
-        stride: its strides.
-        dtype: its dtype.
-        device: where it is.
+        shape: the sizes.
+        stride: the strides.
+        dtype: the dtype.
+        device: the device.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Format(NamedTuple):
         return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
 
     def empty(self, shape: Sequence[Any] | None = None, stride: Sequence[Any] | None = None) -> Tensor:
-        """Return a tensor of this format, or of another size, that holds anything."""
+        """Return an uninitialized tensor of this format, or of another shape."""
         sizes, steps = shape or self.shape, stride or self.stride
         return torch.empty_strided(sizes, steps, dtype=self.dtype, device=self.device)
 
@@ -60,12 +60,13 @@ class Traced:
     """A function as a graph.
 
     Args:
-        graph: from the inputs, then the captured tensors, to the tensors of the result, then whether it counts not.
-        captured: tensors that the function took from elsewhere.
-        values: numbers that it read from such tensors, and relied on.
-        outline: what makes the result of its tensors.
-        noted: whether the last output tells of exceptional cases, in which the others do not count.
-        written: how many numbers it writes out at a time, if it is for any number of samples.
+        graph: from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that
+            invalidates the outputs.
+        captured: the tensors that the function closed over.
+        values: pairs of such a tensor and its values, which the function read and branched on.
+        outline: the tree of the result, with slots for its tensors.
+        noted: whether the last output is the flag.
+        written: the largest number of gradient elements written out at a time, for graphs of any batch size.
     """
 
     graph: GraphModule
@@ -77,10 +78,10 @@ class Traced:
 
 
 class _Values(TorchDispatchMode):
-    """Lets values of tensors be read that are not traced: those that the loss closed over.
+    """Reads and records the values of real tensors, which the loss closed over.
 
-    And gives zeros memory, which torch's tangents and gradients do without: operations on such end in fake tensors that
-    are none, or in the process.
+    It also replaces torch's zero tensors, which have no memory, by ordinary zeros: operations on zero tensors return
+    broken fake tensors, or end the process.
     """
 
     def __init__(self) -> None:
@@ -88,16 +89,16 @@ class _Values(TorchDispatchMode):
         self.read: list[tuple[Tensor, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Read a value, or let the operation be.
+        """Read a value, or run the operation unchanged.
 
         Args:
             func: an operation of aten.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            types: the tensor subclasses among the arguments.
+            args: the arguments of the operation.
+            kwargs: the keyword arguments of the operation.
 
         Returns:
-            What the operation returns.
+            The result of the operation.
         """
         if func is aten_efficientzerotensor:
             return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
@@ -110,10 +111,10 @@ class _Values(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """Notes the same of ``tolist``, which is no operation.
+    """Records the values that ``tolist`` reads: it is no operation of aten, so ``_Values`` does not see it.
 
     Args:
-        read: where to.
+        read: the list that pairs of tensor and values are appended to.
     """
 
     def __init__(self, read: list[tuple[Tensor, Any]]) -> None:
@@ -125,12 +126,12 @@ class _Lists(TorchFunctionMode):
 
         Args:
             func: the function.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            types: the tensor subclasses among the arguments.
+            args: the arguments of the function.
+            kwargs: the keyword arguments of the function.
 
         Returns:
-            What the function returns.
+            The result of the function.
         """
         result = func(*args, **(kwargs or {}))
         if func is Tensor.tolist:
@@ -144,17 +145,18 @@ def trace(
     """Trace a function.
 
     Args:
-        function: from tensors to a tree of tensors and of dataclasses that hold some.
-        inputs: makes tensors of the formats that the function will be called with, in whose place fake ones are traced.
-        any_size: whether the graph will be one for any number of samples.
+        function: from tensors to a tree of tensors and of dataclasses that hold tensors.
+        inputs: makes tensors of the formats that the function will be called with. It is called in the trace's fake
+            tensor mode, so the tensors are fake.
+        any_size: whether the graph will serve any number of samples.
 
     Returns:
-        Its graph.
+        The graph of the function.
 
     Raises:
-        TraceError: if torch refuses to trace what it does.
+        TraceError: if torch cannot trace the function.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # it takes half a second to import
+    from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 
     outline, noted, values, handled = None, False, _Values(), handled_error()
     state = Trace(any_size)
@@ -168,10 +170,10 @@ def trace(
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
             if not noted:
                 return results
-            device = exceptions[0].device  # an index may lie elsewhere than its table
+            device = exceptions[0].device  # an index may be on another device than its table
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
-    # Views written into are replayed: by strides, as autograd writes them otherwise, they cannot be made functional.
+    # Autograd would update written views by as_strided, which functionalization rejects: it must replay the views.
     with state.fake_tensors(), force_original_view_tracking(True):
         try:
             graph = make_fx(flat)(*inputs())
@@ -184,7 +186,7 @@ def trace(
 
 
 def said(error: Exception) -> str:
-    """Return the first line of what an error says, as text: its traceback would keep the batch alive.
+    """Return an error's class and the first line of its message, as text: its traceback would keep the batch alive.
 
     Args:
         error: the error.
@@ -193,7 +195,7 @@ def said(error: Exception) -> str:
 
 
 def _lifted(graph: GraphModule) -> list[Tensor]:
-    """Return the tensors that a graph holds, and make them its last inputs."""
+    """Turn the constant tensors of a graph into its last inputs, and return them."""
     nodes = {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     inputs: dict[int, tuple[Any, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Graphs of one function traced at different sizes, merged into one for all sizes."""
+"""Merging of graphs that were traced at different sizes into one graph for all sizes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from persample.utils import trees
 def unified(
     graphs: Sequence[GraphModule], points: Sequence[Sequence[int]], places: Sequence[tuple[int, int]]
 ) -> GraphModule | None:
-    """Return the graph for all sizes, or None if the graphs differ in more than numbers that follow from the sizes.
+    """Return the graph for all sizes, or None if the graphs differ in more than integers that depend on the sizes.
 
     Args:
-        graphs: one traced at each point.
-        points: sizes: the corners of a box, from which formulas a + bX + cY + dXY are found, then others to check them.
-        places: for each size an (input, axis) where it stands.
+        graphs: one graph per point.
+        points: the sizes of each trace. The corners of a box come first and determine formulas a + bX + cY + dXY; the
+            other points check these.
+        places: for each size, an (input, axis) that has it.
     """
     rows = list(zip(*(graph.graph.nodes for graph in graphs), strict=False))
     if len({len(graph.graph.nodes) for graph in graphs}) > 1:
@@ -48,12 +49,12 @@ def unified(
 
 
 class _Formulas:
-    """Numbers that follow from the sizes, as nodes of a graph.
+    """Integers that are formulas of the sizes, as nodes of a graph.
 
     Args:
-        graph: where to.
+        graph: the graph that the nodes are added to.
         sizes: the nodes of the sizes.
-        points: at which sizes the numbers are known.
+        points: the sizes at which the integers are known.
     """
 
     def __init__(self, graph: Graph, sizes: Sequence[Node], points: Sequence[Sequence[int]]) -> None:
@@ -61,7 +62,7 @@ class _Formulas:
         self._corners = list(itertools.product((0, 1), repeat=len(sizes)))
 
     def __call__(self, values: Sequence[int]) -> Node | None:
-        """Return the node of the number that has these values at the points, or None if no simple formula fits."""
+        """Return the node of the integer that has these values at the points, or None if no formula fits."""
         terms = self._terms(values)
         if terms is None:
             return None
@@ -78,7 +79,10 @@ class _Formulas:
         return total
 
     def _terms(self, values: Sequence[int]) -> list[tuple[tuple[int, ...], int]] | None:
-        """Return the factors of 1, X, Y and XY, by which of the sizes are in the term: differences along each size."""
+        """Return the nonzero terms of the formula, each as (exponent 0 or 1 of every size, integer coefficient).
+
+        The coefficients are divided differences along each size; the result is None if one is not an integer.
+        """
         factors = dict(zip(self._corners, values, strict=False))
         for axis in range(len(self._sizes)):
             low, high = self._points[0][axis], self._points[len(self._corners) - 1][axis]
