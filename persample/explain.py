@@ -1,4 +1,4 @@
-"""How the gradients of each parameter would be stored, and why."""
+"""``explain``: how the gradients of each parameter are stored, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from persample.reductions.requested import Reductions
 from persample.utils import rng, trees
 from persample.utils.isolation import isolated
 
-_ELEMENTWISE = "elementwise, or a sum"  # of no product of signals and inputs
+_ELEMENTWISE = "elementwise, or a sum"  # not a product of signals and inputs
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Storage:
     """How the per-sample gradients of one parameter are stored.
 
     Args:
-        path: the parameter.
-        shape: its shape.
+        path: the name of the parameter.
+        shape: the shape of the parameter.
         factor: the kind of factor, such as "Outer", "Conv", "Embedding", "Outer + Embedding" or "Dense".
         steps: T, the number of products that one sample's gradient is the sum of.
         choice: "contract" (reductions work on the factor) or "materialize" (the gradients are written out).
-        stored: bytes of what is stored, for all samples.
-        written: bytes of the gradients written out, for all samples.
-        reason: why the gradients are written out; empty where they are not.
+        stored: the bytes stored for all samples.
+        written: the bytes that the written-out gradients of all samples take.
+        reason: why the gradients are written out; empty if they are not.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Explanation:
     """What ``explain`` returns: one row per parameter, a table when printed.
 
     Args:
-        rows: in the order of the parameters.
+        rows: one row per parameter, in the order of the parameters.
     """
 
     rows: tuple[Storage, ...]
@@ -89,9 +89,9 @@ def explain(
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
 ) -> Explanation:
-    """Tell how the eager engine stores the gradients of each parameter for some reductions, and why.
+    """Return how the eager engine stores the gradients of each parameter for some reductions, and why.
 
-    Runs the loss and its backward pass twice on the whole batch; nothing is reduced.
+    The loss and its backward pass run twice on the whole batch; nothing is reduced.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -139,7 +139,7 @@ def explain(
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        # Once to see what every gradient could be kept as, and once as the engine does it.
+        # The first pass keeps every gradient factored where possible; the second chooses as the engine does.
         start = rng.snapshot()
         could, *_ = batched_gradients(call, Deferral((), call.params))
         rng.rewind(start)
@@ -152,24 +152,24 @@ def explain(
 
 
 class _Explaining(Deferral):
-    """A deferral that remembers which operation needed a gradient itself."""
+    """A deferral that records which operation needed a written-out gradient."""
 
     def __init__(self, uses: frozenset[str], params: Sequence[Tensor]) -> None:
         super().__init__(uses, params)
         self._reasons: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # memory that is used again would be taken for what it was before
+        self._alive: list[Tensor] = []  # keeps tensors alive, because reused memory would be mistaken for them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let the operation be, and note what it wrote out.
+        """Run the operation unchanged, and record which gradients it wrote out.
 
         Args:
             func: an operation of aten.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            types: the tensor subclasses among the arguments.
+            args: the arguments of the operation.
+            kwargs: the keyword arguments of the operation.
 
         Returns:
-            What the operation returns.
+            The result of the operation.
         """
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for x in trees.flatten(result)[0]:
@@ -185,13 +185,13 @@ class _Explaining(Deferral):
         return result
 
     def reason(self, grad: Tensor) -> str:
-        """Return why a gradient is there in full.
+        """Return why a gradient is written out.
 
         Args:
             grad: the gradients ``[B, *shape]``.
 
         Returns:
-            A few words.
+            The reason in a few words.
         """
         if not isinstance(grad, Placeholder):
             return self._reasons.get(storage_key(grad), _ELEMENTWISE)
@@ -220,7 +220,7 @@ def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: fr
 
 
 def _size(count: int) -> str:
-    """Return a number of bytes in words."""
+    """Return a number of bytes as text with a unit."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":

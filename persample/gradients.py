@@ -17,13 +17,13 @@ from persample.utils.norms import has_extreme
 from persample.utils.tracing import is_traced
 from persample.utils.trees import TreeSpec, unflatten
 
-# Up to so many numbers, in all samples, gradients are joined: a copy takes less time than an operation on each.
+# Gradients with up to this many elements in all samples are joined: one copy is faster than an operation on each.
 _SMALL = 2**14
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The parameters: structure, names, shapes and dtypes, which results like the parameters share.
+    """The structure, names, shapes and dtypes of the parameters, which results like the parameters share.
 
     Args:
         structure: the tree of the parameters (of a module: a dict by name).
@@ -48,9 +48,9 @@ class Gradients:
 
     Args:
         factors: one per parameter, in the order of ``spec.paths``.
-        spec: the parameters of the factors.
+        spec: the structure, names, shapes and dtypes of the parameters.
         losses: ``[B]``.
-        aux: the auxiliary outputs of the loss, stacked; None if it has none.
+        aux: the auxiliary outputs of the loss, stacked; None if the loss returns none.
         has_aux: whether the loss returns ``(value, aux)``.
         weights: ``[B]`` float64, or None for ones.
         connected: whether any of the losses depends on any of the parameters.
@@ -71,7 +71,7 @@ class Gradients:
 
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
-        """‖gᵢ‖² of each parameter by itself, ``[B]`` float64 each."""
+        """‖gᵢ‖² of each single parameter, ``[B]`` float64 each."""
         return self._squared_norms(self.factors)
 
     @cached_property
@@ -90,7 +90,7 @@ class Gradients:
 
     @cached_property
     def _joined(self) -> Sequence[Factor]:
-        """The same gradients, with small dense ones joined into one factor: one operation serves all of them."""
+        """The same gradients, with small dense factors joined into one, so that one operation serves all of them."""
         small = [factor for factor in self.factors if _is_small(factor)]
         if len(small) < 2:
             return self.factors
@@ -99,7 +99,7 @@ class Gradients:
 
     @cached_property
     def norms_per_param(self) -> list[Tensor]:
-        """Euclidean norms of each parameter by itself, ``[B]`` float64 each."""
+        """Euclidean norms of the gradients of each single parameter, ``[B]`` float64 each."""
         return [squared.sqrt() for squared in self.squared_norms_per_param]
 
     @property
@@ -111,7 +111,7 @@ class Gradients:
 
     @cached_property
     def moments(self) -> list[tuple[Tensor, Tensor]]:
-        """The mean of each parameter's gradients and Σ wᵢ (gᵢ − mean)², in float64: in float32 they would cancel."""
+        """The mean of each parameter's gradients and Σ wᵢ (gᵢ − mean)², in float64 against cancellation."""
         n, count = self.total_weight, len(self.factors)
         means = [torch.where(n > 0, x / n, 0) for x in self.sums([None] * count, [torch.float64] * count)]
         pairs = zip(self.weighted_factors, means, strict=True)
@@ -119,7 +119,7 @@ class Gradients:
 
     @cached_property
     def weighted_factors(self) -> tuple[Factor, ...]:
-        """The factors for sums over samples: samples of weight 0 are zeroed, so that their NaN do not count."""
+        """The factors for sums over samples: rows of weight 0 are set to zero, because 0 · NaN would be NaN."""
         if self.weights is None:
             return self.factors
         removed = self.weights == 0
@@ -151,8 +151,8 @@ class Gradients:
     ) -> tuple[Tensor | None, torch.dtype, Tensor | None]:
         """Return wᵢ sᵢ, the dtype of the sum, and a number to add to all elements of the sum, or None.
 
-        The scales of huge or tiny gradients may exceed float32. A NaN scale makes every element of the sum NaN, also
-        those that factors leave out as zeros: hence the number.
+        The scales of huge or tiny gradients may exceed float32. A NaN scale must make every element of the sum NaN, but
+        factors skip elements that are zero: the added number makes these NaN, too.
         """
         if scale is None:
             return self.weights, dtype, None

@@ -32,46 +32,47 @@ def per_sample_grads(
     engine: Engine = "eager",
     out: Any = None,
 ) -> Any:
-    """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, reduced as asked.
+    """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, and reduce them.
 
-    Row i belongs to sample i's own loss ℓᵢ and is never divided by B. Results never require grad: plain autograd takes
-    them for constants. ``torch.func.vmap`` may stand around a call, derivatives of ``torch.func`` may not.
+    Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. Results never require grad: plain autograd
+    treats them as constants. A call may stand inside ``torch.func.vmap``, but not inside ``torch.func.grad`` and the like.
 
     Args:
         loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss, or
             exactly ``(loss, aux)`` with aux any pytree of tensors.
         params: a pytree of floating or complex tensors, or an ``nn.Module`` (also modules inside the pytree):
             then ``loss_fn`` receives the module itself, and results are keyed by parameter name. Of a module only
-            parameters with ``requires_grad`` are differentiated, tied ones once; writes to its buffers are discarded.
+            parameters with ``requires_grad`` are differentiated; a tied parameter counts once. Writes to the module's
+            buffers are discarded.
         batch: a pytree of tensors or NumPy arrays with a leading batch axis of common size B. A plain tuple or list
             becomes positional arguments, anything else (dict, NamedTuple, dataclass, TensorDict) is one argument.
             Floating arrays take the dtype and device of the first parameter; None, strings and numbers pass through.
-            A list of B samples of unlike lengths is no batch: pad them, stack them, and pass a mask.
-        reduce: a reduction, or a dict, tuple or list of them, all answered from one pass. None stands for ``Stack()``,
+            A list of B samples of different lengths is not a batch: pad them, stack them, and pass a mask.
+        reduce: a reduction, or a dict, tuple or list of reductions, all computed in one pass. None means ``Stack()``,
             the gradients themselves. There are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
             ``Norm``, ``Gram``, ``CosineSimilarity``, ``Dot``, ``Project``; ``SecondMoment``, ``Variance``,
             ``NoiseScale``; ``Loss``, ``Aux``, ``Factored``; and those you write (``persample.reductions.Reduction``).
-        weights: ``[B]``, real or bool: weight k means that the sample counted k times. Applied after clipping, to
-            reductions over samples only; weight 0 removes a sample entirely, even if its gradient is NaN.
-        in_dims: ``(params_dims, batch_dims)``: an int, None (the same for all samples) or a tree prefix for each;
-            ``(None, (None, 0, 0))`` for a batch whose first argument all samples share, ``(0, 0)`` for parameters
-            of each sample's own.
-        keep_batch_dim: each sample arrives with a leading axis of 1, for models that insist on a batch.
-        randomness: what random operations in the loss do: "error", or "same" or "different" numbers for the samples,
-            as in ``torch.func.vmap``.
-        chunk_size: how many samples are processed at a time; memory follows it. None for all.
-        engine: "eager" (vmap, any loss that it takes), "compiled" (the fastest, after seconds of compilation; compiles
-            again what has changed), or "loop" (plain autograd, one sample after the other: ``.item()``, branches on
-            values, checkpoints). All give the same results.
-        out: a previous result of the same call, whose storage is written again and which is returned. Fresh memory
-            costs more than the gradients themselves: reuse it in loops.
+        weights: ``[B]``, real or bool: a sample of weight k counts k times. Weights apply after clipping, and to
+            reductions over samples only. Weight 0 removes a sample entirely, even if its gradient is NaN.
+        in_dims: ``(params_dims, batch_dims)``: an int, None (shared by all samples) or a tree prefix for each;
+            ``(None, (None, 0, 0))`` for a batch whose first argument all samples share, ``(0, 0)`` if every sample
+            has parameters of its own.
+        keep_batch_dim: pass each sample with a leading axis of 1, for models that require a batch axis.
+        randomness: as in ``torch.func.vmap``: random operations in the loss raise an error ("error"), or draw the
+            "same" or "different" numbers for the samples.
+        chunk_size: the number of samples processed at a time, which bounds memory; None for all.
+        engine: "eager" (``vmap``), "compiled" (the fastest, after seconds of compilation, which repeats when the loss
+            or the sizes change), or "loop" (plain autograd, one sample at a time; also takes ``.item()``, branches on values, and
+            checkpoints). All engines give the same results.
+        out: a previous result of the same call, to be overwritten and returned. Reuse it in loops, because fresh memory
+            costs more than the gradients themselves.
 
     Returns:
-        What ``reduce`` says: a tree like ``params`` with leaves ``[B, *shape]`` for None, the reduction's result, or
-        the container of their results. Gradients have the dtype of their parameter.
+        A tree like ``params`` with leaves ``[B, *shape]`` if ``reduce`` is None; the result of the reduction; or a
+        container of results like ``reduce``. Gradients have the dtype of their parameter.
 
     Raises:
-        ArgumentError: if an argument is of the wrong form; it names the argument and the fix. Also if the call stands
+        ArgumentError: if an argument is invalid; the message names the argument and the fix. Also if the call stands
             inside of a derivative, or of a loss that is differentiated, where its results would be constants.
         LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
 

@@ -1,4 +1,4 @@
-"""From a call to its results: an engine and the reductions' ``lift`` on every chunk, merge, ``finish``."""
+"""The pipeline from a call to its results: on every chunk an engine and ``lift``; then merge and ``finish``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from persample.merge import merge
 from persample.reductions.requested import Reductions
 from persample.utils import rng
 
-Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # from a chunk and the operations that lift calls
+Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
 
 
 def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Any:
@@ -22,7 +22,7 @@ def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) 
     Args:
         chunks: the chunks of a call, at least one.
         engine: computes the gradients of a chunk.
-        reductions: what is asked of them.
+        reductions: the reductions of the call.
 
     Returns:
         The merged leaves of every reduction, and whether the loss depends on any parameter.
@@ -31,7 +31,7 @@ def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) 
 
 
 def merge_lifted(lifted: Iterable[Any]) -> Any:
-    """Return the leaves of all chunks, merged: at most two chunks' leaves exist at a time.
+    """Return the merged leaves of all chunks; the leaves of at most two chunks exist at a time.
 
     Args:
         lifted: what ``Reductions.lift`` returned for each chunk.
@@ -45,8 +45,8 @@ def finish(call: Call, lifted: Any, reductions: Reductions, out: Sequence[Any] |
     Args:
         call: the call.
         lifted: the merged leaves of all its chunks.
-        reductions: what was asked for.
-        out: one previous result per reduction, whose memory may be written.
+        reductions: the reductions of the call.
+        out: one previous result per reduction, whose memory may be overwritten.
 
     Raises:
         NotConnectedError: if the loss depends on no parameter.
@@ -65,9 +65,9 @@ def run(
     Args:
         call: the call.
         engine: computes the gradients of a chunk.
-        reductions: what is asked of them.
-        chunk_size: how many samples are processed at a time, or None for all.
-        out: one previous result per reduction, whose memory may be written.
+        reductions: the reductions of the call.
+        chunk_size: the number of samples processed at a time, or None for all.
+        out: one previous result per reduction, whose memory may be overwritten.
     """
     chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
     return finish(call, lift_chunks(chunks, engine, reductions), reductions, out)

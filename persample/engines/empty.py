@@ -1,4 +1,4 @@
-"""The engine of B = 0, which vmap refuses."""
+"""The engine for B = 0, which vmap rejects."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from persample.utils import trees
 
 
 def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Return gradients of no rows, their shapes taken from one fake sample.
+    """Return gradients with no rows; a fake sample shows the shapes.
 
     Args:
         call: a call without samples.
-        required_ops: not looked at.
+        required_ops: ignored.
     """
     value, (aux, has_aux) = of_fake_sample(call.loss, call)
     return Gradients.dense(
@@ -34,14 +34,14 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
 
 
 def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], call: Call) -> Any:
-    """Call a function with the parameters and the leaves of one sample that does not exist.
+    """Call a function with the parameters and the leaves of a made-up sample.
 
     Args:
-        function: from parameters and leaves to anything.
-        call: whose shapes and dtypes are looked at.
+        function: a function of parameters and leaves.
+        call: the call that defines the shapes and dtypes of the sample.
 
     Returns:
-        What it returns. Tensors may be fake: only their shapes, dtypes and devices mean anything.
+        The result of the function. Its tensors may be fake: only shapes, dtypes and devices are meaningful.
     """
     params = [param.requires_grad_() for param in _one(call.params, call.params_batched)]
     with torch.enable_grad():  # for losses that differentiate something themselves
@@ -50,11 +50,11 @@ def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], c
 
 def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
     rows = [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
-    return trees.map_tensors(torch.Tensor.detach, rows)  # handles of our own, even of what is not batched
+    return trees.map_tensors(torch.Tensor.detach, rows)  # new tensor objects, so that requires_grad_ spares the user's
 
 
 def no_rows(x: Tensor) -> Tensor:
-    """Return an empty tensor of the rows that a tensor is one of."""
+    """Return a tensor of zero rows of the shape of ``x``."""
     return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
 
 
@@ -64,5 +64,5 @@ def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: S
             return function(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
     except LossError:
         raise
-    except Exception:  # noqa: BLE001 (a loss that reads values runs on zeros instead, or says itself what is wrong)
+    except Exception:  # noqa: BLE001 (a loss that reads values fails on fake tensors: call it with zeros)
         return function(params, leaves)

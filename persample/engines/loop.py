@@ -17,12 +17,12 @@ from persample.utils.trees import tree_map
 
 
 def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Compute the gradients of one sample after the other.
+    """Compute the gradients one sample at a time.
 
     Args:
-        call: the chunk, not empty. Random operations are refused under "error", replayed for every sample under
+        call: the chunk, not empty. Random operations are rejected under "error", replayed for every sample under
             "same", and left alone under "different".
-        required_ops: not looked at.
+        required_ops: ignored.
 
     Raises:
         LossError: if the loss draws random numbers under "error".

@@ -26,7 +26,7 @@ from persample.vmap_rules import SecondDerivativeError, VmapRules
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     """Compute the gradients of all samples at once.
 
-    Losses made of linear layers and embeddings need one transform instead of two: ``engines/layers`` computes these.
+    ``engines/layers`` computes losses made of linear layers and embeddings, which need one transform instead of two.
 
     Args:
         call: the chunk, not empty.
@@ -53,7 +53,7 @@ def by_vmap(call: Call, required_ops: frozenset[str]) -> Gradients:
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    # Placeholders cannot ride through transforms of the caller's; gradients that are asked for in full are computed.
+    # Placeholders cannot pass through the caller's transforms; and "materialize" needs the gradients written out.
     in_full = bool(transforms()) or "materialize" in required_ops
     mode = nullcontext() if in_full else Deferral(required_ops, call.params)
     grads, losses, aux, has_aux = batched_gradients(call, mode)
@@ -70,7 +70,7 @@ def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) ->
         backward_mode: the context that the backward pass runs in.
 
     Returns:
-        The gradients ``[B, *shape]`` of each parameter, the losses, aux, and whether the loss returned any.
+        The gradients ``[B, *shape]`` of each parameter, the losses, aux, and whether the loss returned aux.
 
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
@@ -88,7 +88,7 @@ def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) ->
 
     def one(params: list[Tensor], leaves: list[Any]) -> tuple[list[Tensor], Tensor, Any]:
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
-        with backward_mode, torch.no_grad():  # no graph of the backward pass: nobody differentiates it
+        with backward_mode, torch.no_grad():  # record no graph: the backward pass is never differentiated
             (grads,) = backward(torch.ones_like(value), retain_graph=False)
         return grads, value, aux[0]
 
@@ -118,7 +118,7 @@ def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
     split = [*call.params_batched, *call.leaves_batched]
 
     def of_row(*rows: Tensor) -> Any:
-        row = iter(rows)  # what all samples share does not pass through vmap
+        row = iter(rows)  # values that all samples share are not passed through vmap
         values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
         return one(values[: len(call.params)], values[len(call.params) :])
 

@@ -1,4 +1,4 @@
-"""One call in the form that engines take: the loss of one sample, and all samples as flat tensors."""
+"""One call in the form that engines take: the loss of one sample, and parameters and batch as flat tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Call:
         loss: the loss of one sample.
         size: B.
         params: one tensor per differentiated parameter.
-        params_batched: which of them hold one parameter per sample, on axis 0.
+        params_batched: for each of ``params``, whether it holds one parameter per sample, on axis 0.
         leaves: the leaves of the batch, tensors or constants.
-        leaves_batched: which of them hold one row per sample, on axis 0.
+        leaves_batched: for each of ``leaves``, whether it holds one row per sample, on axis 0.
         weights: ``[B]`` float64, or None for ones.
         randomness: "error", "same" or "different", as in ``torch.func.vmap``.
     """
@@ -44,10 +44,10 @@ class Call:
         """Split the call into chunks of at most ``chunk_size`` samples, in order.
 
         Args:
-            chunk_size: how many samples a chunk holds, or None for all.
+            chunk_size: the number of samples in a chunk, or None for all.
 
         Yields:
-            The chunks; without samples, one empty chunk.
+            The chunks; one empty chunk if there are no samples.
         """
         step = chunk_size or self.size
         if step >= self.size:

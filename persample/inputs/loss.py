@@ -17,18 +17,18 @@ from persample.utils.flags import inside
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """ℓ as the engines see it: from the tensors of the parameters and the leaves of one sample to (ℓ, aux).
+    """The loss ℓ in the engines' form: from the tensors of the parameters and the leaves of one sample to (ℓ, aux).
 
     Args:
         fn: the user's loss.
-        params: how the parameters are put in their places.
-        spec: what results that look like the parameters look like.
+        params: the flattened params, which call the loss with tensors in place of the parameters.
+        spec: the structure, names, shapes and dtypes of results like the parameters.
         batch: the structure of the batch.
-        batched: which of its leaves hold one row per sample.
-        unpack: the batch is a plain tuple or list, passed as positional arguments.
-        keep_batch_dim: each sample arrives with a leading axis of 1.
-        called: what the caller calls the function, for messages.
-        given: what the caller calls the batch, for messages.
+        batched: for each leaf of the batch, whether it holds one row per sample.
+        unpack: whether the batch is a plain tuple or list, passed as positional arguments.
+        keep_batch_dim: whether each sample is passed with a leading axis of 1.
+        called: the name of the function's argument, for messages.
+        given: the name of the batch's argument, for messages.
     """
 
     fn: Callable[..., Any]
@@ -42,19 +42,19 @@ class SampleLoss:
     given: str = "batch"
 
     def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return what follows ``params`` in a call of the user's loss."""
+        """Return the arguments after ``params`` in a call of the user's loss."""
         if self.keep_batch_dim:
             leaves = [x.unsqueeze(0) if split else x for x, split in zip(leaves, self.batched, strict=True)]
         sample = trees.unflatten(list(leaves), self.batch)
         return sample if self.unpack else (sample,)
 
     def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        """Return what the user's function returns for one sample."""
+        """Call the user's function for one sample, and return its result unchecked."""
         with inside(self.called):
             return self.params.call(params, self.fn, self.arguments(leaves))
 
     def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Return the loss of one sample, and beside it (aux, whether the loss returned any)."""
+        """Return the loss of one sample, and the pair (aux, whether the loss returned aux)."""
         returned = self.returned(params, leaves)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
         _check_loss(loss, returned)
@@ -97,7 +97,7 @@ NOT_CONNECTED = (
 
 
 class NotConnectedError(LossError):
-    """The loss depends on no parameter."""
+    """Raised if the loss depends on no parameter."""
 
     def __init__(self, message: str = NOT_CONNECTED) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Modules in and out: parameters taken from ``nn.Module``s, swapped in for the loss, and gradients put back."""
+"""``nn.Module``s as ``params``: their parameters are taken out, replaced while the loss runs, and given gradients."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class _Modules:
                 if param is not None and id(param) not in first_names:
                     first_names[id(param)] = f"{prefix}.{name}"
                     self.parameters[f"{prefix}.{name}"] = param
-        # Every slot, by what it holds: tied tensors and modules reached under two names stay whole.
-        # (Scripted modules take no other tensors, and have none to swap: the arguments were checked.)
+        # Slots are listed by the tensor in them, so that tied tensors, and modules with two names, are swapped alike.
+        # Scripted modules accept no other tensors; the arguments were checked, so these have no tensors to swap.
         self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
         self._slots: list[tuple[dict[str, Any], str, str]] = [
             (parameter_slots(part), name, first_names[id(held)])
@@ -52,14 +52,14 @@ class _Modules:
             for name, held in buffer_slots(part).items()
             if held is not None
         ]
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what was in them before they were swapped
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def swap(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put other tensors in the places of some parameters, and clones in those of the buffers, until ``restore``.
+        """Replace some parameters by other tensors, and all buffers by clones, until ``restore``.
 
         Args:
-            tensors: what to swap in, by the parameter's first name.
+            tensors: the new tensors, by the first name of each parameter.
         """
         clones = {id(held): held.clone() for _, _, held in self._buffers}
         self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
@@ -73,17 +73,17 @@ class _Modules:
             buffers[name] = clones[id(held)]
 
     def restore(self) -> None:
-        """Undo ``swap``, and what a forward pass leaves in modules: new or refilled buffers, tensors in attributes."""
+        """Undo ``swap`` and the effects of a forward pass on modules: changed buffers, tensors in attributes."""
         if not self._held:
             return
-        deque(starmap(operator.ior, self._held), 0)  # in one step: no signal finds one of them restored alone
+        deque(starmap(operator.ior, self._held), 0)  # one C call, which no signal can interrupt halfway
         for slots, values in (*self._held, *self._attributes):
             _restore(slots, values)
         for slots, values in self._held:
-            if list(slots) != list(values):  # what was taken off is back, but last: optimizers go by the order
+            if list(slots) != list(values):  # a slot that was deleted is now last, and optimizers rely on the order
                 _reorder(slots, values)
         for part in self.parts.values():
-            if isinstance(part, nn.RNNBase):  # which keeps a second list of its weights
+            if isinstance(part, nn.RNNBase):  # it keeps a second list of its weights
                 init_flat_weights(part)
         self._held = self._attributes = []
 
@@ -109,15 +109,15 @@ def _reorder(slots: dict[str, Any], held: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ParamTree:
-    """The user's ``params`` taken apart.
+    """The user's ``params``, flattened.
 
     Args:
-        tensors: what is differentiated, one tensor per parameter.
+        tensors: the tensors to differentiate, one per parameter.
         result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
         paths: one readable name per tensor.
-        modules: the modules found in ``params``.
-        parts: these and all inside them, by their places in ``modules`` and their names, such as "0.encoder.1".
-        call: from (tensors, loss_fn, sample) to the loss of that sample, with the tensors in their places.
+        modules: the modules in ``params``.
+        parts: the modules and all their submodules, by index in ``modules`` and name, such as "0.encoder.1".
+        call: from (tensors, loss_fn, sample) to the loss of the sample, with the tensors in place of the parameters.
     """
 
     tensors: tuple[Any, ...]
@@ -129,14 +129,15 @@ class ParamTree:
 
 
 def take_apart(params: Any, name: str = "params") -> ParamTree:
-    """Return what is differentiated in ``params``, and how to call a loss with other tensors in its place.
+    """Return the tensors to differentiate in ``params``, and a function that calls a loss with other tensors instead.
 
     Args:
         params: a pytree of tensors and ``nn.Module``s, or a single one of them.
-        name: what the caller calls it, for messages.
+        name: the name of the argument, for messages.
 
     Returns:
-        The parts. Of a module only parameters with ``requires_grad`` count, tied ones once, under their first name.
+        The flattened params. Of a module only parameters with ``requires_grad`` count, a tied one once, under its first
+        name.
     """
     leaves, spec = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
@@ -150,7 +151,7 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
     pieces = list(leaves)
-    slots: list[int | str] = []  # where a tensor goes, an index into leaves or a name inside the modules
+    slots: list[int | str] = []  # the place of each tensor: an index into leaves, or a name inside the modules
     prefixes = iter(range(len(modules)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
@@ -178,16 +179,16 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
-    """Put a reduced update into ``.grad``, so that any ``torch.optim`` optimizer steps on it.
+    """Put reduced gradients into ``.grad``, so that any ``torch.optim`` optimizer can step on them.
 
     Args:
         module: the module whose parameters receive the gradients.
         grads: a tensor of the parameter's shape for every parameter with ``requires_grad``, by name: what
-            ``per_sample_grads(loss_fn, module, batch, Mean())`` returns. Converted to the parameter's dtype and
-            device where they differ, otherwise not copied.
+            ``per_sample_grads(loss_fn, module, batch, Mean())`` returns. A tensor is converted if its dtype or device
+            differs from the parameter's, and otherwise not copied.
 
     Raises:
-        ArgumentError: if a trainable parameter is missing, a name is not one, or a shape differs.
+        ArgumentError: if a trainable parameter is missing, a name is unknown, or a shape differs.
 
     Examples:
         >>> import torch
@@ -222,8 +223,8 @@ def add_grads(params: ParamTree, grads: Any) -> None:
     """Add gradients to ``.grad``, as ``.backward()`` does.
 
     Args:
-        params: the parameters, leaves that require gradients.
-        grads: a tree like them.
+        params: the parameters, leaf tensors that require gradients.
+        grads: a tree of gradients like the parameters.
     """
     for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
         if param.grad is None:

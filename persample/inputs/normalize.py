@@ -1,4 +1,4 @@
-"""From the user's arguments to one ``Call``."""
+"""Normalization of the user's arguments to one ``Call``."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def normalize(
         wanted: the reductions asked for.
         weights: one per sample, or None.
         in_dims: the batch axes of ``params`` and ``batch``.
-        keep_batch_dim: each sample keeps an axis of 1.
+        keep_batch_dim: whether each sample keeps a leading axis of 1.
         randomness: as in ``torch.func.vmap``.
-        called: what the caller calls the function, for messages.
-        given: what the caller calls the batch, for messages.
-        batch_statistics: modules may normalize with the statistics of a batch.
+        called: the name of the function's argument, for messages.
+        given: the name of the batch's argument, for messages.
+        batch_statistics: whether modules may normalize with the statistics of a batch.
 
     Raises:
-        ArgumentError: if any of them is of the wrong form.
+        ArgumentError: if an argument is invalid.
     """
     tree = check_params(params, batch_statistics=batch_statistics)
     params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.modules))
@@ -80,13 +80,13 @@ def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[An
     if not callable(loss_fn):
         fix = "Pass a function of (params, *sample)."
         raise ArgumentError.about(called, expected="a function", received=type(loss_fn).__name__, fix=fix)
-    if isinstance(loss_fn, FunctionType):  # as a rule; inspect takes its time
+    if isinstance(loss_fn, FunctionType):  # the usual case; inspect.signature is slow
         code = loss_fn.__code__
         if code.co_argcount == 1 + len(sample) and not code.co_kwonlyargcount:
             return
     try:
         signature = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # some builtins have none to look at
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(params, *sample)

@@ -1,4 +1,4 @@
-"""The reductions of one call, applied together: all of them are answered from one pass."""
+"""The reductions of one call, all computed in one pass over the gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Reductions:
 
     Args:
         reductions: the reductions.
-        keep_factored: factors are kept where ``finish`` writes them straight into a previous result.
+        keep_factored: whether engines keep factors even for ``materialize``, because ``finish`` writes them straight
+            into a previous result.
     """
 
     reductions: Sequence[Reduction]
@@ -43,8 +44,8 @@ class Reductions:
 
         Args:
             lifted: one tree of merged leaves per reduction.
-            device: where the parameters are.
-            out: one previous result per reduction, whose memory may be written.
+            device: the device of the parameters.
+            out: one previous result per reduction, whose memory may be overwritten.
         """
         targets = [None] * len(self.reductions) if out is None else out
         with full_precision(device):

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of gradients: pytrees, random streams, dtypes, and the state of a thread."""
+"""Helpers independent of gradients: pytrees, random streams, dtypes, norms, traces, and the state of a thread."""

@@ -1,4 +1,4 @@
-"""Dtypes: in which one sums are accumulated, complex numbers as pairs of reals, and autocast."""
+"""Dtypes: accumulation in higher precision, complex numbers as pairs of reals, and autocast."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype of a number computed from all parameters: the widest real one of theirs, at least float32."""
+    """Return the dtype of a number computed from all parameters: the widest of their real dtypes, at least float32."""
     return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
 
 
 def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as pairs of reals (one more axis of size 2), and any other tensor unchanged."""
-    x = x.clone() if is_zerotensor(x) else x  # torch's gradient of sgn has no memory: it cannot be read or written
+    x = x.clone() if is_zerotensor(x) else x  # a zero tensor (torch's gradient of sgn) has no memory to view
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -39,7 +39,7 @@ def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
     Args:
         x: the tensor.
-        dtype: the dtype of the result, or None for that of ``x``.
+        dtype: the dtype of the result, or None to return ``x`` unchanged.
     """
     if dtype is None:
         return x
@@ -53,10 +53,10 @@ def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without the caller's autocast, which applies to the loss and not to its gradients."""
+    """Return a context without the caller's autocast, which applies to the loss, not to reductions of its gradients."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Return whether operations on a device run under autocast; some kinds of devices have none."""
+    """Return whether operations on a device run under autocast; some types of devices do not support it."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

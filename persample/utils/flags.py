@@ -1,7 +1,7 @@
 """State of this thread that lasts as long as one call.
 
-It cannot be an argument: the user's loss, or torch's own code, stands between where it is set and where it is read.
-Every context restores what it found, and ``interrupts.in_same_state`` restores all of it if a signal interrupts one.
+It cannot be an argument, because the user's loss or torch's own code runs between the code that sets it and the code
+that reads it. Each context restores the previous value; ``interrupts.in_same_state`` does so if a signal interrupts it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ flags = threading.local()
 
 @contextmanager
 def inside(function: str) -> Iterator[None]:
-    """Mark that a differentiated function of the user's runs: ``per_sample_grads`` called from there would be constant.
+    """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there.
 
     Args:
-        function: its name, for error messages.
+        function: the name of the function, for error messages.
     """
     before, flags.inside = is_inside(), function
     try:

@@ -94,13 +94,13 @@ def interrupts_first() -> Iterator[None]:
 
 
 def _close_contexts(error: BaseException) -> None:
-    """Close ``@contextmanager`` functions whose exit was interrupted; garbage collection would close them too late."""
+    """Close ``@contextmanager`` generators whose exit was interrupted; garbage collection would close them too late."""
     for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
         if frame.f_code in _CONTEXTS:
-            with suppress(Exception):  # its state may be restored already
+            with suppress(Exception):  # the context may be restored already
                 frame.f_locals["self"].gen.close()
 
 
 def _broke_off(error: BaseException) -> bool:
-    """Return whether an error was raised inside of ``__enter__`` or ``__exit__``, which may have done half its work."""
+    """Return whether an error was raised inside of an ``__enter__`` or ``__exit__``, which may be half done."""
     return any(frame.f_code.co_name in _STEPS for frame, _ in traceback.walk_tb(error.__traceback__))

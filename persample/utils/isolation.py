@@ -1,4 +1,4 @@
-"""What every public function does around its work: record no graph, lock the modules, restore the state of torch."""
+"""The frame around every public function: no graph is recorded, modules are locked, torch's state is restored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def isolated(params: Any, body: Callable[[], T]) -> T:
     """
 
     def unrecorded() -> T:
-        # Tensors made in inference mode could not be differentiated.
+        # Tensors made in inference mode cannot be differentiated.
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
             return body()

@@ -1,4 +1,4 @@
-"""Squared Euclidean norms of rows, right for float32 numbers of any magnitude."""
+"""Squared Euclidean norms of rows, accurate for float32 numbers of any magnitude."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def squared_norms(x: Tensor) -> Tensor:
 def squared_norms_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the squared norms of the rows of several tensors.
 
-    The magnitudes of all norms are checked at once, and the norms of one memory (a bias and its signals) are computed
-    once.
+    The magnitudes of all norms are checked at once. Tensors that share memory (a bias and its signals) share one norm.
 
     Args:
         tensors: ``[B, ...]`` each.
@@ -51,7 +50,7 @@ def squared_norms_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def has_extreme(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether ``x [B]`` has an entry, other than 0, larger than a bound or smaller than the bound's inverse."""
-    if not x.numel() or is_wrapped(x) or (not is_traced(x) and _within(x, 1 / bound, bound)):  # mostly all positive
+    if not x.numel() or is_wrapped(x) or (not is_traced(x) and _within(x, 1 / bound, bound)):  # the usual case: fast
         return False
     return holds(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
 
@@ -120,4 +119,4 @@ def _blockwise(rows: Tensor) -> Tensor:
 def _squared(x: Tensor) -> Tensor:
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return torch.linalg.vector_norm(x, dim=-1).double().square()
-    return x.square().sum(-1).double()  # across memory, ten times as fast as a norm
+    return x.square().sum(-1).double()  # for a strided axis ten times as fast as vector_norm

@@ -1,4 +1,4 @@
-"""Where an error comes from: the user's own code, or torch and this library."""
+"""The origin of an error: the user's own code, or torch and this library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 def handled_error() -> BaseException | None:
     """Return the error whose ``except`` or ``finally`` block runs in this thread, if one does.
 
-    Python links every error raised meanwhile to that error: read it before a ``try``, to tell the two apart.
+    Python links every error raised in that block to the handled one. Read the handled error before a ``try``, to tell
+    the errors of the ``try`` from it.
     """
     return sys.exc_info()[1]
 
@@ -26,12 +27,12 @@ def handled_error() -> BaseException | None:
 def is_users(error: BaseException, handled: BaseException | None) -> bool:
     """Return whether an error is the user's own, so that calling the loss in another way would raise it again.
 
-    An error is the user's if a ``raise`` statement outside of torch and of this library raised it, or if Python did
-    there (a missing key). It is not the user's if torch raised it when called from there, nor if it was raised while
-    an error that is not the user's was handled.
+    An error is the user's if code outside of torch and of this library raised it, by a ``raise`` statement or by an
+    operation of Python (a missing key). It is not the user's if torch raised it when the user's code called torch, or
+    if it was raised while an error that is not the user's was handled.
 
     Args:
-        error: what was raised.
+        error: the error.
         handled: ``handled_error()`` before the ``try``.
 
     Examples:
@@ -51,8 +52,8 @@ def raised_since(handled: BaseException | None, error: BaseException | None) -> 
     """Follow an error back to the errors that were handled when it was raised.
 
     Args:
-        handled: where to stop: ``handled_error()`` before the ``try``.
-        error: the error, if there is one.
+        handled: the error to stop at: ``handled_error()`` before the ``try``.
+        error: the error to start from, or None.
 
     Yields:
         The errors, the latest first.

@@ -1,4 +1,4 @@
-"""The global random streams: what they are now, and going back to it."""
+"""The global random streams: snapshots of their states, and rewinding to these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def snapshot() -> list[Tensor]:
-    """Return the state of the CPU's generator and of those of every device in use."""
+    """Return the states of the CPU's generator and of the generators of all devices in use."""
     module = _accelerator()
     if module is None:
         return [torch.get_rng_state()]
@@ -24,7 +24,7 @@ def snapshot() -> list[Tensor]:
 
 
 def rewind(states: list[Tensor]) -> None:
-    """Go back to a snapshot.
+    """Set the generators to the states of a snapshot.
 
     Args:
         states: what ``snapshot`` returned.
@@ -36,10 +36,10 @@ def rewind(states: list[Tensor]) -> None:
 
 
 def _accelerator() -> Any:
-    """Return torch's module of the accelerator, None if there is none or it has not been used yet."""
+    """Return torch's module of the accelerator (``torch.cuda``), or None if there is none or none was used yet."""
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)
-    started = getattr(module, "is_initialized", lambda: True)  # Apple's GPU is always there
+    started = getattr(module, "is_initialized", lambda: True)  # torch.mps needs no initialization
     return module if started() else None
 
 
@@ -54,7 +54,7 @@ def moved_since(states: list[Tensor]) -> bool:
 
 
 def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
-    """Go through items, under "same" each from where the streams stand now: what is drawn for one is drawn for all.
+    """Iterate over items; under "same", rewind the streams before each, so that every item draws the same numbers.
 
     Args:
         items: chunks, or samples.
@@ -63,7 +63,7 @@ def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
     Yields:
         The items.
     """
-    if randomness != "same":  # reading the streams waits for every CUDA device
+    if randomness != "same":  # a snapshot would wait for every CUDA device
         yield from items
         return
     start = snapshot()
@@ -74,12 +74,12 @@ def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
 
 @dataclass(frozen=True)
 class Streams:
-    """Where every global random stream stood: torch's on all devices, Python's and NumPy's.
+    """The states of all global random streams: torch's on all devices, Python's and NumPy's.
 
     Args:
         torch: what ``snapshot`` returned.
-        python: of ``random``.
-        numpy: of ``numpy.random``.
+        python: the state of ``random``.
+        numpy: the state of ``numpy.random``.
     """
 
     torch: list[Tensor]
@@ -88,11 +88,11 @@ class Streams:
 
     @classmethod
     def now(cls) -> Streams:
-        """Return where the streams stand."""
+        """Return the present states."""
         return cls(snapshot(), random.getstate(), np.random.get_state())  # noqa: NPY002 (the global stream is meant)
 
     def go_back(self) -> None:
-        """Set the streams to where they stood."""
+        """Set all streams to these states."""
         rewind(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002

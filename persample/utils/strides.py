@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie in memory."""
+"""The layout of a tensor's elements in memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from persample.utils.tracing import is_traced
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor without gaps in memory, copied if it has some.
+    """Return a dense tensor: the tensor itself, or a copy if its memory has gaps.
 
     Args:
         x: the tensor.
-        like: a tensor of as many axes, whose order of axes in memory the result takes; in compiled code the result is
-            contiguous.
+        like: a tensor of as many axes, whose order of axes in memory the result takes. In compiled code the result is
+            always contiguous.
     """
     if is_traced(x):
-        return keep_strides(x.contiguous())  # otherwise Inductor would leave the copy out
+        return keep_strides(x.contiguous())  # otherwise Inductor would remove the copy
     if like is None:
         return x.contiguous()
     order = sorted(range(x.ndim), key=like.stride, reverse=True)
@@ -25,7 +25,7 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def is_folded(x: Tensor) -> bool:
-    """Return whether several elements of a tensor share, or judged by its strides might share, a place in memory."""
+    """Return whether the strides of a tensor allow that several elements share a place in memory."""
     if x.is_contiguous() or not x.numel():
         return False
     reach = 1

@@ -1,4 +1,4 @@
-"""The state that transforms, modes and contexts of torch change: read before a call, written back after it."""
+"""The state that torch's transforms, modes and contexts change, to be read before a call and written back after it."""
 
 from __future__ import annotations
 

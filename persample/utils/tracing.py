@@ -1,4 +1,4 @@
-"""Tensors without values, and what code that runs in a trace must know of the trace."""
+"""Traces: tensors without values, and the state of a trace that the traced code may read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from persample._torch import (
 
 @dataclass(frozen=True)
 class Trace:
-    """One trace of a program. Its fake tensor mode, which torch keeps on its own stack, carries it.
+    """The state of one trace; it is an attribute of the trace's fake tensor mode, which torch keeps on its own stack.
 
     Args:
-        any_size: the program will serve any number of samples, so it cannot loop over blocks of samples.
+        any_size: whether the program will serve any number of samples, so that it cannot loop over blocks of samples.
         exceptions: 0-d bool tensors; if one of them is true, the results of the program are invalid.
-        block_sizes: how many numbers were written out at a time where ``any_size`` forbade a loop.
+        block_sizes: the numbers of gradient elements written out at a time where ``any_size`` forbade a loop.
     """
 
     any_size: bool = False
@@ -32,7 +32,7 @@ class Trace:
     block_sizes: list[int] = field(default_factory=list)
 
     def fake_tensors(self) -> FakeTensorMode:
-        """Return the mode that the program is traced under: new tensors have shapes and no values."""
+        """Return the fake tensor mode to trace under, in which new tensors have shapes but no values."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         vars(mode)["persample_trace"] = self
         return mode
@@ -45,10 +45,10 @@ def current_trace() -> Trace | None:
 
 
 def holds(exceptional: Tensor) -> bool:
-    """Return whether an exceptional case occurs; a trace assumes that it does not, and records it.
+    """Return whether an exceptional case occurs; a trace assumes that it does not, and records the condition.
 
     Args:
-        exceptional: a 0-d bool tensor.
+        exceptional: the condition, a 0-d bool tensor.
     """
     if not is_traced(exceptional):
         return bool(exceptional)
@@ -58,12 +58,12 @@ def holds(exceptional: Tensor) -> bool:
     return False
 
 
-# Whether a tensor belongs to a vmap or grad of the caller's, so that its values cannot be read.
+# Returns whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read.
 is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
 
 def is_traced(x: Tensor) -> bool:
-    """Return whether a tensor stands for all tensors of its shape, so that no decision can depend on its values."""
+    """Return whether a tensor has no values because it is traced, so that no decision can depend on them."""
     return isinstance(x, FakeTensor)
 
 

@@ -1,7 +1,7 @@
 """Pytrees: nested containers of tensors, flattened to lists and back.
 
-torch.func is built on torch's pytrees, and so is this file: what torch.func accepts as a tree (dicts, tuples,
-NamedTuples, registered dataclasses, TensorDicts) is a tree here too.
+Both torch.func and this file use torch's pytrees, so they accept the same trees: dicts, tuples, NamedTuples, registered
+dataclasses, TensorDicts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def leaf(kind: _Kind) -> _Kind:
-    """Say that nobody makes a container of a class: such leaves are known at a glance.
+    """Mark a class as always a leaf, so that ``flatten`` skips torch's check for containers.
 
     Args:
-        kind: the class.
+        kind: the class, which must not be registered as a container.
 
     Returns:
         The class.
@@ -35,7 +35,7 @@ def leaf(kind: _Kind) -> _Kind:
 
 
 def is_flat(spec: TreeSpec) -> bool:
-    """Return whether a structure is one container, of leaves alone.
+    """Return whether a structure is one container whose children are all leaves.
 
     Args:
         spec: the structure.
@@ -48,11 +48,11 @@ def is_flat(spec: TreeSpec) -> bool:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of a tree and its structure, as torch does; of one container of tensors three times as fast.
+    """Return the leaves and the structure of a tree, as torch does; three times as fast for one container of tensors.
 
     Args:
-        tree: any
-        is_leaf: what else is to be a leaf.
+        tree: any pytree.
+        is_leaf: from a node to whether it is a leaf, even if it is a container; or None.
 
     Examples:
         >>> flatten({"w": 1, "b": [2]})[0]
@@ -80,10 +80,10 @@ def _structure_of(kind: Any, names: Any) -> TreeSpec:
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
-    """Return the tree of a structure with other leaves.
+    """Return the tree with given leaves and structure.
 
     Args:
-        leaves: in flattening order.
+        leaves: the leaves, in flattening order.
         spec: the structure.
 
     Examples:
@@ -96,12 +96,12 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply a function to the leaves of a tree, and to those of others of the same structure.
+    """Apply a function to corresponding leaves of one or more trees.
 
     Args:
-        fn: what to do with each leaf.
-        tree: any
-        *others: trees that go on below the leaves of this one, perhaps.
+        fn: from one leaf of each tree to a leaf of the result.
+        tree: any pytree.
+        *others: trees of the same structure; in place of a leaf of ``tree`` they may have a subtree.
 
     Returns:
         The tree of the results.
@@ -117,11 +117,11 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def paths(tree: Any, root: str) -> list[str]:
-    """Name every leaf of a tree the way Python would index it.
+    """Return a name for every leaf of a tree: the Python expression that indexes it.
 
     Args:
-        tree: any
-        root: what the tree itself is called.
+        tree: any pytree.
+        root: the name of the tree itself.
 
     Returns:
         One path per leaf, in flattening order.
@@ -130,7 +130,7 @@ def paths(tree: Any, root: str) -> list[str]:
         >>> paths({"actor": {"w": 1}, "critic": [2]}, "params")
         ["params['actor']['w']", "params['critic'][0]"]
     """
-    if type(tree) in {dict, tuple, list}:  # as a rule, and ten times as fast
+    if type(tree) in {dict, tuple, list}:  # the usual case, ten times as fast as torch's function
         children = tree.items() if type(tree) is dict else enumerate(tree)
         return [path for key, child in children for path in paths(child, f"{root}[{key!r}]")]
     if _torch.tree_is_leaf(tree):
@@ -143,11 +143,11 @@ def paths(tree: Any, root: str) -> list[str]:
 
 
 def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
-    """Spread a tree prefix over the leaves of a tree: dicts by key, whatever the order of their keys.
+    """Return the value of a tree prefix for every leaf of a tree; dicts match by key, in any order.
 
     Args:
         prefix: a tree whose leaves stand for whole subtrees.
-        spec: the structure to fill.
+        spec: the structure of the full tree.
 
     Returns:
         One value per leaf of ``spec``, or None if the prefix does not fit.
@@ -169,11 +169,11 @@ def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
 
 
 def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
-    """Take what a tree holds at the leaves of another structure, in the order of those: dicts by key.
+    """Return the subtrees of a tree at the leaves of another structure, in that structure's order; dicts match by key.
 
     Args:
-        tree: any
-        spec: the structure to follow.
+        tree: any pytree.
+        spec: the structure.
 
     Returns:
         One subtree per leaf of ``spec``, or None if the tree is of another structure.
@@ -192,8 +192,8 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Apply a function to the tensors of a tree and leave every other leaf as it is.
 
     Args:
-        fn: what to do with each tensor.
-        tree: any
+        fn: from a tensor to a leaf of the result.
+        tree: any pytree.
 
     Returns:
         The tree with its tensors replaced.

@@ -115,9 +115,9 @@ def _without(task: Task, error: UntraceableError) -> Any:
             "engine='eager', which computes the same, and report this, please."
         ) from error
     raise LossError(
-        f"loss_fn cannot be compiled ({error}). A compiled loss must not depend on values of params or batch, or on values "
-        "computed from tensors it closed over (.item(), .unique(), a bool mask as an index), and must not write to any of "
-        "these. Use torch.where, or engine='eager' or 'loop'."
+        f"loss_fn cannot be compiled ({error}). A compiled loss must not depend on values of params or batch, or on "
+        "values computed from tensors it closed over (.item(), .unique(), a bool mask as an index), and must not write "
+        "to any of these. Use torch.where, or engine='eager' or 'loop'."
     ) from error
 
 

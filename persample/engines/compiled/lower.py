@@ -98,6 +98,6 @@ def _advice(error: Exception) -> str:
     else:
         reason = f"failed in torch's compiler ({type(error).__name__}: {str(error).splitlines()[0]})"
     return (
-        f"engine='compiled' {reason}. Until then the traced program runs operation by operation: the same results, "
+        f"engine='compiled' {reason}. For now, the traced program runs operation by operation: the same results, "
         "faster than engine='eager' and slower than compiled code."
     )
