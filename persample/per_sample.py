@@ -35,7 +35,7 @@ def per_sample_grads(
     """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, and reduce them.
 
     Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. Results never require grad: plain autograd
-    treats them as constants. A call may stand inside ``torch.func.vmap``, but not inside ``torch.func.grad`` and the like.
+    treats them as constants. A call may stand inside ``torch.func.vmap``, but not inside ``torch.func.grad``.
 
     Args:
         loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss, or
@@ -62,8 +62,8 @@ def per_sample_grads(
             "same" or "different" numbers for the samples.
         chunk_size: the number of samples processed at a time, which bounds memory; None for all.
         engine: "eager" (``vmap``), "compiled" (the fastest, after seconds of compilation, which repeats when the loss
-            or the sizes change), or "loop" (plain autograd, one sample at a time; also takes ``.item()``, branches on values, and
-            checkpoints). All engines give the same results.
+            or the sizes change), or "loop" (plain autograd, one sample at a time; takes ``.item()``, branches on
+            values, and checkpoints, too). All engines give the same results.
         out: a previous result of the same call, to be overwritten and returned. Reuse it in loops, because fresh memory
             costs more than the gradients themselves.
 
