@@ -40,7 +40,7 @@ def loss_and_gradients(
     Args:
         encoders: the encoders and their samples.
         head: the loss g.
-        reductions: what is asked of the contributions.
+        reductions: the reductions of the samples' contributions.
         recorder: records buffers in the first pass, if they are to be updated.
         processes: the processes that the samples are spread over.
 

@@ -72,7 +72,7 @@ def _at_once(chunk: Call) -> Any:
 
 
 def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-    """Return what the encoder returns, if it is z."""
+    """Call the encoder and return z; reject any result but a tree of tensors."""
     z = encoder.returned(params, leaves)
     named = _named(z)
     for path, leaf in named:

@@ -21,11 +21,11 @@ from persample.utils import rng, trees
 
 @dataclass(frozen=True)
 class FirstPass:
-    """z of all samples, and what the second pass needs to compute the same z.
+    """z of all samples, with the random state and the statistics that the second pass needs to compute the same z.
 
     Args:
         z: a tree of detached tensors ``[n, ...]`` in memory of their own.
-        start: where the random streams stood.
+        start: the states of the random streams before the pass.
         statistics: the statistics that batch norms are given; None for those of each chunk.
     """
 

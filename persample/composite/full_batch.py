@@ -29,7 +29,7 @@ def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes)
 
     Args:
         encoder: the encoder, which takes chunks.
-        start: where the random streams stand at the start of every pass, and afterwards.
+        start: the states of the random streams that every pass starts from, and that are restored at the end.
         processes: the processes that the samples are spread over.
 
     Raises:

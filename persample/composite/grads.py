@@ -48,7 +48,7 @@ def composite_grads(
 
     The result is exact: the second pass replays the random numbers of the first (dropout), and z of both passes is
     compared. Memory beyond z, dL/dz and the graph of g follows ``chunk_size``. The price is one more forward pass
-    (none for an only chunk with ``batched=True``).
+    (none for a single chunk with ``batched=True``).
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
 
@@ -57,23 +57,23 @@ def composite_grads(
             tensors. For several encoders, each with samples of its own: a dict, tuple or list of functions; all
             receive ``params``.
         loss_fn: g, ``loss_fn(z)`` or ``loss_fn(loss_params, z)``, returns a real 0-d loss; z has the structure that
-            ``encode_fn`` returns, with leaves ``[n, ...]``. With several encoders z is the same container of theirs.
+            ``encode_fn`` returns, with leaves ``[n, ...]``. With several encoders, z is a container of their z.
         params: as in ``per_sample_grads``: a pytree of tensors, an ``nn.Module``, modules in a pytree.
         inputs: as ``batch`` in ``per_sample_grads``, n samples. With several encoders: the same container of batches,
             each with an n of its own.
         loss_params: parameters of the loss (a temperature), a pytree or a module; they get gradients, too.
         reduce: the reduction of the samples' contributions (dL/dzᵢ)(dzᵢ/dθ): ``Sum()``, which is dL/dθ, any other
-            reduction, or a container of them; None stands for ``Stack()``. Rows of several encoders are concatenated.
+            reduction, or a container of them; None means ``Stack()``. Rows of several encoders are concatenated.
         in_dims: as in ``per_sample_grads``.
         batched: ``encode_fn(params, *chunk)`` receives chunks ``[k, ...]`` and returns z ``[k, ...]``; plain autograd,
             no vmap. The only reduction is ``Sum()`` then.
-        keep_batch_dim: each sample arrives with a leading axis of 1, and zᵢ has one.
+        keep_batch_dim: pass each sample with a leading axis of 1; zᵢ must have one, too.
         batch_norm: batch norm in train mode, with ``batched=True``: "refuse" it, or normalize with the statistics of
             each "chunk", or with those of the "full" batch (exact, at 2L more passes for L batch norms). With "chunk"
             and "full" the modules' buffers are updated once: each chunk starts from their values before the call, and
             they become the mean of the values after the chunks (integers: the value after the last chunk). With
             "refuse" they are not changed.
-        chunk_size: how many samples are encoded at a time; memory follows it. None for all.
+        chunk_size: the number of samples encoded at a time, which bounds memory; None for all.
         engine: "eager" (vmap) or "loop" (one sample at a time, for encoders that vmap cannot batch).
         accumulate: also add the gradients to ``.grad`` of ``params`` and ``loss_params``, as ``.backward()`` does.
         group: a process group such as ``torch.distributed.group.WORLD``: z of all ranks is gathered, in rank order,
@@ -84,9 +84,9 @@ def composite_grads(
         ``reduce``, by default a tree like ``params`` in their dtypes; a tree like ``loss_params``.
 
     Raises:
-        ArgumentError: if an argument is of the wrong form; it names the argument and the fix.
+        ArgumentError: if an argument is invalid; the message names the argument and the fix.
         LossError: if z or the loss is not of the right form, if z does not depend on ``params`` or the loss on z, or
-            if z differs between the passes; then it names the module.
+            if z differs between the passes; then the message names the module.
 
     Examples:
         A contrastive loss with a temperature of its own, every sample beside all others:

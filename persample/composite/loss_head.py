@@ -23,8 +23,8 @@ class LossHead:
 
     Args:
         loss_fn: from (loss_params, z), or from z alone, to L.
-        params: its parameters taken apart; None if it has none.
-        container: the structure of the encoders' container, and so of their z.
+        params: the flattened parameters of g; None if it has none.
+        container: the structure of the encoders' container, which is that of their z, too.
     """
 
     loss_fn: Callable[..., Any]
@@ -35,7 +35,7 @@ class LossHead:
         """Compute L and its derivatives.
 
         Args:
-            z: of all samples, one tree per encoder.
+            z: z of all samples, one tree per encoder.
 
         Returns:
             The detached loss, the gradients of the loss parameters (a tree like them; None without), and for each

@@ -26,7 +26,7 @@ _FIX = (
 def tolerance(encoder: Encoder, z: Any) -> float:
     """Return √eps of the coarsest format among parameters, z and autocast.
 
-    Another dropout mask moves z by a share of its size; kernels that differ with and without a graph by a few eps.
+    Another dropout mask changes z by much more. Kernels that depend on whether a graph is recorded change z by a few eps.
     """
     leaves = trees.flatten(z)[0]
     dtypes = [*encoder.call.loss.spec.dtypes, *(leaf.dtype for leaf in leaves)]
@@ -66,7 +66,7 @@ def checked(engine: Engine, encoder: Encoder, z: Any) -> Engine:
         gradients = engine(chunk, required_ops)
         _, _, before, _ = trees.unflatten(list(chunk.leaves), chunk.loss.batch)
         numbers = [x for pair in zip(gradients.aux, before, strict=True) for x in deviation(*pair)]
-        found = torch.stack(numbers).tolist()  # read together: a device waits once
+        found = torch.stack(numbers).tolist()  # one transfer for both, because each one waits for the device
         for path, difference, size in zip(paths, found[::2], found[1::2], strict=True):
             if not difference <= bound * size:
                 off = f"{path}, off by {difference:g} beside numbers up to {size:g}"
@@ -85,7 +85,7 @@ def _message(called: str, off: str, module: str | None) -> str:
 
 
 def _first_difference(chunk: Call, *, batched: bool) -> str | None:
-    """Return the name of the first module that returns something else without and with a graph; None without one."""
+    """Return the name of the first module whose outputs differ with and without a graph, or None if there is none."""
     start = rng.Streams.now()
     for arguments in [(chunk.params, chunk.leaves)] if batched else map(chunk.at, range(chunk.size)):
         runs = []

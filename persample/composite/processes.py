@@ -1,4 +1,4 @@
-"""Several processes as one: z is gathered, gradients are added up, and an error of one is an error of all."""
+"""Several processes as one: z is gathered, gradients are added up, and an error of one process is raised on all."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ class Replay:
     per chunk.
 
     Args:
-        start: where the first pass started.
+        start: the states of the random streams at the start of the first pass.
     """
 
     def __init__(self, start: rng.Streams) -> None:
         self._position = start
 
     def over(self, chunks: Iterable[T]) -> Iterator[T]:
-        """Iterate over chunks, with the streams where they stood at each chunk in the first pass.
+        """Iterate over chunks; the streams are set to their states at the same chunk of the first pass.
 
         Args:
             chunks: the chunks.
@@ -40,5 +40,5 @@ class Replay:
             torch.clear_autocast_cache()  # which holds casts of every chunk's copies of the parameters
 
     def forward_done(self) -> None:
-        """Record where the streams stand after a forward pass."""
+        """Record the states of the streams after a forward pass."""
         self._position = rng.Streams.now()

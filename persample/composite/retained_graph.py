@@ -1,4 +1,4 @@
-"""Plain autograd for an only chunk: the first pass retains its graph, and no second pass is needed."""
+"""Plain autograd for a single chunk: the first pass retains its graph, and no second pass is needed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def back_propagate(
         encoder: the encoder and its samples.
         first: the result of the first pass.
         cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
-        reductions: what is asked of the gradients.
+        reductions: the reductions of the samples' contributions.
         processes: the processes that the samples are spread over.
 
     Returns:
@@ -115,7 +115,7 @@ def _engine(encoder: Encoder, z: Any) -> Engine:
     def gradients(chunk: Call, required_ops: frozenset[str]) -> Gradients:
         try:
             return (replayed if chunk.size else _zeros)(chunk, required_ops)
-        except NotConnectedError:  # a frozen encoder beside others
+        except NotConnectedError:  # this encoder is frozen, others need not be
             return _zeros(chunk, required_ops)
 
     return gradients

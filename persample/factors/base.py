@@ -111,7 +111,7 @@ class Factor(ABC):
     def gram(self, other: Factor | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in float32 at least; the gradients' own Gram matrix without ``other``.
 
-        By default the gradients of ``other`` are written out whole, and one's own in blocks.
+        By default the gradients of ``other`` are written out whole, and those of this factor in blocks.
         """
         others = (self if other is None else other).materialize()
         return _concatenated(contractions.gram(block, others) for _, block in self._blocks())
@@ -158,7 +158,7 @@ def _with_tensors(factor: F, tensors: Iterable[Tensor]) -> F:
 
 
 def row_format(factor: Factor) -> tuple[object, ...]:
-    """Return what must be equal in factors whose rows are stacked: the shapes of rows, and all other fields."""
+    """Return the properties that factors must share to be stacked: the shapes of their rows, and all other fields."""
     values = (getattr(factor, field.name) for field in fields(factor))
     return tuple(x.shape[1:] if isinstance(x, Tensor) else x for x in values)
 

@@ -111,7 +111,7 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
     Args:
         names: one name per leaf.
         leaves: parameters and batch, batch axes first.
-        batched: which of them have a batch axis.
+        batched: for each leaf, whether it has a batch axis.
         argument: the name of the argument, for messages.
 
     Raises:

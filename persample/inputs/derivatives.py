@@ -1,4 +1,4 @@
-"""Derivatives around a call, for which its results would be constants."""
+"""Derivatives around a call, which would treat its results as constants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIX = (
 def check_derivatives(called: str) -> None:
     """Reject a call inside of a derivative.
 
-    ``torch.func.vmap`` around a call is accepted, and so is ``torch.no_grad()``: its results are meant to be constants.
+    ``torch.func.vmap`` around a call is accepted, also ``torch.no_grad()``, which says that constants are meant.
 
     Args:
         called: the name of the public function.

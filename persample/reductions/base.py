@@ -19,7 +19,7 @@ class Reduction:
 
     Attributes:
         uses: the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call. Per-sample gradients are
-            materialized for all samples only if "materialize" is one of them, or if they are smaller so.
+            materialized for all samples only if "materialize" is one of them, or if that takes less memory.
         live: the fields whose numbers and tensors may change between calls without a new program of the compiled
             engine.
         divides_by_weight: whether the result is an average. A call is then rejected, before anything is computed, if a

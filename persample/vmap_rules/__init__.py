@@ -95,7 +95,7 @@ class VmapRules(TorchFunctionMode):
 
         Args:
             func: the function.
-            types: the subclasses of tensors among the arguments.
+            types: the tensor subclasses among the arguments.
             args: the positional arguments.
             kwargs: the keyword arguments.
 

@@ -57,7 +57,7 @@ def _fused_attention(  # noqa: PLR0917 - as torch's
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Call the fused kernel once for all samples, where it computes what is asked."""
+    """Call the fused kernel once for all samples if it supports the arguments; else compose attention of operations."""
     plain = attn_mask is None and not dropout_p and not options.get("enable_gqa") and query.ndim >= 3
     alike = key.shape == value.shape and query.shape[:-2] == key.shape[:-2] and query.shape[-1] == key.shape[-1]
     full = query.numel() > 0 and key.numel() > 0

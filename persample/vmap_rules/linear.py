@@ -33,7 +33,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def is_small(samples: int, weight: Tensor) -> bool:
     """Return whether the products of a matrix and one vector per sample are small.
 
-    Small products are best computed in few operations, whatever the layout of the result.
+    Small products are best computed in few operations, even if the result has an inconvenient layout.
 
     Args:
         samples: the number of vectors.

@@ -35,7 +35,7 @@ class ConvTerm(SignalTerm):
     def is_regular(self) -> bool:
         """Whether a convolution of the inputs has outputs of the sizes of the signals.
 
-        It has not after a transposed convolution whose output was padded by a whole stride.
+        False after a transposed convolution whose output was padded by a whole stride.
         """
         stride, padding, dilation = self.settings
         return list(self.signals.shape[2:]) == [

@@ -19,8 +19,8 @@ class EmbeddingTerm(SignalTerm):
 
     Args:
         shape: the shape of the tensor, ``[S·V, D]`` or a view of it.
-        signals: what is added, ``[S, T, D]``.
-        index: the row of the sample's table to which it is added, ``[S, T]``.
+        signals: the values that are added to rows, ``[S, T, D]``.
+        index: for each value, the row of the sample's table, ``[S, T]``.
         num_rows: V, the number of rows of one table.
     """
 
@@ -53,8 +53,8 @@ class SharedEmbeddingTerm(SignalTerm):
 
     Args:
         shape: the shape of the tensor, ``[V, C]`` or a view of it.
-        signals: what is added, ``[T, C]``.
-        index: the row to which it is added, ``[T]``.
+        signals: the values that are added to rows, ``[T, C]``.
+        index: for each value, the row of the table, ``[T]``.
     """
 
     index: Tensor

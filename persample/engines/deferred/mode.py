@@ -36,12 +36,12 @@ class Deferral(UnguardedDispatchMode):
 
         Args:
             func: an operation of aten.
-            types: the subclasses of tensors among the arguments.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            types: the tensor subclasses among the arguments.
+            args: the arguments of the operation.
+            kwargs: the keyword arguments of the operation.
 
         Returns:
-            What the operation returns.
+            The result of the operation, a placeholder if it is deferred.
         """
         kwargs = kwargs or {}
         if self._context.pending.is_computing:

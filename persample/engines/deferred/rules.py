@@ -28,7 +28,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable
             not given.
 
     Returns:
-        What the operation returns, a placeholder where a rule applies.
+        The result of the operation, a placeholder where a rule applies.
     """
     rule = _RULES.get(func)
     result = NotImplemented if rule is None else rule(func, *args, **kwargs)

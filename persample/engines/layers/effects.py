@@ -1,4 +1,4 @@
-"""Which functions of torch have effects beside their result: they ask or change autograd, or write into tensors."""
+"""Functions of torch with effects beyond their result: they read or change autograd's state, or write into tensors."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def suits(call: Call) -> bool:
     if any(call.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
-    kernels = any(x.ndim > 2 and x.shape[0] > 1 for x in call.params)  # of convolutions; [1, T, d] may be positions
+    kernels = any(x.ndim > 2 and x.shape[0] > 1 for x in call.params)  # convolutions; [1, T, d] may be positions
     if not alike or kernels or not any(x.ndim == 2 for x in call.params):
         return False
     return not any(isinstance(part, _NOT_LAYERS) for part in call.loss.params.parts.values())
@@ -93,7 +93,7 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     inputs = [*params.plain, *params.copies.values()]
     grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
     of_plain, of_copies = grads[: len(params.plain)], grads[len(params.plain) :]
-    # A layer leaves no gradient at its parameters: only a use that the guard did not see does.
+    # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
     if any(grad is not None for grad in of_plain):
         raise NotLayersError("a parameter of a layer has another use")
     if not recorder and all(grad is None for grad in of_copies):

@@ -19,10 +19,10 @@ from persample.vmap_rules.batched import is_batched, unwrapped
 class LayerGuard(VmapRules):
     """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
 
-    Such functions ask autograd about tensors, put hooks on them, or write into tensors that the loss did not compute.
+    Such functions read autograd's state, register hooks, or write into tensors that the loss did not compute.
 
     Args:
-        interceptor: computes what the loss does with parameters of layers.
+        interceptor: computes the functions that the loss calls with shared parameters.
         leaves: the tensors and constants of the sample.
     """
 

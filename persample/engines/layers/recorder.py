@@ -1,4 +1,4 @@
-"""The factors of the parameters of layers: what the backward passes of layers report."""
+"""The factors of layer parameters, from the inputs and output gradients that the backward passes of layers report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerParams(NamedTuple):
 
 
 class LayerRecorder:
-    """Records what the backward passes of layers report, and returns a factor per parameter.
+    """Records the inputs and output gradients of layers, and returns a factor per parameter.
 
     Args:
         params: the parameters.
@@ -88,7 +88,7 @@ class LayerRecorder:
         self._add(place, Embedding(signals, index.reshape(self._size, -1).long(), tuple(shape)))
 
     def _add(self, place: int, factor: Factor) -> None:
-        # Materialize immediately, while the gradients are in cache, where no other call adds to them.
+        # If no other call adds to the gradients, choose their storage now, while they are in cache.
         only = self._num_calls[place] == 1
         self._products[place].append(choose_storage(factor, self._required_ops) if only else factor)
 

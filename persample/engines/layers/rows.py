@@ -41,6 +41,6 @@ class _LookupRows(Function):
         return None, None, None
 
 
-# Both leave no gradient at the weight (or table) and bias: another use of these is the only source of one.
+# Both pass no gradient to the weight (or table) and bias, so that a gradient there comes from another use of them.
 linear_rows: Callable[..., Tensor] = _LinearRows.apply
 lookup_rows: Callable[..., Tensor] = _LookupRows.apply
