@@ -26,7 +26,7 @@ _FIX = (
 def tolerance(encoder: Encoder, z: Any) -> float:
     """Return √eps of the coarsest format among parameters, z and autocast.
 
-    Another dropout mask changes z by much more. Kernels that depend on whether a graph is recorded change z by a few eps.
+    Another dropout mask changes z by much more. Kernels that differ with and without a graph change z by a few eps.
     """
     leaves = trees.flatten(z)[0]
     dtypes = [*encoder.call.loss.spec.dtypes, *(leaf.dtype for leaf in leaves)]
