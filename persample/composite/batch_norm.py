@@ -22,7 +22,7 @@ _CHOOSE = (
     "batch_norm='chunk' or batch_norm='full'."
 )
 _CHECKPOINTS = (
-    "encode_fn checkpoints activations: what is recomputed in the backward pass would not find the statistics and the "
+    "encode_fn checkpoints activations: their recomputation in the backward pass would not find the statistics and the "
     "buffers of the forward pass. With batch_norm='chunk' and 'full' leave checkpointing off; chunk_size bounds memory."
 )
 

@@ -18,8 +18,8 @@ from persample.utils import rng, trees
 from persample.utils.dtypes import accumulate_dtype, as_real, is_autocast
 
 _FIX = (
-    "Let it draw from the global streams of torch, NumPy or random, which are replayed, and not from a generator of "
-    "its own; and let it not depend on how often it was called, nor on whether a graph is recorded."
+    "It must draw from the global streams of torch, NumPy or random, which are replayed, and not from a generator of "
+    "its own. Its result must not depend on the number of earlier calls, or on whether a graph is recorded."
 )
 
 
@@ -80,7 +80,7 @@ def _message(called: str, off: str, module: str | None) -> str:
     where = f"module {module}" if module else f"{called} itself, outside of any module,"
     return (
         f"{called}: expected the second pass to encode the samples as the first did, received another {off}: {where} "
-        f"computes something else when it is called again. {_FIX}"
+        f"returns a different result when it is called again. {_FIX}"
     )
 
 

@@ -46,7 +46,7 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
             expected = "Sum() with batched=True, which does not tell samples apart"
             raise ArgumentError.about("reduce", expected=expected, received=f"{type(one).__name__}()", fix=fix)
     if accumulate and not isinstance(reduce, SumOverSamples):
-        fix = "Ask for Sum() (the default) or ClippedSum(C), or hand what you want of the result to set_grads."
+        fix = "Ask for Sum() (the default) or ClippedSum(C), or pass one of the results to set_grads yourself."
         expected = "a single sum over the samples with accumulate=True"
         raise ArgumentError.about("reduce", expected=expected, received=repr(reduce), fix=fix)
     return requested, container

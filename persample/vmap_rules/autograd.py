@@ -19,12 +19,12 @@ def _detached_data(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
-    # In a graph that torch traces of the function, parameters are constants: their gradients would be zeros.
+    # linearize traces the function to a graph in which parameters are constants: their gradients would be zeros.
     top = peek_interpreter_stack()
     if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
         raise LossError(
-            "loss_fn calls torch.func.linearize (or traces a forward derivative), whose result torch.func takes for a "
-            "constant of the parameters. Use torch.func.jvp, or pass engine='loop'."
+            "loss_fn calls torch.func.linearize (or traces a forward derivative), which treats the parameters as "
+            "constants. Use torch.func.jvp, or pass engine='loop'."
         )
     return make_dual(tensor, tangent, level=level)
 
