@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
-QUICK := imports public grid factors merge naive errors_door errors_loss explain defer layers_engine
+QUICK := imports public grid factors merge naive errors_arguments errors_loss explain defer layers_engine
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
 # One process with one thread per core. Files stay together: the tests of one file share compiled programs.
