@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
-QUICK := imports public grid factors merge naive errors_door errors_loss explain defer layers_engine
+QUICK := imports public grid factors merge naive errors_arguments errors_loss explain defer layers_engine
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
+# One process with one thread per core. Files stay together: the tests of one file share compiled programs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -p no:benchmark
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
@@ -37,15 +39,15 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 	$(BIN)/mypy
 
 quick: lint ## lint, then the tests of the core: under 90 seconds, while you write
-	$(BIN)/python -m pytest --quiet $(QUICK:%=tests/test_%.py)
+	$(PYTEST) --quiet $(QUICK:%=tests/test_%.py)
 
 test: lint ## lint, then all tests with warnings as errors, examples, notebooks, strict docs
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbmake notebooks
+	$(PYTEST)
+	$(PYTEST) --nbmake notebooks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
 slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random programs, 2,000 interrupts
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
 	$(BIN)/python -m pytest $(wildcard benchmarks/test_*.py) --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds

@@ -6,6 +6,8 @@ reductions share it, for chunks, batches and processes.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,3 +139,15 @@ def merge(left: Any, right: Any) -> Any:
         tensor(3.)
     """
     return tree_map(lambda a, b: a.merge(b), left, right)
+
+
+def merge_all(partials: Iterable[Any]) -> Any:
+    """Merge partial results from left to right; at most two of them exist at a time.
+
+    Args:
+        partials: trees of one structure, at least one.
+
+    Returns:
+        The tree for the samples of all.
+    """
+    return functools.reduce(merge, partials)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.merge import Stacked
 from persample.utils import trees
+from persample.utils.dtypes import full_precision
 from persample.utils.strides import is_folded
 from persample.utils.tracing import is_traced, is_wrapped
 
@@ -57,7 +59,7 @@ def write_into(out: Any, result: Any) -> Any:
 
     Args:
         out: a previous result, of the same structure, shapes, dtypes and devices.
-        result: the new result.
+        result: the new result; ``Stacked`` rows are written straight into ``out`` if they fit.
 
     Returns:
         ``out``.
@@ -79,12 +81,14 @@ def write_into(out: Any, result: Any) -> Any:
         raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
     seen: dict[int, list[Tensor]] = {}  # only tensors of one storage can overlap
     for path, leaf, target in zip(trees.paths(result, "out"), leaves, targets, strict=True):
-        if not isinstance(leaf, Tensor):
+        fits = isinstance(leaf, Stacked) and leaf.fits(target)
+        values = leaf.finish() if isinstance(leaf, Stacked) and not fits else leaf
+        if not fits and not isinstance(values, Tensor):
             fix = "Leave out=None for Factored()."
             raise ArgumentError.about(path, expected="a result of tensors", received=type(leaf).__name__, fix=fix)
-        if not isinstance(target, Tensor) or _format(target) != _format(leaf):
+        if not fits and (not isinstance(target, Tensor) or _format(target) != _format(values)):
             received = _format(target) if isinstance(target, Tensor) else type(target).__name__
-            raise ArgumentError.about(path, expected=_format(leaf), received=received, fix=fix)
+            raise ArgumentError.about(path, expected=_format(values), received=received, fix=fix)
         others = seen.setdefault(id(target) if is_traced(target) else memory(target), [])
         shared = is_folded(target) or any(_overlap(target, other) for other in others)
         if shared or target.is_inference():
@@ -92,8 +96,10 @@ def write_into(out: Any, result: Any) -> Any:
             raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
         others.append(target)
     for leaf, target in zip(leaves, targets, strict=True):
-        if leaf is not target:
-            target.copy_(leaf)
+        with full_precision(target.device):
+            values = leaf.finish(target) if isinstance(leaf, Stacked) else leaf
+        if values is not target:
+            target.copy_(values)
     return out
 
 

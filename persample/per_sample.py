@@ -130,15 +130,13 @@ def per_sample_grads(
             randomness=randomness,
         )
         into = out if out is not None and is_apart(out, call.tensors) else None
-        reductions = Reductions(wanted, keep_factored=into is not None)
+        reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
         with unwritten(call):
             if engine == "compiled" and call.size:
                 results = compiled(call, reductions, chunk_size, container, into, asked)
             else:
-                gradients_of = ENGINES[engine if call.size else "empty"]
-                results = pipeline.run(call, gradients_of, reductions, chunk_size, trees.leaves_like(into, container))
-        if results is None:  # they were written into out
-            return out
+                lift = pipeline.lift_by(ENGINES[engine if call.size else "empty"], reductions)
+                results = pipeline.run(call, lift, reductions, chunk_size)
         result = owned(trees.unflatten(results, container), call.tensors)
         return result if out is None else write_into(out, result)
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
-from persample.merge import merge
+from persample.merge import merge_all
 from persample.reductions.requested import Reductions
 from persample.utils import rng
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
+Lift: TypeAlias = Callable[[Call], Any]  # from a chunk to the result of ``Reductions.lift``
+
+
+def lift_by(engine: Engine, reductions: Reductions) -> Lift:
+    """Return the function that computes the gradients of a chunk and lifts them.
+
+    Args:
+        engine: computes the gradients of a chunk.
+        reductions: the reductions of the call.
+    """
+    return lambda chunk: reductions.lift(engine(chunk, reductions.required_ops))
 
 
 def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Any:
@@ -27,26 +37,16 @@ def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) 
     Returns:
         The merged leaves of every reduction, and whether the loss depends on any parameter.
     """
-    return merge_lifted(reductions.lift(engine(chunk, reductions.required_ops)) for chunk in chunks)
+    return merge_all(map(lift_by(engine, reductions), chunks))
 
 
-def merge_lifted(lifted: Iterable[Any]) -> Any:
-    """Return the merged leaves of all chunks; the leaves of at most two chunks exist at a time.
-
-    Args:
-        lifted: what ``Reductions.lift`` returned for each chunk.
-    """
-    return functools.reduce(merge, lifted)
-
-
-def finish(call: Call, lifted: Any, reductions: Reductions, out: Sequence[Any] | None = None) -> list[Any]:
+def finish(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
     """Return the result of every reduction.
 
     Args:
         call: the call.
         lifted: the merged leaves of all its chunks.
         reductions: the reductions of the call.
-        out: one previous result per reduction, whose memory may be overwritten.
 
     Raises:
         NotConnectedError: if the loss depends on no parameter.
@@ -54,20 +54,23 @@ def finish(call: Call, lifted: Any, reductions: Reductions, out: Sequence[Any] |
     leaves, connected = lifted
     if not connected.value:
         raise NotConnectedError
-    return reductions.finish(leaves, call.params[0].device, out)
+    return reductions.finish(leaves, call.params[0].device)
 
 
-def run(
-    call: Call, engine: Engine, reductions: Reductions, chunk_size: int | None, out: Sequence[Any] | None = None
-) -> list[Any]:
-    """Return the result of every reduction.
+def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) -> list[Any]:
+    """Compute the result of every reduction, chunk by chunk.
 
     Args:
         call: the call.
-        engine: computes the gradients of a chunk.
+        lift: computes the gradients of a chunk and lifts them.
         reductions: the reductions of the call.
         chunk_size: the number of samples processed at a time, or None for all.
-        out: one previous result per reduction, whose memory may be overwritten.
+
+    Returns:
+        One result per reduction.
+
+    Raises:
+        NotConnectedError: if the loss depends on no parameter.
     """
     chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
-    return finish(call, lift_chunks(chunks, engine, reductions), reductions, out)
+    return finish(call, merge_all(map(lift, chunks)), reductions)

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+import persample as ps
 from persample import _torch
 from persample.errors import TORCH_VERSIONS, TorchVersionError
 
@@ -802,3 +803,9 @@ def _own_function(): ...
 
 def test_versions():
     assert f'dependencies = ["torch{TORCH_VERSIONS}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):
+    monkeypatch.setattr("persample.engines.layers.engine.remove_batch_dim", _torch.private("torch._C:no_such_name"))
+    with pytest.raises(TorchVersionError, match=r"needs torch\._C\.no_such_name"):
+        ps.per_sample_grads(lambda w, x: (w @ x).sum(), torch.ones(2, 3), torch.ones(4, 3), ps.Mean())

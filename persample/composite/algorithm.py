@@ -15,7 +15,7 @@ from persample.composite.loss_head import LossHead
 from persample.composite.processes import Processes, own_rows
 from persample.composite.retained_graph import encode_with_graph
 from persample.errors import LossError
-from persample.pipeline import merge_lifted
+from persample.merge import merge_all
 from persample.reductions.requested import Reductions
 from persample.utils import rng
 
@@ -60,7 +60,7 @@ def loss_and_gradients(
     after = rng.Streams.now()
     try:
         own = (own_rows(*pair, processes.rank) for pair in zip(cotangents, sizes, strict=True))
-        lifted = merge_lifted(pullback(rows) for pullback, rows in zip(pullbacks, own, strict=True))
+        lifted = merge_all(pullback(rows) for pullback, rows in zip(pullbacks, own, strict=True))
         leaves, connected = processes.merged(lifted)
     finally:
         after.go_back()

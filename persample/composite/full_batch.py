@@ -19,8 +19,7 @@ from persample.composite.statistics import FullBatch, Statistics
 from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
 from persample.inputs.call import Call
-from persample.merge import Moments, Summed
-from persample.pipeline import merge_lifted
+from persample.merge import Moments, Summed, merge_all
 from persample.utils import rng, trees
 
 
@@ -55,7 +54,7 @@ def _moments(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments
             chunk.loss.returned(chunk.params, chunk.leaves)
         return mode.moments
 
-    return merge_lifted(map(moments, encoder.chunks()))
+    return merge_all(map(moments, encoder.chunks()))
 
 
 def solve_adjoint(
@@ -96,4 +95,4 @@ def _derivatives(
         _, _, grads = naive.value_and_grad(loss, tensors)
         return [Summed(torch.zeros_like(x) if g is None else g) for x, g in zip(tensors, grads, strict=True)]
 
-    return merge_lifted(map(derivatives, contributions(statistics)))
+    return merge_all(map(derivatives, contributions(statistics)))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from persample._torch import FakeTensorMode
-from persample.errors import LossError
+from persample.errors import LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.utils import trees
+from persample.utils.origin import handled_error, is_users
 
 
 def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
@@ -59,10 +60,13 @@ def no_rows(x: Tensor) -> Tensor:
 
 
 def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    handled = handled_error()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return function(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
-    except LossError:
+    except (LossError, TorchVersionError):
         raise
-    except Exception:  # noqa: BLE001 (a loss that reads values fails on fake tensors: call it with zeros)
-        return function(params, leaves)
+    except Exception as error:
+        if is_users(error, handled):
+            raise
+        return function(params, leaves)  # fake tensors have no values to read: the loss runs on zeros instead

@@ -113,7 +113,10 @@ class Factor(ABC):
 
         By default the gradients of ``other`` are written out whole, and those of this factor in blocks.
         """
-        others = (self if other is None else other).materialize()
+        if other is None:
+            values = self.materialize()
+            return contractions.gram(values, values)
+        others = other.materialize()
         return _concatenated(contractions.gram(block, others) for _, block in self._blocks())
 
     def dot(self, directions: Tensor) -> Tensor:

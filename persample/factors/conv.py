@@ -133,7 +133,8 @@ class Conv(Factor):
     @classmethod
     def concatenate(cls, factors: Sequence[Conv]) -> Factor | None:
         """Return the factor of the samples of all, of patches where the sizes of images differ."""
-        return super().concatenate(factors) or Outer.concatenate([factor.patches() for factor in factors])
+        joined = super().concatenate(factors)
+        return Outer.concatenate([factor.patches() for factor in factors]) if joined is None else joined
 
     def add(self, other: Factor) -> Factor | None:
         """Return the factor of gᵢ + hᵢ: of more images, or of more patches where the sizes of images differ."""

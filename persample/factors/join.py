@@ -22,4 +22,4 @@ def concatenate(factors: Sequence[Factor]) -> Factor:
     """
     kinds = {type(factor) for factor in factors}
     joined = kinds.pop().concatenate(factors) if len(kinds) == 1 else None
-    return joined or Dense(torch.cat([factor.materialize() for factor in factors]))
+    return Dense(torch.cat([factor.materialize() for factor in factors])) if joined is None else joined

@@ -115,6 +115,7 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
     for factor in factors:
         for place, part in enumerate(parts):
             merged = part.add(factor)
+            merged = factor.add(part) if merged is None else merged
             if merged is not None:
                 parts[place] = merged
                 break

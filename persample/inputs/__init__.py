@@ -5,7 +5,7 @@ from persample.inputs.derivatives import check_derivatives
 from persample.inputs.normalize import normalize
 from persample.inputs.options import Engine, Randomness, check_choice, check_chunk_size, check_loop, check_options
 from persample.inputs.params import check_params
-from persample.inputs.reductions import reductions
+from persample.inputs.reduce import reductions
 from persample.inputs.weights import check_averages
 
 __all__ = [

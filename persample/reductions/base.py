@@ -24,11 +24,13 @@ class Reduction:
             engine.
         divides_by_weight: whether the result is an average. A call is then rejected, before anything is computed, if a
             weight is negative or if the weights sum to ``needs_more_than`` or less.
+        returns_rows: whether ``finish`` only finishes ``Stacked`` leaves, which ``out=`` can then take directly.
     """
 
     uses: ClassVar[frozenset[str]] = frozenset({"materialize"})
     live: ClassVar[tuple[str, ...]] = ()
     divides_by_weight = False
+    returns_rows = False
 
     @property
     def needs_more_than(self) -> float:
@@ -57,15 +59,6 @@ class Reduction:
             merged: the tree that ``lift`` returns, merged over all chunks.
         """
         raise NotImplementedError
-
-    def finish_into(self, merged: Any, out: Any) -> Any:  # noqa: ARG002 (most reductions save nothing)
-        """Return the result, written into the tensors of a previous result where that saves memory.
-
-        Args:
-            merged: as for ``finish``.
-            out: the argument ``out`` of the user, not checked yet.
-        """
-        return self.finish(merged)
 
 
 # The argument ``reduce`` of one call. Lists are invariant in Python's types, hence list[Any].

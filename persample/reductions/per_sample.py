@@ -10,7 +10,7 @@ from persample.gradients import Gradients
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
 from persample.utils.dtypes import accumulate_dtype, widest
-from persample.utils.trees import flatten, leaves_like, tree_map, unflatten
+from persample.utils.trees import tree_map
 
 
 class PerSample(Reduction):
@@ -34,18 +34,12 @@ class Stack(PerSample):
         tensor([1., 2.])
     """
 
+    returns_rows = True
+
     def lift(self, gradients: Gradients) -> Any:
         """Return the factors."""
         pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
         return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
-
-    def finish_into(self, merged: Any, out: Any) -> Any:
-        """Return the gradients; factors are materialized into ``out`` where all of them fit."""
-        leaves, structure = flatten(merged)
-        targets = leaves_like(out, structure) or []
-        # Either all tensors of out are written, or none.
-        fits = len(targets) == len(leaves) and all(map(Stacked.fits, leaves, targets))
-        return unflatten(list(map(Stacked.finish, leaves, targets if fits else [None] * len(leaves))), structure)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ class Reductions:
 
     Args:
         reductions: the reductions.
-        keep_factored: whether engines keep factors even for ``materialize``, because ``finish`` writes them straight
-            into a previous result.
+        keep_factored: whether engines keep factors even for reductions that return the gradients written out.
+        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``outputs.write_into`` writes straight into
+            a previous result.
     """
 
     reductions: Sequence[Reduction]
     keep_factored: bool = False
+    keep_stacked: bool = False
 
     @cached_property
     def required_ops(self) -> frozenset[str]:
@@ -39,15 +41,13 @@ class Reductions:
         with full_precision(gradients.losses.device):
             return [reduction.lift(gradients) for reduction in self.reductions], AnyOf(gradients.connected)
 
-    def finish(self, lifted: Sequence[Any], device: torch.device, out: Sequence[Any] | None = None) -> list[Any]:
+    def finish(self, lifted: Sequence[Any], device: torch.device) -> list[Any]:
         """Return the result of every reduction, from its leaves merged over all chunks.
 
         Args:
             lifted: one tree of merged leaves per reduction.
             device: the device of the parameters.
-            out: one previous result per reduction, whose memory may be overwritten.
         """
-        targets = [None] * len(self.reductions) if out is None else out
         with full_precision(device):
-            triples = zip(self.reductions, lifted, targets, strict=True)
-            return [r.finish(x) if to is None else r.finish_into(x, to) for r, x, to in triples]
+            pairs = zip(self.reductions, lifted, strict=True)
+            return [x if self.keep_stacked and r.returns_rows else r.finish(x) for r, x in pairs]

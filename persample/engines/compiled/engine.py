@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from persample.inputs.call import Call
 from persample.merge import Stacked
 from persample.outputs import is_apart
 from persample.reductions.requested import Reductions
-from persample.utils import rng, trees
+from persample.utils import trees
 from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 
@@ -32,7 +33,7 @@ def compiled(  # noqa: PLR0917
     container: trees.TreeSpec,
     out: Any,
     asked: tuple[Any, ...],
-) -> list[Any] | None:
+) -> list[Any]:
     """Compute the result of every reduction by compiled code, as ``pipeline.run`` does with the eager engine.
 
     Args:
@@ -44,21 +45,19 @@ def compiled(  # noqa: PLR0917
         asked: the user's arguments, by which ``recall`` recognizes the next call like this one.
 
     Returns:
-        One result per reduction, or None if the results were written into ``out``.
+        One result per reduction. Its tensors are those of ``out`` if the program wrote into them.
 
     Raises:
         LossError: if the eager engine rejects the loss, or if the loss cannot be traced.
         RuntimeError: if torch or this library failed.
     """
     if call.size > (chunk_size or call.size):
-        chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
-        lifted = pipeline.merge_lifted(_lifted(chunk, reductions) for chunk in chunks)
-        return pipeline.finish(call, lifted, reductions, trees.leaves_like(out, container))
+        return pipeline.run(call, functools.partial(_lifted, reductions=reductions), reductions, chunk_size)
     task = Task(reductions, call, finishes=True, container=container, out=out)
     results, program, reads = _computed(task)
     if program is not None and reads is not None:
         remember(task, program, reads, asked)
-    return results
+    return results if results is not None else trees.leaves_like(out, container) or []
 
 
 def _lifted(call: Call, reductions: Reductions) -> Any:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from persample._torch import FakeTensorMode, aten_unsafe_index_put, compile_graph, decompositions, lacks_cpp_compiler
 from persample.engines.compiled.kernels import with_torch_kernels
+from persample.errors import TorchVersionError
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
@@ -43,6 +44,8 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         with warnings.catch_warnings():  # the compiler's warnings address the developers of torch
             warnings.simplefilter("ignore")
             return _compiled(flat, mode, inputs)
+    except TorchVersionError:
+        raise
     except Exception as error:  # noqa: BLE001 (only torch's compiler runs here; the uncompiled graph is correct too)
         advice = _advice(error)
         if advice not in _warned:

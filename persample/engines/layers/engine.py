@@ -23,7 +23,7 @@ from persample.engines.layers.guard import LayerGuard
 from persample.engines.layers.interceptor import LayerInterceptor
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams
-from persample.errors import LossError
+from persample.errors import LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
@@ -77,7 +77,7 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     try:
         with interrupts_first():
             return _gradients(call, required_ops)
-    except LossError:
+    except (LossError, TorchVersionError):
         raise
     except (RuntimeError, Warning) as error:
         if is_users(error, handled):

@@ -523,10 +523,12 @@ def test_out(out, words):
     refuse(*words, loss_fn=linear, out=out)
 
 
-def test_out_names_the_leaf_and_is_not_written():
-    out = {"norms": torch.full((4,), 7.0), "sum": torch.full((2,), 7.0)}
-    reduce = {"norms": ps.Norm(), "sum": ps.Sum()}
-    refuse("out['sum']: expected shape [3]", "received shape [2]", loss_fn=linear, reduce=reduce, out=out)
+@pytest.mark.parametrize(("first", "shape"), [(ps.Norm(), (4,)), (ps.Stack(), (4, 3))], ids=["norms", "stack"])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"engine": "loop"}], ids=["whole", "chunks", "loop"])
+def test_out_names_the_leaf_and_is_not_written(first, shape, options):
+    out = {"first": torch.full(shape, 7.0), "sum": torch.full((2,), 7.0)}
+    reduce = {"first": first, "sum": ps.Sum()}
+    refuse("out['sum']: expected shape [3]", "received shape [2]", loss_fn=linear, reduce=reduce, out=out, **options)
     assert all(torch.equal(x, torch.full_like(x, 7.0)) for x in out.values())
 
 
