@@ -1,4 +1,4 @@
-"""Everything the door refuses: the message names the argument, what came, and what to do about it."""
+"""Everything that argument checking rejects: the message names the argument, what was received, and the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def linear(w, x):
 
 
 def any_loss(params, *sample):
-    raise AssertionError("the door let it through")
+    raise AssertionError("argument checking let it through")
 
 
 def apply(model, x):
