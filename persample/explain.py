@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample import inputs
-from persample.engines.deferred import Deferral, Placeholder, factor_of, storage_key
-from persample.engines.vmap import batched_gradients
+from persample.engines.deferred import Deferral, Placeholder, storage_key
+from persample.engines.vmap import batched_gradients, eager
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.storage import reason_to_write_out
-from persample.inputs import Randomness
+from persample.inputs import Call, Randomness
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
 from persample.utils import rng, trees
@@ -91,7 +92,7 @@ def explain(
 ) -> Explanation:
     """Return how the eager engine stores the gradients of each parameter for some reductions, and why.
 
-    The loss and its backward pass run twice on the whole batch; nothing is reduced.
+    The loss and its backward pass run three times on the whole batch; nothing is reduced.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -139,16 +140,22 @@ def explain(
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        # The first pass keeps every gradient factored where possible; the second chooses as the engine does.
-        start = rng.snapshot()
-        could, *_ = batched_gradients(call, Deferral((), call.params))
-        rng.rewind(start)
-        mode = _Explaining(uses, call.params)
-        grads, *_ = batched_gradients(call, mode)
-        pairs = zip(call.loss.spec.paths, could, grads, strict=True)
-        return Explanation(tuple(_storage(path, factor_of(x, ()), grad, mode, uses) for path, x, grad in pairs))
+        return Explanation(tuple(map(_storage, call.loss.spec.paths, *_passes(call, uses))))
 
     return isolated(params, compute)
+
+
+def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor], Sequence[Factor], list[str]]:
+    """Return the factors that could be stored, those that the engine stores, and the reasons for written-out ones."""
+    start = rng.snapshot()
+    could = eager(call, frozenset()).factors
+    rng.rewind(start)
+    stored = eager(call, required_ops).factors
+    rng.rewind(start)
+    mode = _Explaining(required_ops, call.params)
+    grads, *_ = batched_gradients(call, mode)
+    reasons = [reason_to_write_out(factor, required_ops) if not isinstance(factor, Dense) else "" for factor in could]
+    return could, stored, [reason or mode.reason(grad) for reason, grad in zip(reasons, grads, strict=True)]
 
 
 class _Explaining(Deferral):
@@ -204,19 +211,14 @@ def _needed_by(operation: str) -> str:
     return f"{operation or 'adding what is there in full'} needs the gradient itself"
 
 
-def _storage(path: str, could: Factor, grad: Tensor, mode: _Explaining, uses: frozenset[str]) -> Storage:
+def _storage(path: str, could: Factor, stored: Factor, reason: str) -> Storage:
     """Return the row of one parameter."""
-    chosen = factor_of(grad, uses)
-    if not isinstance(chosen, Dense):
-        could, reason = chosen, ""
-    else:
-        reason = "" if isinstance(could, Dense) else reason_to_write_out(could, uses)
-        reason = reason or mode.reason(grad)
-    kind = " + ".join(type(part).__name__ for part in (could.parts if isinstance(could, SumFactor) else (could,)))
-    choice = "materialize" if isinstance(chosen, Dense) else "contract"
-    width = grad.element_size()
-    stored, written = chosen.stored * width, grad.numel() * width
-    return Storage(path, chosen.shape, kind, could.num_terms, choice, stored, written, reason)
+    factored = not isinstance(stored, Dense)
+    kind = stored if factored else could
+    name = " + ".join(type(part).__name__ for part in (kind.parts if isinstance(kind, SumFactor) else (kind,)))
+    written, width = len(stored) * prod(stored.shape), stored.dtype.itemsize
+    choice, reason = ("contract", "") if factored else ("materialize", reason)
+    return Storage(path, stored.shape, name, kind.num_terms, choice, stored.stored * width, written * width, reason)
 
 
 def _size(count: int) -> str:

@@ -171,3 +171,15 @@ def test_reasons_to_write_gradients_out(ops, num_terms, written, stored, costly,
 def test_inner_products_of_few_steps_beat_blocks():
     assert cost_model.gram_is_cheaper(num_terms=2, rows=256, columns=256)
     assert not cost_model.gram_is_cheaper(num_terms=200, rows=64, columns=64)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda m, x: m(x).square().sum(), lambda m, x: (torch.einsum("oi,i->o", m.weight, x) + m.bias).tanh().sum()],
+    ids=["layers", "vmap"],
+)
+def test_rows_are_what_the_engine_stores(loss_fn):
+    model, x = nn.Linear(6, 5).double(), torch.randn(B, 6, dtype=torch.float64)
+    factors = per_sample_grads(loss_fn, model, x, ps.Factored())
+    for row, factor in zip(explain(loss_fn, model, x, ps.Factored()).rows, factors.values(), strict=True):
+        assert (row.factor, row.shape, row.stored) == (type(factor).__name__, factor.shape, 8 * factor.stored)
