@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from persample import inputs, pipeline
-from persample.engines import ENGINES, compiled, recall
+from persample.engines import ENGINES, compiled
 from persample.engines.diagnosis import unwritten
 from persample.inputs import Engine, Randomness
 from persample.outputs import is_apart, owned, write_into
@@ -113,9 +113,6 @@ def per_sample_grads(
     """
     inputs.check_derivatives("per_sample_grads")
     inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
-    asked = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
-    if engine == "compiled" and weights is None and (found := recall(*asked)) is not None:
-        return found
     wanted, container = inputs.reductions(reduce)
 
     def compute() -> Any:
@@ -133,6 +130,7 @@ def per_sample_grads(
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
         with unwritten(call):
             if engine == "compiled" and call.size:
+                asked = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
                 results = compiled(call, reductions, chunk_size, container, into, asked)
             else:
                 lift = pipeline.lift_by(ENGINES[engine if call.size else "empty"], reductions)

@@ -2,6 +2,5 @@
 
 from persample.engines.compiled.cache import clear_cache
 from persample.engines.compiled.engine import compiled
-from persample.engines.compiled.recall import recall
 
-__all__ = ["clear_cache", "compiled", "recall"]
+__all__ = ["clear_cache", "compiled"]

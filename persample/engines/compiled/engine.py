@@ -13,7 +13,7 @@ from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.cache import UntraceableError, program_of
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.reads import Reads
-from persample.engines.compiled.recall import remember
+from persample.engines.compiled.recall import recall, remember
 from persample.engines.compiled.task import Task, filled_up
 from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
@@ -51,6 +51,8 @@ def compiled(  # noqa: PLR0917
         LossError: if the eager engine rejects the loss, or if the loss cannot be traced.
         RuntimeError: if torch or this library failed.
     """
+    if call.weights is None and (known := recall(*asked)) is not None:
+        return trees.leaves_like(known, container) or []
     if call.size > (chunk_size or call.size):
         return pipeline.run(call, functools.partial(_lifted, reductions=reductions), reductions, chunk_size)
     task = Task(reductions, call, finishes=True, container=container, out=out)

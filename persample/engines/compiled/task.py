@@ -127,7 +127,7 @@ class Task:
 def _finished(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
     try:
         return pipeline.finish(call, lifted, reductions)
-    except Exception as error:
+    except RuntimeError as error:  # what a trace refuses
         raise UnfinishedError(str(error)) from error
 
 
