@@ -94,6 +94,9 @@ def write_into(out: Any, result: Any) -> Any:
         if shared or target.is_inference():
             received = "one that repeats" if shared else "an inference tensor"
             raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
+        if target.requires_grad:
+            expected = "a tensor that does not require grad, as results never do"
+            raise ArgumentError.about(path, expected=expected, received="one that does", fix=fix)
         others.append(target)
     for leaf, target in zip(leaves, targets, strict=True):
         with full_precision(target.device):
@@ -119,7 +122,7 @@ def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
     leaves = trees.flatten(out)[0]
     if not all(isinstance(x, Tensor) for x in leaves):
         return False
-    if any(is_wrapped(x) or x.is_inference() or is_folded(x) or x.is_neg() for x in leaves):
+    if any(is_wrapped(x) or x.is_inference() or is_folded(x) or x.is_neg() or x.requires_grad for x in leaves):
         return False
     taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
     own = [memory(x) for x in leaves]

@@ -542,6 +542,14 @@ def test_out_of_overlapping_memory():
     refuse("out:", loss_fn=linear, out=torch.zeros(3).expand(4, 3))
 
 
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_out_that_requires_grad(engine, leaf):
+    out = torch.zeros(4, 3, requires_grad=True)
+    refuse("out: expected a tensor that does not require grad", "received one that does", "same call returned",
+           loss_fn=linear, out=out if leaf else 1 * out, engine=engine)  # fmt: skip
+
+
 # set_grads and the losses
 
 

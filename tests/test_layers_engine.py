@@ -301,6 +301,42 @@ PRODUCTS = {
 }
 
 
+def constant(function):
+    """Call a function without grad mode: its results are constants, whatever parameters it uses."""
+    with torch.no_grad():
+        return function()
+
+
+CONSTANTS = {
+    "transpose": lambda p, x: ((x @ p["w"].T) @ constant(lambda: p["v"].T)).square().sum(),
+    "transposed back": lambda p, x: (x @ p["w"].T @ constant(lambda: p["w"].T).T.mT.T).square().sum(),
+    "transposed back within": lambda p, x: ((t := p["w"].T) is not None) * (x @ constant(lambda: t.T).T @ p["w"]).sum(),
+    "layer": lambda p, x: (F.linear(x, p["w"]) - constant(lambda: F.linear(2 * x, p["w"], p["b"]))).square().sum(),
+    "product": lambda p, x: (x @ p["w"].T).square().sum() * constant(lambda: (p["v"] @ (p["w"] @ x.mT)).exp().sum()),
+    "regularizer": lambda p, x: (x @ p["w"].T).square().sum() * constant(lambda: p["w"].square().sum()),
+    "einsum": lambda p, x: (
+        (x @ p["w"].T).exp().sum() * (x @ constant(lambda: torch.einsum("vi,io->ov", p["v"], p["w"]))).sum()
+    ),
+    "part": lambda p, x: (x @ p["w"].T).square().sum() * constant(p["w"][0].sum),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_uses_without_grad_mode_are_constants(found, case):
+    loss = CONSTANTS[case]
+    assert_trees_close(per_sample_grads(loss, MATRICES, STEPS, REDUCTIONS), expected(loss, MATRICES, STEPS), rtol=1e-9)
+    assert found
+    assert None not in found
+
+
+def test_a_table_used_as_a_constant(found):
+    def loss(table, index):
+        return (F.embedding(index, table) @ constant(table.t)).square().sum()
+
+    table, index = draw(6, 4), torch.tensor([[0, 3], [5, 5], [2, 0]])
+    assert_trees_close(per_sample_grads(loss, table, index, REDUCTIONS), expected(loss, table, (index,)), rtol=1e-9)
+
+
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products_with_matrices_are_layers(found, case):
     loss, batch = PRODUCTS[case]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,7 +37,8 @@ class LayerGuard(VmapRules):
         try:
             if not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
-            if self._interceptor.params.are_among((*args, *kwargs.values())):
+            # Without grad mode, results are constants, whatever a parameter is used for.
+            if torch.is_grad_enabled() and self._interceptor.params.are_among((*args, *kwargs.values())):
                 return self._interceptor.call(func, args, kwargs)
             return super().__torch_function__(func, types, args, kwargs)
         except NotLayersError:
