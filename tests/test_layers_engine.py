@@ -317,7 +317,7 @@ CONSTANTS = {
     "einsum": lambda p, x: (
         (x @ p["w"].T).exp().sum() * (x @ constant(lambda: torch.einsum("vi,io->ov", p["v"], p["w"]))).sum()
     ),
-    "part": lambda p, x: (x @ p["w"].T).square().sum() * constant(lambda: (2 * p["w"][0]).sum()),
+    "part": lambda p, x: (x @ p["w"].T).square().sum() * constant(lambda: p["w"][0].sum() + 1),
 }
 
 
