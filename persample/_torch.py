@@ -262,7 +262,28 @@ keystr = private("torch.utils._pytree:keystr")
 
 
 # --- The compiler, which torch.compile alone makes public.
-TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtypes, shapes, strides, devices in C
+DynamoError = private("torch._dynamo.exc:TorchDynamoException")  # what cannot be captured
+RecompileLimitError = private("torch._dynamo.exc:FailOnRecompileLimitHit")
+# Functions in the graphs of Dynamo that open and close the levels of inner transforms, and those that take a level.
+OPENS_LEVEL = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
+CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting"})
+LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
+
+
+def capture_settings() -> Any:
+    """Return a context in which Dynamo captures recurrent layers, and guards the hooks of modules."""
+    return private("torch._dynamo.config").patch(allow_rnn=True, skip_nnmodule_hook_guards=False)
+
+
+def are_capture_settings() -> bool:
+    """Return whether ``capture_settings`` is entered."""
+    return not private("torch._dynamo.config").skip_nnmodule_hook_guards
+
+
+def recompile_reason() -> str:
+    """Return the guard that failed, in a backend that Dynamo calls once more for the same code; otherwise ""."""
+    metrics = private("torch._dynamo.utils:get_metrics_context")()
+    return attribute(metrics, "_metrics")(metrics).get("recompile_reason") or ""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

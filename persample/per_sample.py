@@ -130,8 +130,7 @@ def per_sample_grads(
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
         with unwritten(call):
             if engine == "compiled" and call.size:
-                asked = loss_fn, params, batch, reduce, (in_dims, keep_batch_dim, randomness, chunk_size), out
-                results = compiled(call, reductions, chunk_size, container, into, asked)
+                results = compiled(call, reductions, chunk_size, container, into)
             else:
                 lift = pipeline.lift_by(ENGINES[engine if call.size else "empty"], reductions)
                 results = pipeline.run(call, lift, reductions, chunk_size)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import persample as ps
 from persample import per_sample_grads
 from persample.engines.compiled import clear_cache, program
-from persample.engines.compiled.cache import compilations
+from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 B, T, V, D = 4, 3, 12, 5

@@ -11,8 +11,8 @@ from torch import nn
 
 import persample as ps
 from persample import per_sample_grads, stop_gradient
-from persample.engines.compiled import cache, clear_cache, program
-from persample.engines.compiled.cache import compilations
+from persample.engines.compiled import clear_cache, program
+from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 SIZES = [2, 1000, 3, 5, 8, 26, 33, *random.Random(0).sample(range(40, 1000), 13)]  # small ones too

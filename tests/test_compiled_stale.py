@@ -21,8 +21,8 @@ from torch import nn
 
 import persample as ps
 from persample import per_sample_grads
-from persample.engines.compiled import cache, clear_cache, program
-from persample.engines.compiled.cache import compilations
+from persample.engines.compiled import clear_cache, program
+from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 

@@ -41,17 +41,21 @@ class SampleLoss:
     called: str = "loss_fn"
     given: str = "batch"
 
-    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments after ``params`` in a call of the user's loss."""
-        if self.keep_batch_dim:
-            leaves = [x.unsqueeze(0) if split else x for x, split in zip(leaves, self.batched, strict=True)]
-        sample = trees.unflatten(list(leaves), self.batch)
+    def shaped(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves of one sample in the shape that the user's loss takes."""
+        if not self.keep_batch_dim:
+            return list(leaves)
+        return [x.unsqueeze(0) if split else x for x, split in zip(leaves, self.batched, strict=True)]
+
+    def arguments(self, shaped: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments after ``params`` in a call of the user's loss, from leaves that are ``shaped``."""
+        sample = trees.unflatten(list(shaped), self.batch)
         return sample if self.unpack else (sample,)
 
     def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """Call the user's function for one sample, and return its result unchecked."""
         with inside(self.called):
-            return self.params.call(params, self.fn, self.arguments(leaves))
+            return self.params.call(params, self.fn, self.arguments(self.shaped(leaves)))
 
     def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
         """Return the loss of one sample, and the pair (aux, whether the loss returned aux)."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ from persample._torch import buffer_slots, init_flat_weights, parameter_slots
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.interrupts import undone
+
+T = TypeVar("T")
+
+
+class StandIn:
+    """Stands for a tensor while a loss runs; what is left of it in a module is removed, as tensors are."""
+
+    __slots__ = ()
 
 
 class _Modules:
@@ -62,15 +70,19 @@ class _Modules:
             tensors: the new tensors, by the first name of each parameter.
         """
         clones = {id(held): held.clone() for _, _, held in self._buffers}
-        self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
-        self._held = [
-            (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
-        ]
+        self.remember()
         for slots, name, first_name in self._slots:
             if first_name in tensors:
                 slots[name] = tensors[first_name]
         for buffers, name, held in self._buffers:
             buffers[name] = clones[id(held)]
+
+    def remember(self) -> None:
+        """Note what the modules hold, for ``restore``."""
+        self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
+        self._held = [
+            (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
+        ]
 
     def restore(self) -> None:
         """Undo ``swap`` and the effects of a forward pass on modules: changed buffers, tensors in attributes."""
@@ -92,7 +104,7 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
     if len(slots) == len(held) and all(map(operator.is_, slots.values(), held.values())):
         return
     for name, value in list(slots.items()):
-        if isinstance(value, Tensor) and value is not held.get(name):
+        if isinstance(value, Tensor | StandIn) and value is not held.get(name):
             if name in held:
                 slots[name] = held[name]
             else:
@@ -115,43 +127,81 @@ class ParamTree:
         tensors: the tensors to differentiate, one per parameter.
         result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
         paths: one readable name per tensor.
-        modules: the modules in ``params``.
-        parts: the modules and all their submodules, by index in ``modules`` and name, such as "0.encoder.1".
-        call: from (tensors, loss_fn, sample) to the loss of the sample, with the tensors in place of the parameters.
+        leaves: the leaves of ``params``, modules among them.
+        structure: the structure of ``params``.
+        slots: the place of each tensor: an index into ``leaves``, or a name inside the modules.
+        inside: the modules in ``leaves``, or None.
     """
 
     tensors: tuple[Any, ...]
     result: trees.TreeSpec
     paths: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-    parts: Mapping[str, nn.Module]
-    call: Callable[[Sequence[Tensor], Callable[..., Any], Sequence[Any]], Any]
+    leaves: tuple[Any, ...]
+    structure: trees.TreeSpec
+    slots: tuple[int | str, ...]
+    inside: _Modules | None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules in ``params``."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, nn.Module))
+
+    @property
+    def parts(self) -> Mapping[str, nn.Module]:
+        """The modules and all their submodules, by index among the modules and name, such as "0.encoder.1"."""
+        return self.inside.parts if self.inside else {}
+
+    def arguments(self, values: Sequence[Tensor]) -> Any:
+        """Return ``params`` with other tensors in place of its own; modules stay as they are."""
+        placed = dict(zip(self.slots, values, strict=True))
+        return trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(self.leaves)], self.structure)
+
+    def call(self, values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
+        """Call a loss with other tensors in place of the parameters, also of those inside of modules."""
+        args = self.arguments(values)
+        if self.inside is None:
+            return loss_fn(args, *sample)
+        inside, named = self.inside, zip(self.slots, values, strict=True)
+        tensors = {name: value for name, value in named if isinstance(name, str)}
+
+        def swapped() -> Any:
+            inside.swap(tensors)
+            return loss_fn(args, *sample)
+
+        return undone(swapped, inside.restore)
+
+    def unchanged(self, body: Callable[[], T]) -> T:
+        """Call a function, and undo its effects on the modules."""
+        if self.inside is None:
+            return body()
+        inside = self.inside
+
+        def remembered() -> T:
+            inside.remember()
+            return body()
+
+        return undone(remembered, inside.restore)
 
 
 def take_apart(params: Any, name: str = "params") -> ParamTree:
-    """Return the tensors to differentiate in ``params``, and a function that calls a loss with other tensors instead.
+    """Return ``params``, flattened.
+
+    Of a module only parameters with ``requires_grad`` count, a tied one once, under its first name.
 
     Args:
         params: a pytree of tensors and ``nn.Module``s, or a single one of them.
         name: the name of the argument, for messages.
-
-    Returns:
-        The flattened params. Of a module only parameters with ``requires_grad`` count, a tied one once, under its first
-        name.
     """
     leaves, spec = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     if not modules:
-
-        def call_plain(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
-            return loss_fn(trees.unflatten(list(values), spec), *sample)
-
-        return ParamTree(tuple(leaves), spec, tuple(trees.paths(params, name)), (), {}, call_plain)
+        paths = tuple(trees.paths(params, name))
+        return ParamTree(tuple(leaves), spec, paths, tuple(leaves), spec, tuple(range(len(leaves))))
 
     inside = _Modules(modules)
     trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
     pieces = list(leaves)
-    slots: list[int | str] = []  # the place of each tensor: an index into leaves, or a name inside the modules
+    slots: list[int | str] = []
     prefixes = iter(range(len(modules)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
@@ -163,19 +213,8 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
             slots.append(index)
     result = trees.unflatten(pieces, spec)
     tensors, result_spec = trees.flatten(result)
-
-    def call(values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
-        placed: dict[int | str, Any] = dict(zip(slots, values, strict=True))
-        args = trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
-
-        def swapped() -> Any:
-            inside.swap({path: value for path, value in placed.items() if isinstance(path, str)})
-            return loss_fn(args, *sample)
-
-        return undone(swapped, inside.restore)
-
     paths = tuple(trees.paths(result, name))
-    return ParamTree(tuple(tensors), result_spec, paths, tuple(modules), inside.parts, call)
+    return ParamTree(tuple(tensors), result_spec, paths, tuple(leaves), spec, tuple(slots), inside)
 
 
 def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,8 @@ class Reduction:
             materialized for all samples only if "materialize" is one of them, or if that takes less memory.
         live: the fields whose numbers and tensors may change between calls without a new program of the compiled
             engine.
+        functions_of_a_norm: the fields that are functions from one norm to a number; what they close over may change.
+            What else a field refers to must be hashable, and must not change.
         divides_by_weight: whether the result is an average. A call is then rejected, before anything is computed, if a
             weight is negative or if the weights sum to ``needs_more_than`` or less.
         returns_rows: whether ``finish`` only finishes ``Stacked`` leaves, which ``out=`` can then take directly.
@@ -29,6 +31,7 @@ class Reduction:
 
     uses: ClassVar[frozenset[str]] = frozenset({"materialize"})
     live: ClassVar[tuple[str, ...]] = ()
+    functions_of_a_norm: ClassVar[tuple[str, ...]] = ()
     divides_by_weight = False
     returns_rows = False
 

@@ -156,6 +156,7 @@ class WeightedSum(_ScaledSum):
 
     weight_fn: Callable[[Tensor], Tensor | float]
     uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
+    functions_of_a_norm: ClassVar[tuple[str, ...]] = ("weight_fn",)
 
     def __post_init__(self) -> None:
         if not callable(self.weight_fn):

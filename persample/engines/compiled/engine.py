@@ -1,4 +1,4 @@
-"""The compiled engine: the eager pipeline, traced once to a flat graph, which Inductor compiles."""
+"""The compiled engine: the eager pipeline on the captured loss, traced once to a flat graph, which Inductor compiles."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from persample import pipeline
 from persample._torch import peek_interpreter_stack
-from persample.engines.compiled.cache import UntraceableError, program_of
-from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.reads import Reads
-from persample.engines.compiled.recall import recall, remember
+from persample.engines.compiled.capture import UncapturableError
+from persample.engines.compiled.program import DoubtfulError
+from persample.engines.compiled.programs import Failure, UntraceableError, program_of
 from persample.engines.compiled.task import Task, filled_up
 from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
@@ -26,13 +25,8 @@ from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 
 
-def compiled(  # noqa: PLR0917
-    call: Call,
-    reductions: Reductions,
-    chunk_size: int | None,
-    container: trees.TreeSpec,
-    out: Any,
-    asked: tuple[Any, ...],
+def compiled(
+    call: Call, reductions: Reductions, chunk_size: int | None, container: trees.TreeSpec, out: Any
 ) -> list[Any]:
     """Compute the result of every reduction by compiled code, as ``pipeline.run`` does with the eager engine.
 
@@ -42,58 +36,51 @@ def compiled(  # noqa: PLR0917
         chunk_size: the number of samples processed at a time, or None for all.
         container: the structure of the container that results are returned in.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        asked: the user's arguments, by which ``recall`` recognizes the next call like this one.
 
     Returns:
         One result per reduction. Its tensors are those of ``out`` if the program wrote into them.
 
     Raises:
-        LossError: if the eager engine rejects the loss, or if the loss cannot be traced.
+        LossError: if the eager engine rejects the loss, or if the loss cannot be captured or traced.
         RuntimeError: if torch or this library failed.
     """
-    if call.weights is None and (known := recall(*asked)) is not None:
-        return trees.leaves_like(known, container) or []
+    if peek_interpreter_stack() is not None:  # tensors under the caller's vmap or grad cannot be traced
+        return pipeline.run(call, pipeline.lift_by(eager, reductions), reductions, chunk_size)
     if call.size > (chunk_size or call.size):
         return pipeline.run(call, functools.partial(_lifted, reductions=reductions), reductions, chunk_size)
-    task = Task(reductions, call, finishes=True, container=container, out=out)
-    results, program, reads = _computed(task)
-    if program is not None and reads is not None:
-        remember(task, program, reads, asked)
+    results = _computed(Task(reductions, call, finishes=True, container=container, out=out))
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
 def _lifted(call: Call, reductions: Reductions) -> Any:
-    return _computed(Task(reductions, call, finishes=False))[0]
+    return _computed(Task(reductions, call, finishes=False))
 
 
-def _computed(task: Task) -> tuple[Any, Program | None, Reads | None]:
-    """Run the program of a task.
+def _computed(task: Task) -> Any:
+    """Return what the program of a task computes.
 
     Args:
         task: the task.
 
-    Returns:
-        The result; and the program with the objects that its loss reads, or (None, None) if another way computed it.
-
     Raises:
         LossError: as ``compiled`` does.
     """
-    if peek_interpreter_stack() is not None:  # tensors under the caller's vmap or grad cannot be traced
-        return _eagerly(task), None, None
     try:
-        program, reads = program_of(task)
+        captured = task.captured()
+        program = program_of(captured)
+    except UncapturableError as error:
+        return _without(task, Failure(str(error), by_loss=True), error)
     except UntraceableError as error:
-        return _without(task, error), None, None
+        return _without(task, error.failure, error)
     if program is None:
-        return _filled_up(task), None, None
-    captured = program.inputs(reads)
-    if task.out is not None and not is_apart(task.out, [*task.read, *captured]):
+        return _filled_up(task)
+    if task.out is not None and not is_apart(task.out, captured.read):
         return _computed(replace(task, out=None))
     with full_precision(task.call.params[0].device):
         try:
-            return program([*task.tensors, *captured]), program, reads
+            return program(captured.tensors)
         except DoubtfulError:
-            return _eagerly(task), None, None
+            return _eagerly(task)
 
 
 def _eagerly(task: Task) -> Any:
@@ -104,19 +91,18 @@ def _finish(task: Task, lifted: Any) -> Any:
     return pipeline.finish(task.call, lifted, task.reductions) if task.finishes else lifted
 
 
-def _without(task: Task, error: UntraceableError) -> Any:
+def _without(task: Task, failure: Failure, error: Exception) -> Any:
     """Return the result if only ``finish`` cannot be traced, and then runs eagerly; otherwise raise an error."""
-    failure = error.failure
     if task.finishes and not failure.by_loss:
         return _finish(task, _lifted(task.call, task.reductions))
-    by_vmap(task.call, task.reductions.required_ops)  # raises the eager engine's error if the loss itself is wrong
+    task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))  # raises the error of a loss that is wrong
     if not failure.by_loss:
         raise RuntimeError(
             f"engine='compiled' failed inside of torch or persample ({failure.reason}). loss_fn is not to blame: pass "
             "engine='eager', which computes the same, and report this, please."
         ) from error
     raise LossError(
-        f"loss_fn cannot be compiled ({error}). A compiled loss must not depend on values of params or batch, or on "
+        f"loss_fn cannot be compiled ({failure.reason}). A compiled loss must not depend on values of params or batch, or on "
         "values computed from tensors it closed over (.item(), .unique(), a bool mask as an index), and must not write "
         "to any of these. Use torch.where, or engine='eager' or 'loop'."
     ) from error

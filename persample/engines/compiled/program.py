@@ -11,10 +11,9 @@ from torch import Tensor
 from persample._torch import FakeTensorMode, symbol_source
 from persample.engines.compiled.lower import Run, functional, lower
 from persample.engines.compiled.packing import unpack
-from persample.engines.compiled.reads import Reads
 from persample.engines.compiled.sizes import Sizes, Varying
 from persample.engines.compiled.task import Task
-from persample.engines.compiled.trace import Format, Traced, trace
+from persample.engines.compiled.trace import Format, trace
 from persample.outputs import memory
 
 if TYPE_CHECKING:
@@ -27,61 +26,36 @@ class DoubtfulError(ArithmeticError):
 
 @dataclass
 class Program:
-    """Compiled code, with its closed-over inputs and the conditions of its use.
+    """Compiled code, with the conditions of its use.
 
     Args:
         run: the compiled code.
-        captured: the closed-over tensors, which are its last inputs: an index into ``Reads.tensors``, or a constant.
-        values: the values of closed-over tensors that the code relies on.
+        constants: the tensors that tracing made, which are the last inputs of the code.
         outline: the tree of the result, with slots for the outputs.
         noted: whether the last output is a flag that invalidates the others.
         fits: from a task and its formats to whether the program serves their sizes.
     """
 
     run: Run
-    captured: list[int | Tensor]
-    values: list[tuple[int | Tensor, Any]]
+    constants: list[Tensor]
     outline: Any
     noted: bool
     fits: Callable[[Task, Sequence[Format]], bool]
     _shared: list[int] | None = field(default=None)
 
-    def holds(self, reads: Reads) -> bool:
-        """Return whether the values that the code relies on are unchanged.
-
-        Args:
-            reads: the objects that the loss reads now.
-        """
-        return not self.values or all(repr(_found(x, reads).tolist()) == repr(value) for x, value in self.values)
-
-    def inputs(self, reads: Reads) -> list[Tensor]:
-        """Return the closed-over tensors, which are the program's last inputs.
-
-        Args:
-            reads: the objects that the loss reads now.
-        """
-        return [_found(x, reads) for x in self.captured]
-
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Return the result.
 
         Args:
-            tensors: all inputs.
-        """
-        return unpack(self.outline, self.outputs(tensors))
-
-    def outputs(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Run the code.
-
-        Args:
-            tensors: all inputs.
+            tensors: the inputs.
 
         Returns:
-            The tensors of the result. None of them shares memory with an input or with another one.
+            The result. None of its tensors shares memory with an input or with another one.
 
         Raises:
             DoubtfulError: if the code's flag says that its outputs are invalid.
         """
+        tensors = [*tensors, *self.constants]
         given = None if self._shared is not None else [memory(x) for x in tensors]
         outputs = list(self.run(tensors))
         if self.noted and outputs.pop():
@@ -90,15 +64,14 @@ class Program:
             self._shared = _sharing(outputs, given)
         for place in self._shared or ():
             outputs[place] = outputs[place].clone()
-        return outputs
+        return unpack(self.outline, outputs)
 
 
-def static(task: Task, reads: Reads) -> Program:
+def static(task: Task) -> Program:
     """Return a program for the sizes of one task.
 
     Args:
         task: the task.
-        reads: the objects that its loss reads.
     """
     formats = [Format.of(x) for x in task.tensors]
     traced = trace(task, lambda: [f.empty() for f in formats])
@@ -106,15 +79,14 @@ def static(task: Task, reads: Reads) -> Program:
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
     run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
-    return _program(traced, run, reads, lambda _, other: other == formats)
+    return Program(run, traced.captured, traced.outline, traced.noted, lambda _, other: other == formats)
 
 
-def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
+def dynamic(task: Task, varying: Varying) -> Program | None:
     """Return a program for all values of some sizes.
 
     Args:
         task: the task.
-        reads: the objects that its loss reads.
         varying: the sizes that vary.
 
     Returns:
@@ -140,18 +112,9 @@ def dynamic(task: Task, reads: Reads, varying: Varying) -> Program | None:
         sizes = family.sizes(formats)
         return sizes is not None and _allows(env, sizes) and family.holds(other, sizes)
 
-    return _program(family.traced, run, reads, fits) if fits(task, family.formats) else None
-
-
-def _program(traced: Traced, run: Run, reads: Reads, fits: Callable[[Task, Sequence[Format]], bool]) -> Program:
-    places = {id(x): place for place, x in enumerate(reads.tensors)}
-    captured = [places.get(id(x), x) for x in traced.captured]
-    values = [(places.get(id(x), x), value) for x, value in traced.values]
-    return Program(run, captured, values, traced.outline, traced.noted, fits)
-
-
-def _found(x: int | Tensor, reads: Reads) -> Tensor:
-    return x if isinstance(x, Tensor) else reads.tensors[x]
+    traced = family.traced
+    made = Program(run, traced.captured, traced.outline, traced.noted, fits)
+    return made if fits(task, family.formats) else None
 
 
 def _symbol(env: ShapeEnv, number: int, hint: int) -> Any:

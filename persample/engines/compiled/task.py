@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample import pipeline
+from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm
 from persample.engines.vmap import eager
 from persample.inputs.call import Call
 from persample.outputs import write_into
@@ -34,6 +35,7 @@ class Task:
         finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
         container: the structure of the container that results are returned in.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
+        functions: for every reduction, its functions of a norm as graphs; with the tensors that they closed over.
     """
 
     reductions: Reductions
@@ -41,6 +43,25 @@ class Task:
     finishes: bool
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
     out: Any = None
+    functions: Sequence[Mapping[str, tuple[GraphFunction, list[Tensor]]]] = ()
+
+    def captured(self) -> Task:
+        """Return the same task with the loss, and the functions of reductions, captured as graphs.
+
+        Raises:
+            UncapturableError: if Dynamo cannot capture one of them.
+        """
+        device = self.call.params[0].device
+        functions = [
+            {name: captured_function_of_a_norm(getattr(r, name), device) for name in r.functions_of_a_norm}
+            for r in self.reductions.reductions
+        ]
+        return replace(self, call=captured_call(self.call), functions=functions)
+
+    @property
+    def programs(self) -> dict[Hashable, Any]:
+        """The programs of the captured loss."""
+        return self.call.loss.fn.programs
 
     @property
     def read(self) -> list[Tensor]:
@@ -69,25 +90,21 @@ class Task:
     @property
     def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
         device = self.call.params[0].device
-        numbers, structure = trees.flatten([live_fields(reduction) for reduction in self.reductions.reductions])
-        return [as_input(x, device) for x in numbers], structure
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The objects, by name, that the program depends on in addition to the formats of its tensors."""
-        loss = self.call.loss
-        wanted = {
-            f"reduction {place}": fixed_fields(reduction) for place, reduction in enumerate(self.reductions.reductions)
-        }
-        return {"loss_fn": loss.fn, "params": loss.params.modules, **wanted} | {
-            "batch": tuple(None if isinstance(x, Tensor) else x for x in self.call.leaves)
-        }
+        pairs = zip(self.reductions.reductions, self.functions, strict=True)
+        numbers, structure = trees.flatten(
+            [
+                ({name: getattr(r, name) for name in r.live}, {name: kept for name, (_, kept) in functions.items()})
+                for r, functions in pairs
+            ]
+        )
+        return [_as_input(x, device) for x in numbers], structure
 
     @property
     def structure(self) -> Hashable:
-        """The tree structures and options that say what each tensor is for, as a key."""
+        """What the program depends on beside the formats of its tensors, as a key."""
         call, loss = self.call, self.call.loss
         return (
+            (loss.fn, tuple(map(_fixed, self.reductions.reductions, self.functions))),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
             (call.params_batched, call.leaves_batched, call.weights is None),
             (call.randomness, self.finishes, self._live[1]),
@@ -108,8 +125,8 @@ class Task:
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
         weights = None if self.call.weights is None else next(given)
         fields = trees.unflatten([next(given) for _ in live], structure)
-        pairs = zip(self.reductions.reductions, fields, strict=True)
-        reductions = Reductions([_changed(r, new) for r, new in pairs], keep_factored=True)
+        triples = zip(self.reductions.reductions, fields, self.functions, strict=True)
+        reductions = Reductions([_changed(r, *new, functions) for r, new, functions in triples], keep_factored=True)
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights)
@@ -163,39 +180,28 @@ def filled_up(call: Call) -> Call:
     return replace(call, size=full, params=params, leaves=leaves, weights=weights)
 
 
-def as_input(x: Any, device: torch.device) -> Tensor:
-    """Return a number or tensor of a reduction as an input of a program.
-
-    Args:
-        x: the number or tensor.
-        device: the device of the parameters.
-    """
+def _as_input(x: Any, device: torch.device) -> Tensor:
     if isinstance(x, Tensor):
         return x.detach().to(device)
     return torch.tensor(x, dtype=torch.float64, device=device)
 
 
-def live_fields(reduction: Reduction) -> dict[str, Any]:
-    """Return the numbers and tensors of a reduction that may change from call to call.
-
-    Args:
-        reduction: the reduction.
-    """
-    return {name: getattr(reduction, name) for name in reduction.live}
+def _fixed(reduction: Reduction, functions: Mapping[str, tuple[GraphFunction, Any]]) -> Hashable:
+    """Return the parts of a reduction that a program depends on, as a key."""
+    fields = [(name, x) for name, x in vars(reduction).items() if name not in {*reduction.live, *functions}]
+    graphs = [(name, graph) for name, (graph, _) in functions.items()]
+    return type(reduction), tuple((name, type(x), x) for name, x in fields), tuple(graphs)
 
 
-def fixed_fields(reduction: Reduction) -> tuple[Any, ...]:
-    """Return the parts of a reduction that a program depends on: its class, and the fields that are not live.
-
-    Args:
-        reduction: the reduction.
-    """
-    fixed = {name: x for name, x in vars(reduction).items() if name not in reduction.live}
-    return type(reduction), fixed
-
-
-def _changed(reduction: Reduction, fields: dict[str, Any]) -> Reduction:
+def _changed(
+    reduction: Reduction, numbers: Mapping[str, Any], kept: Mapping[str, Any], functions: Mapping[str, Any]
+) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
-    for name, value in fields.items():
+    graphs = {name: _of_norm(graph, kept[name]) for name, (graph, _) in functions.items()}
+    for name, value in {**numbers, **graphs}.items():
         object.__setattr__(changed, name, value)
     return changed
+
+
+def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+    return lambda norm: graph([norm], *closed_over)

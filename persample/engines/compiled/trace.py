@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.overrides import TorchFunctionMode
 
 from persample._torch import (
     FakeTensor,
@@ -62,8 +61,7 @@ class Traced:
     Args:
         graph: from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that
             invalidates the outputs.
-        captured: the tensors that the function closed over.
-        values: pairs of such a tensor and its values, which the function read and branched on.
+        captured: the tensors that tracing made, which are constants of the graph.
         outline: the tree of the result, with slots for its tensors.
         noted: whether the last output is the flag.
         written: the largest number of gradient elements written out at a time, for graphs of any batch size.
@@ -71,25 +69,20 @@ class Traced:
 
     graph: GraphModule
     captured: list[Tensor]
-    values: list[tuple[Tensor, Any]]
     outline: Any
     noted: bool
     written: int = 0
 
 
-class _Values(TorchDispatchMode):
-    """Reads and records the values of real tensors, which the loss closed over.
+class _Constants(TorchDispatchMode):
+    """Handles the constants that torch's own functions make in a trace.
 
-    It also replaces torch's zero tensors, which have no memory, by ordinary zeros: operations on zero tensors return
-    broken fake tensors, or end the process.
+    It reads the values of real tensors, and replaces torch's zero tensors, which have no memory, by ordinary zeros:
+    operations on zero tensors return broken fake tensors, or end the process.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.read: list[tuple[Tensor, Any]] = []
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Read a value, or run the operation unchanged.
+        """Read a value, or run the operation.
 
         Args:
             func: an operation of aten.
@@ -105,38 +98,7 @@ class _Values(TorchDispatchMode):
         if func is not aten_local_scalar_dense or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with untraced():
-            value = args[0].item()
-        self.read.append((args[0], value))
-        return value
-
-
-class _Lists(TorchFunctionMode):
-    """Records the values that ``tolist`` reads: it is no operation of aten, so ``_Values`` does not see it.
-
-    Args:
-        read: the list that pairs of tensor and values are appended to.
-    """
-
-    def __init__(self, read: list[tuple[Tensor, Any]]) -> None:
-        super().__init__()
-        self._read = read
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch.
-
-        Args:
-            func: the function.
-            types: the tensor subclasses among the arguments.
-            args: the arguments of the function.
-            kwargs: the keyword arguments of the function.
-
-        Returns:
-            The result of the function.
-        """
-        result = func(*args, **(kwargs or {}))
-        if func is Tensor.tolist:
-            self._read.append((args[0], result))
-        return result
+            return args[0].item()
 
 
 def trace(
@@ -158,13 +120,13 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 
-    outline, noted, values, handled = None, False, _Values(), handled_error()
+    outline, noted, handled = None, False, handled_error()
     state = Trace(any_size)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
         exceptions = state.exceptions
-        with values, _Lists(values.read), Bounds(exceptions):
+        with _Constants(), Bounds(exceptions):
             results, outline = pack(function(list(tensors)))
             noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
@@ -182,7 +144,7 @@ def trace(
                 raise
             raise TraceError(said(error)) from error
     drop_failed(graph)
-    return Traced(graph, _lifted(graph), values.read, outline, noted, max(state.block_sizes, default=0))
+    return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
 
 
 def said(error: Exception) -> str:

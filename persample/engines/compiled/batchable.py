@@ -1,0 +1,147 @@
+"""Graphs of Dynamo, rewritten so that torch.func can batch and differentiate them.
+
+Dynamo records what torch.compile supports, and torch.func lacks some of it: activation checkpoints, old-style
+``autograd.Function``s, ``.item()``, writes of per-sample values into a tensor that the loss made for all samples. It
+also records the levels of inner transforms as constants, though these lie above our own levels here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from persample._torch import CLOSES_LEVEL, LEVEL_ARGUMENT, OPENS_LEVEL, is_functorch_wrapped_tensor, storage_id
+
+_WRITES = {
+    *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+}
+
+
+def make_batchable(module: GraphModule) -> None:
+    """Rewrite a graph in place.
+
+    Args:
+        module: a graph of Dynamo. It gets one more input, the first: any tensor of the sample.
+    """
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            _shift_levels(part.graph)
+            _inline(part.graph)
+            _keep_values(part.graph)
+    _give_each_sample_its_own(module.graph)
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            part.recompile()
+
+
+def _give_each_sample_its_own(graph: Graph) -> None:
+    """Copy for each sample what the loss made for all of them and writes into: vmap refuses the write otherwise."""
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        sample = graph.placeholder("sample")
+    written = {_memory(node.args[0]) for node in graph.nodes if _writes(node)} - {None}
+    for node in list(graph.nodes):
+        memory = _memory(node)
+        if memory not in written:
+            continue
+        written.remove(memory)
+        if node.op != "placeholder":
+            with graph.inserting_after(node):
+                own = graph.call_function(_own, (node, sample))
+            node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)  # type: ignore[misc]
+
+
+def _own(x: Tensor, sample: Tensor) -> Tensor:
+    each = sample.new_zeros((), dtype=torch.bool)  # under vmap, new_zeros has the batch axis of its tensor
+    return torch.where(each, x, x)
+
+
+def _memory(node: Any) -> Any:
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(example, Tensor) or is_functorch_wrapped_tensor(example):
+        return None
+    return storage_id(example.untyped_storage())
+
+
+def _writes(node: Node) -> bool:
+    if node.op not in {"call_function", "call_method"}:
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or node.target in _WRITES or node.kwargs.get("inplace") is True
+
+
+def _shift_levels(graph: Graph) -> None:
+    """Replace the levels of inner transforms, which Dynamo counts from 1, by those that are opened here."""
+    opened: list[Node] = []
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name in OPENS_LEVEL:
+            opened.append(node)
+        elif name in CLOSES_LEVEL:
+            opened.pop()
+        elif name in LEVEL_ARGUMENT:
+            place = LEVEL_ARGUMENT[name]
+            node.update_arg(place, opened[node.args[place] - 1])
+
+
+def _inline(graph: Graph) -> None:
+    """Replace operators of higher order that torch.func does not know by functions that it does."""
+    operators = torch.ops.higher_order
+    for node in graph.nodes:
+        if node.target is operators.tag_activation_checkpoint:  # compiled code decides by itself what to keep
+            node.target, node.kwargs = _called, {}
+        elif node.target is operators.autograd_function_apply:
+            node.target = _applied
+
+
+def _called(body: Callable[..., Any], *args: Any) -> Any:
+    return body(*args)
+
+
+def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call an ``autograd.Function`` that Dynamo has split into two graphs.
+
+    Args:
+        forward: from the arguments to (outputs, tensors kept for the backward pass).
+        backward: from the gradients of the outputs and the kept tensors to the gradients of the arguments.
+        *args: the arguments.
+        **options: ``non_differentiable_idx``, the places of outputs without gradients; the rest is not needed here.
+    """
+    count = 0
+
+    class Applied(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            nonlocal count
+            with torch.no_grad():
+                outputs, kept = forward(*args)
+            count = len(outputs)
+            return *outputs, *(x.detach() for x in kept)
+
+        @staticmethod
+        def setup_context(ctx: Any, _inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*output[count:])
+            ctx.mark_non_differentiable(*output[count:], *(output[place] for place in options["non_differentiable_idx"]))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            with torch.no_grad():
+                return backward(*grads[:count], *ctx.saved_tensors)
+
+    return Applied.apply(*args)[:count]  # type: ignore[no-untyped-call]
+
+
+def _keep_values(graph: Graph) -> None:
+    """Replace ``.item()`` by a tensor of the same value, which later operations take as well as a number."""
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "item":
+            node.target = "detach"
