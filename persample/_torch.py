@@ -262,6 +262,7 @@ keystr = private("torch.utils._pytree:keystr")
 
 
 # --- The compiler, which torch.compile alone makes public.
+TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtypes, shapes, strides, devices in C
 DynamoError = private("torch._dynamo.exc:TorchDynamoException")  # what cannot be captured
 RecompileLimitError = private("torch._dynamo.exc:FailOnRecompileLimitHit")
 # Functions in the graphs of Dynamo that open and close the levels of inner transforms, and those that take a level.
@@ -271,13 +272,18 @@ LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad":
 
 
 def capture_settings() -> Any:
-    """Return a context in which Dynamo captures recurrent layers, and guards the hooks of modules."""
-    return private("torch._dynamo.config").patch(allow_rnn=True, skip_nnmodule_hook_guards=False)
+    """Return a context in which Dynamo captures recurrent layers, guards hooks of modules, and leaves out its profiler."""
+    return private("torch._dynamo.config").patch(
+        allow_rnn=True, skip_nnmodule_hook_guards=False, record_runtime_overhead=False
+    )
 
 
-def are_capture_settings() -> bool:
-    """Return whether ``capture_settings`` is entered."""
-    return not private("torch._dynamo.config").skip_nnmodule_hook_guards
+def run_captured(function: Callable[..., Any]) -> Any:
+    """Return a function that runs what ``torch.compile`` captured of another one, and the other one where nothing fits.
+
+    ``torch.compile`` itself would capture it once more.
+    """
+    return private("torch._dynamo:run")(function)
 
 
 def recompile_reason() -> str:

@@ -10,6 +10,7 @@ from persample.errors import ArgumentError
 
 Engine: TypeAlias = Literal["eager", "compiled", "loop"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
+_ENGINES, _RANDOMNESS = get_args(Engine), get_args(Randomness)
 
 
 def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
@@ -23,9 +24,9 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
     Raises:
         ArgumentError: if an option has none of its allowed values.
     """
-    check_choice("engine", engine, get_args(Engine))
+    check_choice("engine", engine, _ENGINES)
     check_loop(engine)
-    check_choice("randomness", randomness, get_args(Randomness))
+    check_choice("randomness", randomness, _RANDOMNESS)
     check_chunk_size(chunk_size)
 
 

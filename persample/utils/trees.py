@@ -59,7 +59,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         [1, 2]
     """
     kind: Any = type(tree)
-    if kind in _LEAVES and is_leaf is None:
+    if (kind in _LEAVES or tree is None) and is_leaf is None:
         return [tree], leaf_structure()
     if kind in _KINDS and is_leaf is None:
         leaves, names = list(tree.values() if kind is dict else tree), tuple(tree) if kind is dict else len(tree)
@@ -90,6 +90,8 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
         >>> unflatten([3, 4], structure({"w": 1, "b": 2}))
         {'w': 3, 'b': 4}
     """
+    if spec is leaf_structure():
+        return leaves[0]
     if spec.type in _KINDS and is_flat(spec) and len(leaves) == spec.num_leaves:
         return dict(zip(spec.context, leaves, strict=True)) if spec.type is dict else spec.type(leaves)
     return _torch.tree_unflatten(leaves, spec)
@@ -221,4 +223,7 @@ def stop_gradient(tree: Any) -> Any:
         >>> torch.autograd.grad(v * stop_gradient(v), v)
         (tensor(2.),)
     """
-    return map_tensors(torch.Tensor.detach, tree)
+    if isinstance(tree, torch.Tensor):
+        return tree.detach()
+    # Not ``map_tensors``, whose cache torch.compile warns of when a loss calls this function.
+    return _torch.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -2,5 +2,6 @@
 
 from persample.engines.compiled.engine import compiled
 from persample.engines.compiled.programs import clear_cache
+from persample.engines.compiled.repeated import Asked, repeated
 
-__all__ = ["clear_cache", "compiled"]
+__all__ = ["Asked", "clear_cache", "compiled", "repeated"]

@@ -1,8 +1,8 @@
 """Capture: Dynamo, the front end of ``torch.compile``, records the loss of one sample as a graph of torch functions.
 
-Dynamo guards everything that the loss read (closures, globals, attributes, formats of tensors) and calls the backend
-below again when a guard fails. The backend compiles nothing. Its graphs return markers, which come back in place of the
-tensors that the loss returns: they bring the graph, and the tensors of this call that the graph takes.
+Dynamo guards everything that the loss read: closures, globals, attributes, formats of tensors. When a guard fails, it
+records anew. The backend below compiles nothing. Its graphs return markers in place of the tensors that the loss
+returns, which bring out the graph, and the tensors of this call that the graph takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,18 +22,21 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from persample._torch import DynamoError, RecompileLimitError, are_capture_settings, capture_settings, recompile_reason
+from persample._torch import DynamoError, RecompileLimitError, capture_settings, recompile_reason, run_captured
 from persample.engines.compiled.batchable import make_batchable
 from persample.inputs.modules import StandIn
 from persample.utils import trees
 
-# Dynamo searches the captures of a loss one after the other, a microsecond each.
+# Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64
-_lock = threading.Lock()
 
 
 class UncapturableError(Exception):
     """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
+
+
+class NewError(Exception):
+    """Raised for a function of which no capture is valid."""
 
 
 class Capture:
@@ -57,7 +60,6 @@ class Capture:
         return self._dynamos
 
 
-@dataclass(frozen=True, slots=True)
 class Marker(StandIn):
     """Stands for one tensor that a captured function returns.
 
@@ -67,9 +69,23 @@ class Marker(StandIn):
         inputs: the graph's inputs in this call.
     """
 
-    capture: Capture = field(repr=False)
+    __slots__ = ("capture", "index", "inputs")
+
+    def __init__(self, capture: Capture, index: int, inputs: tuple[Any, ...]) -> None:
+        self.capture = capture
+        self.index = index
+        self.inputs = inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The place of a tensor among the outputs of a graph.
+
+    Args:
+        index: the place.
+    """
+
     index: int
-    inputs: tuple[Any, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -79,77 +95,128 @@ class Captured:
     Args:
         capture: the graph, or None if the function computes nothing from tensors.
         inputs: the tensors (and sizes) that the graph takes.
-        returned: what the function returned, with markers for the tensors that it computed.
+        leaves: the leaves of what the function returned: markers, arguments, other tensors, constants.
+        structure: their structure.
     """
 
     capture: Capture | None
     inputs: tuple[Any, ...]
-    returned: Any
+    leaves: list[Any]
+    structure: trees.TreeSpec
+
+    @classmethod
+    def of(cls, returned: Any) -> Captured:
+        """Split what a captured function returned."""
+        leaves, structure = trees.flatten(returned)
+        marker = first_marker(returned)
+        if marker is None:
+            return cls(None, (), leaves, structure)
+        return cls(marker.capture, marker.inputs, leaves, structure)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of tensors that the graph computes."""
+        return self.capture.num_outputs if self.capture else 0
+
+    @property
+    def returned(self) -> set[int]:
+        """The outputs that the function returned."""
+        return {x.index for x in self.leaves if isinstance(x, Marker)}
+
+    def places(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Tensor]]:
+        """Tell the arguments among the inputs and the leaves from the tensors that the function closed over.
+
+        Args:
+            given: the arguments, flattened.
+
+        Returns:
+            For each input, and for each leaf, its place among the arguments and the tensors closed over; or an output;
+            or a constant in a tuple. And the tensors closed over.
+        """
+        known = {id(x): place for place, x in enumerate(given) if isinstance(x, Tensor)}
+        closed_over = list[Tensor]()
+
+        def place(x: Any) -> Any:
+            if isinstance(x, Marker):
+                return Output(x.index)
+            if not isinstance(x, Tensor):
+                return (x,)
+            found = known.get(id(x))
+            if found is None:
+                found = known[id(x)] = len(given) + len(closed_over)
+                closed_over.append(x)
+            return found
+
+        return tuple(map(place, self.inputs)), tuple(map(place, self.leaves)), closed_over
 
 
-def capture(function: Callable[..., Any], *args: Any) -> Captured:
-    """Call a function by Dynamo.
+def first_marker(returned: Any) -> Marker | None:
+    """Return a marker in what a captured function returned, or None if it computes nothing from tensors."""
+    if type(returned) is Marker:  # the usual case
+        return returned
+    return next((leaf for leaf in trees.flatten(returned)[0] if isinstance(leaf, Marker)), None)
+
+
+class Entry:
+    """The captures of one loss, or of the losses that one ``def`` or ``lambda`` makes.
+
+    Attributes:
+        captures: the captures that are alive.
+        calls: the latest calls, whose programs serve later calls like them; for ``repeated.py``.
+        batch_varies: whether there were batches of several sizes.
+    """
+
+    def __init__(self, number: int) -> None:
+        # Code of its own: Dynamo keeps its guards beside the code. The globals are those that it sees and adds to.
+        code: CodeType = _call.__code__.replace(co_name=f"loss_{number}")
+        function = FunctionType(code, {"__builtins__": builtins, "torch": torch, "NewError": NewError})
+        self._run = run_captured(function)  # without capturing, where no guards hold
+        self._compiled = torch.compile(function, backend=_backend, fullgraph=True, recompile_limit=MOST_CAPTURES)
+        self.captures: WeakSet[Capture] = WeakSet()
+        self.calls: list[Any] = []
+        self.batch_varies = False
+
+    def find(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what the function returns, with markers, by the capture whose guards hold.
+
+        Args:
+            function: the function.
+            *args: its arguments.
+
+        Raises:
+            NewError: if there is none.
+        """
+        return self._run(function, args)
+
+    def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
+        """Return the capture of a function, recorded now if no other is valid.
+
+        Args:
+            function: the function.
+            *args: its arguments.
+
+        Raises:
+            UncapturableError: if the function cannot be captured as one graph.
+        """
+        try:
+            return Captured.of(self.find(function, *args))
+        except NewError:
+            pass
+        try:
+            with capture_settings():
+                captured = Captured.of(self._compiled(function, args))
+        except (DynamoError, RecompileLimitError) as error:
+            raise UncapturableError(_reason(error)) from error
+        if captured.capture is not None:
+            self.captures.add(captured.capture)
+        return captured
+
+
+def entry_of(function: Any) -> Entry:
+    """Return the captures of a function; lambdas made anew share their code, and so their captures.
 
     Args:
-        function: the function.
-        *args: its arguments.
-
-    Raises:
-        UncapturableError: if the function cannot be captured as one graph.
-    """
-    entry = _compiled(function)
-    with torch.enable_grad():
-        try:
-            returned = entry(function, args)
-        except (DynamoError, RecompileLimitError):
-            try:
-                with capture_settings():
-                    returned = entry(function, args)
-            except (DynamoError, RecompileLimitError) as error:
-                raise UncapturableError(_reason(error)) from error
-    leaves, _ = trees.flatten(returned)
-    marker = next((leaf for leaf in leaves if isinstance(leaf, Marker)), None)
-    return Captured(marker and marker.capture, marker.inputs if marker else (), returned)
-
-
-def captures() -> list[Capture]:
-    """Return all captures that are alive."""
-    return list(_captures)
-
-
-def forget() -> None:
-    """Drop all captures with Dynamo's guards."""
-    with _lock:
-        _entries.clear()
-        _captures.clear()
-
-
-_captures: WeakSet[Capture] = WeakSet()
-_entries: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
-_numbers = itertools.count()
-
-
-class _NewError(Exception):
-    """Raised to capture a function once more, under the settings that a capture needs: these take time to set."""
-
-
-def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:
-    if not are_capture_settings():
-        raise _NewError
-    made = Capture(graph, recompile_reason())
-    _captures.add(made)
-    places = range(made.num_outputs)
-    return lambda *inputs: [Marker(made, place, inputs) for place in places]
-
-
-def _call(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    return function(*args)
-
-
-def _compiled(function: Any) -> Callable[..., Any]:
-    """Return ``_call``, compiled apart for each loss, so that the guards of other losses are not searched.
-
-    Lambdas made anew share their code, and so their captures.
+        function: any callable.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -158,16 +225,40 @@ def _compiled(function: Any) -> Callable[..., Any]:
     entry = _entries.get(key)
     if entry is None:
         with _lock:
-            code: CodeType = _call.__code__.replace(co_name=f"loss_{next(_numbers)}")
-            entry = torch.compile(
-                FunctionType(code, {"__builtins__": builtins}), backend=_backend, fullgraph=True, recompile_limit=MOST_CAPTURES
-            )
-            _entries[key] = entry
+            entry = _entries.setdefault(key, Entry(next(_numbers)))
     return entry
 
 
+def entries() -> list[Entry]:
+    """Return all entries."""
+    return list(_entries.values())
+
+
+def forget() -> None:
+    """Drop all captures, with Dynamo's guards."""
+    with _lock:
+        _entries.clear()
+
+
+_entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
+_numbers = itertools.count()
+_lock = threading.Lock()
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    if torch.compiler.is_compiling():
+        return function(*args)
+    raise NewError  # Python runs this only if no capture is valid
+
+
+def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:
+    made = Capture(graph, recompile_reason())
+    places = range(made.num_outputs)
+    return lambda *inputs: [Marker(made, place, inputs) for place in places]
+
+
 def _reason(error: BaseException) -> str:
-    """Return Dynamo's reason and the user's line: its message has the whole stack, and advice for developers of torch."""
+    """Return Dynamo's reason and the user's line: its message has the whole stack, and advice for torch's developers."""
     message = str(error)
     explanation = re.search(r"^ *Explanation: (.*)$", message, re.MULTILINE)
     said = explanation.group(1) if explanation else (message.strip() or type(error).__name__).splitlines()[0]

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from persample.engines.compiled.capture import Capture, Captured, Marker, UncapturableError, capture
+from persample._torch import buffer_slots
+from persample.engines.compiled.capture import Capture, Captured, Marker, Output, UncapturableError, entry_of
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
-
-
-@dataclass(frozen=True)
-class Argument:
-    """The place of a tensor among the parameters, the leaves of the sample, and the tensors that the loss closed over.
-
-    Args:
-        index: the place.
-        is_buffer: whether it is a buffer of the user's modules, so that writes to it are discarded.
-    """
-
-    index: int
-    is_buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,17 +25,22 @@ class GraphFunction:
 
     Args:
         capture: the graph, or None if the function computes nothing.
-        inputs: an argument for each input of the graph, or a size.
-        returned: what the function returns: outputs of the graph, arguments, and constants.
+        inputs: for each input of the graph, the place of an argument; or a size in a tuple.
+        leaves: for each leaf of what the function returns, an output of the graph, the place of an argument, or a
+            constant in a tuple.
         structure: the structure of what the function returns.
+        copied: the arguments that the function gets copies of, so that its writes to them are discarded.
         sliced: the place of an argument that has one row per sample.
+        stores: whether a call of the function leaves tensors in modules.
     """
 
     capture: Capture | None
     inputs: tuple[Any, ...]
-    returned: tuple[Any, ...] = field(compare=False)  # the graph determines it
+    leaves: tuple[Any, ...] = field(compare=False)  # the graph determines them
     structure: trees.TreeSpec
+    copied: frozenset[int]
     sliced: int
+    stores: bool
 
     @property
     def programs(self) -> dict[Hashable, Any]:
@@ -62,25 +56,15 @@ class GraphFunction:
         """
         given = [*first, *rest]
 
-        def taken(x: Any) -> Any:
-            if not isinstance(x, Argument):
-                return x
-            return given[x.index].clone() if x.is_buffer else given[x.index]
+        def found(place: Any) -> Any:
+            if isinstance(place, Output):
+                return outputs[place.index]
+            if isinstance(place, tuple):
+                return place[0]
+            return given[place].clone() if place in self.copied else given[place]
 
-        outputs = self.capture.run(given[self.sliced], *map(taken, self.inputs)) if self.capture else ()
-        found = [outputs[x.index] if isinstance(x, Output) else taken(x) for x in self.returned]
-        return trees.unflatten(found, self.structure)
-
-
-@dataclass(frozen=True)
-class Output:
-    """The place of a tensor among the outputs of a graph.
-
-    Args:
-        index: the place.
-    """
-
-    index: int
+        outputs = self.capture.run(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
+        return trees.unflatten(list(map(found, self.leaves)), self.structure)
 
 
 def captured_call(call: Call) -> Call:
@@ -94,18 +78,28 @@ def captured_call(call: Call) -> Call:
     """
     loss, tree = call.loss, call.loss.params
     params, leaves = call.at(0)
-    # The parameters require gradients inside of the loss, as they do on the other engines; modules hold theirs.
     pairs = zip(tree.slots, tree.tensors, params, strict=True)
-    values = [own if isinstance(slot, str) else x.detach().requires_grad_() for slot, own, x in pairs]
+    values = [own if isinstance(slot, str) else parameter(x) for slot, own, x in pairs]
     sample = loss.shaped(leaves)
-    given = [*values, *sample]
-    sliced = [*call.params_batched, *call.leaves_batched].index(True)
+    with torch.enable_grad():
+        capture = functools.partial(entry_of(loss.fn).capture, loss.fn)
+
+        def captured_and_stored() -> tuple[Captured, set[int]]:
+            found = capture(tree.arguments(values), *loss.arguments(sample))
+            return found, _stored(tree.parts.values()) if len(found.returned) < found.num_outputs else set()
+
+        captured, stored = tree.unchanged(captured_and_stored)
     buffers = [x for part in tree.parts.values() for x in part.buffers(recurse=False)]
-    captured = tree.unchanged(lambda: capture(loss.fn, tree.arguments(values), *loss.arguments(sample)))
-    fn, closed_over = _graph_function(captured, given, sliced, buffers)
+    sliced = [*call.params_batched, *call.leaves_batched].index(True)
+    fn, closed_over = _graph_function(captured, [*values, *sample], sliced, buffers, stored)
     batched = (*call.leaves_batched, *(False for _ in closed_over))
     graph_loss = replace(loss, fn=fn, params=_flat(params), batch=_listed(len(batched)), batched=batched, unpack=True)
     return replace(call, loss=graph_loss, leaves=(*call.leaves, *closed_over), leaves_batched=batched)
+
+
+def parameter(x: Tensor) -> Tensor:
+    """Return a tensor of ``params`` as the loss sees it: it requires a gradient, as on the other engines."""
+    return x.detach().requires_grad_()
 
 
 def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:
@@ -122,11 +116,17 @@ def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch
         UncapturableError: if Dynamo cannot capture the function as one graph.
     """
     norm = torch.zeros((), dtype=torch.float64, device=device)
-    return _graph_function(capture(function, norm), [norm], 0)
+    with torch.enable_grad():
+        captured = entry_of(function).capture(function, norm)
+    return _graph_function(captured, [norm], 0)
 
 
 def _graph_function(
-    captured: Captured, given: Sequence[Any], sliced: int, buffers: Sequence[Tensor] = ()
+    captured: Captured,
+    given: Sequence[Any],
+    sliced: int,
+    buffers: Sequence[Tensor] = (),
+    stored: Set[int] = frozenset(),
 ) -> tuple[GraphFunction, list[Tensor]]:
     """Return a captured function, and the tensors that it closed over.
 
@@ -135,31 +135,21 @@ def _graph_function(
         given: the arguments that the function was called with.
         sliced: the place of an argument that has one row per sample.
         buffers: the buffers of the modules among the parameters.
+        stored: the outputs that were found in these modules.
     """
-    returned, structure = trees.flatten(captured.returned)
-    _check_stores(captured, returned)
-    places = {id(x): Argument(place) for place, x in enumerate(given) if isinstance(x, Tensor)}
-    are_buffers = set(map(id, buffers))
-    closed_over = list[Tensor]()
-
-    def placed(x: Any) -> Any:
-        if isinstance(x, Marker):
-            return Output(x.index)
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in places:
-            places[id(x)] = Argument(len(given) + len(closed_over), id(x) in are_buffers)
-            closed_over.append(x.detach())
-        return places[id(x)]
-
-    inputs, outputs = tuple(map(placed, captured.inputs)), tuple(map(placed, returned))
-    return GraphFunction(captured.capture, inputs, outputs, structure, sliced), closed_over
-
-
-def _check_stores(captured: Captured, returned: Sequence[Any]) -> None:
-    known = {x.index for x in returned if isinstance(x, Marker)}
-    if captured.capture is not None and len(known) < captured.capture.num_outputs:
+    if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")
+    inputs, leaves, closed_over = captured.places(given)
+    are_buffers = set(map(id, buffers))
+    copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
+    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, copied, sliced, bool(stored))
+    return fn, [x.detach() for x in closed_over]
+
+
+def _stored(parts: Iterable[nn.Module]) -> set[int]:
+    """Return the places of the outputs that a captured function left in modules."""
+    held = (x for part in parts for slots in (vars(part), buffer_slots(part)) for x in slots.values())
+    return {x.index for x in held if isinstance(x, Marker)}
 
 
 def _flat(tensors: Sequence[Tensor]) -> ParamTree:

@@ -13,6 +13,7 @@ from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.capture import UncapturableError
 from persample.engines.compiled.program import DoubtfulError
 from persample.engines.compiled.programs import Failure, UntraceableError, program_of
+from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, filled_up
 from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
@@ -25,16 +26,14 @@ from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 
 
-def compiled(
-    call: Call, reductions: Reductions, chunk_size: int | None, container: trees.TreeSpec, out: Any
-) -> list[Any]:
+def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any) -> list[Any]:
     """Compute the result of every reduction by compiled code, as ``pipeline.run`` does with the eager engine.
 
     Args:
         call: the call, at least one sample.
         reductions: the reductions of the call.
         chunk_size: the number of samples processed at a time, or None for all.
-        container: the structure of the container that results are returned in.
+        asked: the user's arguments, by which ``repeated`` recognizes the next call like this one.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
 
     Returns:
@@ -48,19 +47,20 @@ def compiled(
         return pipeline.run(call, pipeline.lift_by(eager, reductions), reductions, chunk_size)
     if call.size > (chunk_size or call.size):
         return pipeline.run(call, functools.partial(_lifted, reductions=reductions), reductions, chunk_size)
-    results = _computed(Task(reductions, call, finishes=True, container=container, out=out))
-    return results if results is not None else trees.leaves_like(out, container) or []
+    results = _computed(Task(reductions, call, finishes=True, container=asked.container, out=out), asked)
+    return results if results is not None else trees.leaves_like(out, asked.container) or []
 
 
 def _lifted(call: Call, reductions: Reductions) -> Any:
     return _computed(Task(reductions, call, finishes=False))
 
 
-def _computed(task: Task) -> Any:
+def _computed(task: Task, asked: Asked | None = None) -> Any:
     """Return what the program of a task computes.
 
     Args:
         task: the task.
+        asked: the user's arguments if the task is the whole call.
 
     Raises:
         LossError: as ``compiled`` does.
@@ -75,12 +75,15 @@ def _computed(task: Task) -> Any:
     if program is None:
         return _filled_up(task)
     if task.out is not None and not is_apart(task.out, captured.read):
-        return _computed(replace(task, out=None))
+        return _computed(replace(task, out=None), asked)
     with full_precision(task.call.params[0].device):
         try:
-            return program(captured.tensors)
+            results = program(captured.tensors)
         except DoubtfulError:
             return _eagerly(task)
+    if asked is not None and task.call.weights is None and (task.out is None) == (asked.out is None):
+        remember(asked, captured, program)
+    return results
 
 
 def _eagerly(task: Task) -> Any:

@@ -36,20 +36,46 @@ class Made:
     parts: tuple[Any, ...]
 
 
-def pack(tree: Any) -> tuple[list[Tensor], Any]:
+@dataclass(frozen=True)
+class Outline:
+    """A tree with slots for its tensors.
+
+    Args:
+        leaves: the leaves: slots, dataclass instances with slots, constants.
+        structure: the structure of the tree.
+    """
+
+    leaves: list[Any]
+    structure: trees.TreeSpec
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the tree with tensors in its slots.
+
+        Args:
+            tensors: one per slot.
+        """
+
+        def put(x: Any) -> Any:
+            if isinstance(x, Slot):
+                return tensors[x.index]
+            if isinstance(x, Made):
+                return x.kind(*map(put, x.parts))
+            return tuple(map(put, x)) if type(x) is tuple else x
+
+        return trees.unflatten(list(map(put, self.leaves)), self.structure)
+
+
+def pack(tree: Any) -> tuple[list[Tensor], Outline]:
     """Split a tree into its tensors and its outline.
 
     Args:
         tree: a pytree of tensors and of dataclasses that hold tensors.
 
-    Returns:
-        The tensors, and the tree with slots in place of the tensors.
-
     Examples:
         >>> import torch
         >>> from persample.merge import Summed
         >>> tensors, outline = pack({"sum": Summed(torch.tensor(1.0))})
-        >>> unpack(outline, [torch.tensor(2.0)])["sum"].value
+        >>> outline.filled([torch.tensor(2.0)])["sum"].value
         tensor(2.)
     """
     tensors: list[Tensor] = []
@@ -64,28 +90,8 @@ def pack(tree: Any) -> tuple[list[Tensor], Any]:
             return Made(type(x), tuple(taken(getattr(x, field.name)) for field in fields(x)))
         return x
 
-    return tensors, trees.tree_map(taken, tree)
-
-
-def unpack(outline: Any, tensors: Sequence[Tensor]) -> Any:
-    """Put tensors in the slots that ``pack`` left.
-
-    Args:
-        outline: a tree with slots.
-        tensors: one per slot.
-
-    Returns:
-        The tree.
-    """
-
-    def put(x: Any) -> Any:
-        if isinstance(x, Slot):
-            return tensors[x.index]
-        if isinstance(x, Made):
-            return x.kind(*map(put, x.parts))
-        return tuple(map(put, x)) if type(x) is tuple else x
-
-    return trees.tree_map(put, outline)
+    leaves, structure = trees.flatten(tree)
+    return tensors, Outline(list(map(taken, leaves)), structure)
 
 
 def drop_failed(graph: GraphModule) -> None:

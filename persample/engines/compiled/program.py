@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample._torch import FakeTensorMode, symbol_source
 from persample.engines.compiled.lower import Run, functional, lower
-from persample.engines.compiled.packing import unpack
+from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.sizes import Sizes, Varying
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
@@ -31,14 +31,14 @@ class Program:
     Args:
         run: the compiled code.
         constants: the tensors that tracing made, which are the last inputs of the code.
-        outline: the tree of the result, with slots for the outputs.
+        outline: the tree of the result.
         noted: whether the last output is a flag that invalidates the others.
         fits: from a task and its formats to whether the program serves their sizes.
     """
 
     run: Run
     constants: list[Tensor]
-    outline: Any
+    outline: Outline
     noted: bool
     fits: Callable[[Task, Sequence[Format]], bool]
     _shared: list[int] | None = field(default=None)
@@ -64,7 +64,7 @@ class Program:
             self._shared = _sharing(outputs, given)
         for place in self._shared or ():
             outputs[place] = outputs[place].clone()
-        return unpack(self.outline, outputs)
+        return self.outline.filled(outputs)
 
 
 def static(task: Task) -> Program:

@@ -75,7 +75,8 @@ def clear_cache() -> None:
 
 def compilations() -> int:
     """Return the number of programs that are alive."""
-    return sum(len(family.programs) for made in capture.captures() for family in made.programs.values())
+    captures = [made for entry in capture.entries() for made in entry.captures]
+    return sum(len(family.programs) for made in captures for family in made.programs.values())
 
 
 def program_of(task: Task) -> Program | None:

@@ -192,10 +192,9 @@ def _at(formats: Sequence[Format], varying: Varying, sizes: Sequence[Any]) -> li
 
 def _is_alike(one: Traced, other: Traced) -> bool:
     """Return whether two traces agree in all but their graphs; constants that tracing made are compared by value."""
-    facts = [(trees.flatten(x.outline), x.noted) for x in (one, other)]
     pairs = list(zip(one.captured, other.captured, strict=False))
     same = len(one.captured) == len(other.captured) and all(x is y or _is_equal(x, y) for x, y in pairs)
-    return facts[0] == facts[1] and same
+    return (one.outline, one.noted) == (other.outline, other.noted) and same
 
 
 def _is_equal(x: Tensor, y: Tensor) -> bool:

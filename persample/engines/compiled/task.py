@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Task:
         """The programs of the captured loss."""
         return self.call.loss.fn.programs
 
-    @property
+    @cached_property
     def read(self) -> list[Tensor]:
         """The tensors that the program reads."""
         leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
@@ -71,9 +72,14 @@ class Task:
         return [*self.call.params, *leaves, *weights, *self._live[0]]
 
     @property
+    def written(self) -> list[Tensor]:
+        """The tensors that the program writes."""
+        return [] if self.out is None else trees.flatten(self.out)[0]
+
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The inputs of the program: the tensors that it reads, then those that it writes."""
-        return [*self.read, *self._written]
+        return [*self.read, *self.written]
 
     @property
     def batched(self) -> list[bool]:
@@ -81,22 +87,18 @@ class Task:
         leaves = zip(self.call.leaves, self.call.leaves_batched, strict=True)
         split = [*self.call.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
         weights = [] if self.call.weights is None else [True]
-        return [*split, *weights, *(False for _ in self._live[0]), *(True for _ in self._written)]
+        return [*split, *weights, *(False for _ in self._live[0]), *(True for _ in self.written)]
 
     @property
-    def _written(self) -> list[Tensor]:
-        return [] if self.out is None else trees.flatten(self.out)[0]
+    def _graphs(self) -> Hashable:
+        return tuple((name, graph) for functions in self.functions for name, (graph, _) in functions.items())
 
-    @property
+    @cached_property
     def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
+        kept = [{name: kept for name, (_, kept) in functions.items()} for functions in self.functions]
+        fields = list(map(_live_fields, self.reductions.reductions))
+        numbers, structure = trees.flatten((fields, kept))
         device = self.call.params[0].device
-        pairs = zip(self.reductions.reductions, self.functions, strict=True)
-        numbers, structure = trees.flatten(
-            [
-                ({name: getattr(r, name) for name in r.live}, {name: kept for name, (_, kept) in functions.items()})
-                for r, functions in pairs
-            ]
-        )
         return [_as_input(x, device) for x in numbers], structure
 
     @property
@@ -104,7 +106,7 @@ class Task:
         """What the program depends on beside the formats of its tensors, as a key."""
         call, loss = self.call, self.call.loss
         return (
-            (loss.fn, tuple(map(_fixed, self.reductions.reductions, self.functions))),
+            (loss.fn, tuple(map(fixed_fields, self.reductions.reductions)), self._graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
             (call.params_batched, call.leaves_batched, call.weights is None),
             (call.randomness, self.finishes, self._live[1]),
@@ -125,8 +127,8 @@ class Task:
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
         weights = None if self.call.weights is None else next(given)
         fields = trees.unflatten([next(given) for _ in live], structure)
-        triples = zip(self.reductions.reductions, fields, self.functions, strict=True)
-        reductions = Reductions([_changed(r, *new, functions) for r, new, functions in triples], keep_factored=True)
+        new = zip(self.reductions.reductions, *fields, self.functions, strict=True)
+        reductions = Reductions([_changed(*parts) for parts in new], keep_factored=True)
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights)
@@ -136,7 +138,7 @@ class Task:
         results = _finished(call, lifted, reductions)
         if self.out is None:
             return results
-        out = trees.unflatten([next(given) for _ in self._written], trees.structure(self.out))
+        out = trees.unflatten([next(given) for _ in self.written], trees.structure(self.out))
         write_into(out, trees.unflatten(results, self.container))
         return None
 
@@ -186,11 +188,29 @@ def _as_input(x: Any, device: torch.device) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device=device)
 
 
-def _fixed(reduction: Reduction, functions: Mapping[str, tuple[GraphFunction, Any]]) -> Hashable:
-    """Return the parts of a reduction that a program depends on, as a key."""
-    fields = [(name, x) for name, x in vars(reduction).items() if name not in {*reduction.live, *functions}]
-    graphs = [(name, graph) for name, (graph, _) in functions.items()]
-    return type(reduction), tuple((name, type(x), x) for name, x in fields), tuple(graphs)
+def live_tensors(reductions: Sequence[Reduction], device: torch.device) -> list[Tensor]:
+    """Return the numbers and tensors of reductions that may change, as inputs of a program.
+
+    Args:
+        reductions: the reductions.
+        device: the device of the parameters.
+    """
+    fields = [_live_fields(r) for r in reductions if r.live]
+    return [_as_input(x, device) for x in trees.flatten(fields)[0]] if fields else []
+
+
+def fixed_fields(reduction: Reduction) -> Hashable:
+    """Return what a program depends on of a reduction: its class and the fields that may not change.
+
+    Args:
+        reduction: the reduction.
+    """
+    changing = {*reduction.live, *reduction.functions_of_a_norm}
+    return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
+
+
+def _live_fields(reduction: Reduction) -> dict[str, Any]:
+    return {name: getattr(reduction, name) for name in reduction.live}
 
 
 def _changed(

@@ -18,7 +18,8 @@ from persample._torch import (
     force_original_view_tracking,
 )
 from persample.engines.compiled.bounds import Bounds
-from persample.engines.compiled.packing import drop_failed, pack
+from persample.engines.compiled.packing import Outline, drop_failed, pack
+from persample.utils import trees
 from persample.utils.origin import handled_error, is_users
 from persample.utils.strides import is_folded
 from persample.utils.tracing import Trace, untraced
@@ -62,14 +63,14 @@ class Traced:
         graph: from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that
             invalidates the outputs.
         captured: the tensors that tracing made, which are constants of the graph.
-        outline: the tree of the result, with slots for its tensors.
+        outline: the tree of the result.
         noted: whether the last output is the flag.
         written: the largest number of gradient elements written out at a time, for graphs of any batch size.
     """
 
     graph: GraphModule
     captured: list[Tensor]
-    outline: Any
+    outline: Outline
     noted: bool
     written: int = 0
 
@@ -120,7 +121,7 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 
-    outline, noted, handled = None, False, handled_error()
+    outline, noted, handled = Outline([], trees.structure([])), False, handled_error()
     state = Trace(any_size)
 
     def flat(*tensors: Tensor) -> list[Tensor]:

@@ -1,0 +1,238 @@
+"""Calls like an earlier one: its program runs after two comparisons, of the arguments and by Dynamo of the loss.
+
+The arguments of the earlier call were checked. Those of a call like it differ from them in values only, so the checks
+would pass again, and what they prepare would be the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from persample._torch import TensorGuards, peek_interpreter_stack, set_grad_enabled
+from persample.engines.compiled.capture import Capture, Entry, NewError, entry_of, first_marker
+from persample.engines.compiled.captured_call import parameter
+from persample.engines.compiled.program import DoubtfulError, Program
+from persample.engines.compiled.task import Task, fixed_fields, live_tensors
+from persample.engines.compiled.trace import Format
+from persample.inputs.hooks import is_hooked
+from persample.outputs import is_apart
+from persample.reductions import Reduction
+from persample.utils import trees
+
+_MOST = 8
+
+
+class Asked(NamedTuple):
+    """The arguments of a call, as the user passed them.
+
+    Attributes:
+        loss_fn: the loss.
+        params: the parameters.
+        batch: the batch.
+        wanted: the reductions.
+        container: the structure of the container of the reductions.
+        out: a previous result, or None.
+        options: all other arguments.
+    """
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Any
+    wanted: Sequence[Reduction]
+    container: trees.TreeSpec
+    out: Any
+    options: tuple[Any, ...]
+
+
+class Flat(NamedTuple):
+    """The arguments of a call, flattened.
+
+    Attributes:
+        names: the names of the parameters of a module.
+        params: the parameters.
+        batch: the leaves of the batch.
+        out: the tensors of ``out``.
+        structures: the structures of params, batch and out.
+    """
+
+    names: tuple[str, ...]
+    params: list[Any]
+    batch: list[Any]
+    out: list[Any]
+    structures: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, asked: Asked) -> Flat:
+        """Flatten the arguments of a call."""
+        batch, batch_structure = trees.flatten(asked.batch)
+        out, out_structure = ([], None) if asked.out is None else trees.flatten(asked.out)
+        if isinstance(asked.params, nn.Module):
+            named = [(name, x) for name, x in asked.params.named_parameters() if x.requires_grad]
+            return cls(
+                tuple(name for name, _ in named), [x for _, x in named], batch, out, (None, batch_structure, out_structure)
+            )
+        params, structure = trees.flatten(asked.params)
+        return cls((), params, batch, out, (structure, batch_structure, out_structure))
+
+    @property
+    def tensors(self) -> list[Any]:
+        """All tensors; or what else the user passed."""
+        return [*self.params, *self.batch, *self.out]
+
+
+@dataclass
+class EarlierCall:
+    """A call whose program later calls may run.
+
+    Args:
+        asked: the options, and the reductions without the fields that may change.
+        flat: the names and structures of the arguments.
+        guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
+        batched: for each leaf of the batch, whether it has one row per sample.
+        keep_batch_dim: whether each sample keeps a batch axis of 1.
+        unpack: whether the batch is passed as positional arguments.
+        is_list: whether these are the leaves of the batch.
+        capture: the graph of the loss.
+        places: for each input of the graph, the place of a parameter or leaf; None for what the loss closed over; or a
+            size in a tuple. Empty if all are parameters and leaves, whose places cannot change.
+        closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
+        program: the program.
+    """
+
+    asked: tuple[Any, ...]
+    names: tuple[str, ...]
+    structures: tuple[Any, ...]
+    guards: Any
+    batched: tuple[bool, ...]
+    keep_batch_dim: bool
+    unpack: bool
+    is_list: bool
+    capture: Capture
+    places: list[Any]
+    closed_over: list[int]
+    program: Program
+
+    def matches(self, asked: Asked, flat: Flat) -> bool:
+        """Return whether a call differs from this one in values only, as far as its arguments tell."""
+        return (
+            self.names == flat.names
+            and self.structures == flat.structures
+            and self.asked == _compared(asked)
+            and self.guards.check(*flat.tensors)
+            and not any(map(is_hooked, flat.params))
+        )
+
+    def inputs(self, asked: Asked, flat: Flat, entry: Entry) -> list[Tensor] | None:
+        """Return the inputs of the program, or None if the loss is no longer the same.
+
+        Args:
+            asked: the arguments of a call that matches this one.
+            flat: the same, flattened.
+            entry: the captures of its loss.
+        """
+        is_module = isinstance(asked.params, nn.Module)
+        params = flat.params if is_module else list(map(parameter, flat.params))
+        args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
+        rows = [x[0] if split else x.detach() for x, split in zip(flat.batch, self.batched)]  # noqa: B905 (equally long)
+        if self.keep_batch_dim:
+            rows = [x.unsqueeze(0) if split else x for x, split in zip(rows, self.batched, strict=True)]
+        sample = rows if self.is_list else trees.unflatten(rows, flat.structures[1])
+        set_grad_enabled(True)
+        try:
+            marker = first_marker(entry.find(asked.loss_fn, args, *(sample if self.unpack else (sample,))))
+        except NewError:
+            return None
+        finally:
+            set_grad_enabled(False)
+        places = {id(x): place for place, x in enumerate([*params, *rows])}
+        if marker is None or marker.capture is not self.capture:
+            return None
+        places = {id(x): place for place, x in enumerate([*params, *rows])} if self.places else {}
+        if self.places and [places.get(id(x)) if isinstance(x, Tensor) else (x,) for x in marker.inputs] != self.places:
+            return None
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over]]
+        read += live_tensors(asked.wanted, flat.params[0].device)
+        if asked.out is not None and not is_apart(asked.out, read):
+            return None
+        return [*read, *flat.out]
+
+
+def remember(asked: Asked, task: Task, program: Program) -> None:
+    """Let later calls run the program of this one, if they are told by comparing tensors.
+
+    Args:
+        asked: the arguments of the call.
+        task: what the call computes, captured, without weights.
+        program: the program that computed it.
+    """
+    call, fn = task.call, task.call.loss.fn
+    flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
+    used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
+    if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
+        return
+    count = len(flat.params) + len(flat.batch)
+    kept = {place for place in (*fn.inputs, *fn.leaves) if isinstance(place, int) and place >= count}
+    sizes, unpack = any(isinstance(place, tuple) for place in fn.inputs), type(asked.batch) in (tuple, list)
+    if fn.capture is None or fn.stores or any(task.functions) or not kept <= set(fn.inputs):
+        return
+    earlier = EarlierCall(
+        (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
+        flat.names,
+        flat.structures,
+        TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
+        call.leaves_batched[: len(flat.batch)],
+        call.loss.keep_batch_dim,
+        unpack,
+        unpack and trees.is_flat(flat.structures[1]),
+        fn.capture,
+        [None if place in kept else place for place in fn.inputs] if kept or sizes else [],
+        [fn.inputs.index(place) for place in sorted(kept)],
+        program,
+    )
+    entry.calls = [earlier, *entry.calls][:_MOST]
+
+
+def _compared(asked: Asked) -> tuple[Any, ...]:
+    return asked.container, tuple(map(fixed_fields, asked.wanted)), asked.options
+
+
+def _is_same(x: Tensor, y: Any) -> bool:
+    """Return whether two tensors have the same memory and format."""
+    return isinstance(y, Tensor) and x.data_ptr() == y.data_ptr() and Format.of(x) == Format.of(y)
+
+
+def _is_plain() -> bool:
+    """Return whether no transform and no inference mode surrounds the call."""
+    return peek_interpreter_stack() is None and not torch.is_inference_mode_enabled()
+
+
+def repeated(asked: Asked) -> Any:
+    """Return the result of a call by the program of an earlier one like it, or None if there is none.
+
+    Args:
+        asked: the arguments of the call.
+    """
+    entry = entry_of(asked.loss_fn)
+    if not entry.calls or not _is_plain():
+        return None
+    flat = Flat.of(asked)
+    if not all(isinstance(x, Tensor) for x in flat.tensors):
+        return None
+    recording = torch.is_grad_enabled()
+    try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
+        set_grad_enabled(False)
+        for call in entry.calls:
+            if call.matches(asked, flat) and (inputs := call.inputs(asked, flat, entry)) is not None:
+                results = call.program(inputs)
+                return trees.unflatten(results, asked.container) if asked.out is None else asked.out
+    except DoubtfulError:
+        pass
+    finally:
+        set_grad_enabled(recording)
+    return None
