@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import pkgutil
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -272,9 +273,13 @@ LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad":
 
 
 def capture_settings() -> Any:
-    """Return a context in which Dynamo captures recurrent layers, guards hooks of modules, and leaves out its profiler."""
+    """Return a context in which Dynamo captures recurrent layers and prints, passes warnings over, and guards hooks."""
     return private("torch._dynamo.config").patch(
-        allow_rnn=True, skip_nnmodule_hook_guards=False, record_runtime_overhead=False
+        allow_rnn=True,
+        reorderable_logging_functions={print},
+        ignore_logging_functions={warnings.warn},
+        skip_nnmodule_hook_guards=False,
+        record_runtime_overhead=False,  # at every call, for the profiler
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,14 @@ is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 def is_traced(x: Tensor) -> bool:
     """Return whether a tensor has no values because it is traced, so that no decision can depend on them."""
     return isinstance(x, FakeTensor)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore warnings: those of torch's compiler address its developers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

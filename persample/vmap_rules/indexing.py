@@ -24,9 +24,22 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A0
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    # torch reads the value of a 0-d index i, which vmap forbids. It does not read [i]: the axis of 1 is removed later.
+    # torch reads the value of a 0-d index, which vmap forbids.
+    return getitem_unread(x, index, is_batched)
+
+
+def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
+    """Index a tensor without reading the values of 0-d indices.
+
+    torch reads the value of a 0-d index i. It does not read [i], which leaves an axis of 1 to be removed.
+
+    Args:
+        x: the tensor.
+        index: the index, or a tuple of them.
+        is_unreadable: whether the value of a 0-d index cannot be read.
+    """
     parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    scalars = [isinstance(part, Tensor) and not part.ndim and is_batched(part) for part in parts]
+    scalars = [isinstance(part, Tensor) and not part.ndim and is_unreadable(part) for part in parts]
     if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):
         return x[index]
     before: list[Any] = []

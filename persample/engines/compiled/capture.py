@@ -21,11 +21,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from persample._torch import DynamoError, RecompileLimitError, capture_settings, recompile_reason, run_captured
 from persample.engines.compiled.batchable import make_batchable
 from persample.inputs.modules import StandIn
 from persample.utils import trees
+from persample.utils.tracing import without_warnings
+from persample.vmap_rules.indexing import getitem_unread
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64
@@ -50,6 +53,7 @@ class Capture:
     def __init__(self, graph: GraphModule, reason: str) -> None:
         self.reason = reason
         self.programs: dict[Hashable, Any] = {}  # compiled from the graph; they live as long as it is valid
+        self.batch_sizes: set[int] = set()  # the sizes of all batches of the same loss
         self.num_outputs = len(graph.graph.output_node().args[0])
         self._dynamos = graph
 
@@ -163,7 +167,7 @@ class Entry:
     Attributes:
         captures: the captures that are alive.
         calls: the latest calls, whose programs serve later calls like them; for ``repeated.py``.
-        batch_varies: whether there were batches of several sizes.
+        batch_sizes: the sizes of the batches.
     """
 
     def __init__(self, number: int) -> None:
@@ -174,7 +178,8 @@ class Entry:
         self._compiled = torch.compile(function, backend=_backend, fullgraph=True, recompile_limit=MOST_CAPTURES)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
-        self.batch_varies = False
+        self.batch_sizes: set[int] = set()
+        self._unread: type[_UnreadIndices] | None = None  # the mode is traced with the loss, which takes longer
 
     def find(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return what the function returns, with markers, by the capture whose guards hold.
@@ -186,7 +191,7 @@ class Entry:
         Raises:
             NewError: if there is none.
         """
-        return self._run(function, args)
+        return self._run(function, args, self._unread)
 
     def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
         """Return the capture of a function, recorded now if no other is valid.
@@ -203,11 +208,15 @@ class Entry:
         except NewError:
             pass
         try:
-            with capture_settings():
-                captured = Captured.of(self._compiled(function, args))
+            with capture_settings(), without_warnings():
+                captured = Captured.of(self._compiled(function, args, self._unread))
         except (DynamoError, RecompileLimitError) as error:
+            if self._unread is None and "specialized integer" in str(error):
+                self._unread = _UnreadIndices
+                return self.capture(function, *args)
             raise UncapturableError(_reason(error)) from error
         if captured.capture is not None:
+            captured.capture.batch_sizes = self.batch_sizes
             self.captures.add(captured.capture)
         return captured
 
@@ -245,10 +254,33 @@ _numbers = itertools.count()
 _lock = threading.Lock()
 
 
-def _call(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    if torch.compiler.is_compiling():
+class _UnreadIndices(TorchFunctionMode):
+    """Lets a loss index with 0-d tensors that it computed, as in ``log_probs[t, action[t]]``: Dynamo refuses these."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch.
+
+        Args:
+            func: the function.
+            types: the tensor subclasses among the arguments.
+            args: the arguments.
+            kwargs: the keyword arguments.
+
+        Returns:
+            The result of the function.
+        """
+        if func is Tensor.__getitem__:
+            return getitem_unread(*args, is_unreadable=lambda _: True)
+        return func(*args, **(kwargs or {}))
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        raise NewError  # Python runs this only if no capture is valid
+    if unread is None:
         return function(*args)
-    raise NewError  # Python runs this only if no capture is valid
+    with unread():
+        return function(*args)
 
 
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from persample._torch import FakeTensorMode, aten_unsafe_index_put, compile_graph, decompositions, lacks_cpp_compiler
 from persample.engines.compiled.kernels import with_torch_kernels
 from persample.errors import TorchVersionError
+from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
@@ -41,8 +42,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         A function from a list of tensors to the outputs; it empties the list.
     """
     try:
-        with warnings.catch_warnings():  # the compiler's warnings address the developers of torch
-            warnings.simplefilter("ignore")
+        with without_warnings():
             return _compiled(flat, mode, inputs)
     except TorchVersionError:
         raise

@@ -110,6 +110,8 @@ def _kinds(formats: list[Format]) -> Hashable:
 def _compiled(family: Family, task: Task, formats: list[Format]) -> Program | None:
     changes = (Varying.between(before, formats) for before in reversed(family.seen))
     varying = next((change for change in changes if change is not None), None)
+    if varying is None and not family.seen and task.batch_varies:
+        varying = Varying.batch(task.batched)
     if varying is not None and min(varying.of(formats) or (0,)) < 2:
         varying = None  # programs for many sizes exclude sizes 0 and 1, which torch specializes on
     by_batch = varying is not None and varying.is_batch_only(task)
@@ -121,8 +123,6 @@ def _compiled(family: Family, task: Task, formats: list[Format]) -> Program | No
             if full_size(task.call.size) > task.call.size:
                 return None
         program = static(task) if program is None else program
-    except Warning:  # a warning filter of the user's turns warnings into errors
-        raise
     except Exception as error:
         if is_users(error, handled):
             raise

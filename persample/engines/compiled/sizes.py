@@ -53,6 +53,15 @@ class Varying:
                     groups.setdefault(sizes, []).append((place, axis))
         return cls(tuple(map(tuple, groups.values()))) if 0 < len(groups) <= len(_SIZES) else None
 
+    @classmethod
+    def batch(cls, batched: Sequence[bool]) -> Varying:
+        """Return the batch size alone.
+
+        Args:
+            batched: for each input, whether its first axis is that of the samples.
+        """
+        return cls((tuple((place, 0) for place, split in enumerate(batched) if split),))
+
     @property
     def places(self) -> list[tuple[int, int]]:
         """The first place of each size."""

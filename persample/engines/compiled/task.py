@@ -64,6 +64,15 @@ class Task:
         """The programs of the captured loss."""
         return self.call.loss.fn.programs
 
+    @property
+    def batch_varies(self) -> bool:
+        """Whether batches of the same loss had several sizes."""
+        capture = self.call.loss.fn.capture
+        if capture is None:
+            return False
+        capture.batch_sizes.add(self.call.size)
+        return len(capture.batch_sizes) > 1
+
     @cached_property
     def read(self) -> list[Tensor]:
         """The tensors that the program reads."""

@@ -22,7 +22,7 @@ from persample.engines.compiled.packing import Outline, drop_failed, pack
 from persample.utils import trees
 from persample.utils.origin import handled_error, is_users
 from persample.utils.strides import is_folded
-from persample.utils.tracing import Trace, untraced
+from persample.utils.tracing import Trace, untraced, without_warnings
 
 
 class TraceError(Exception):
@@ -137,7 +137,7 @@ def trace(
             return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
 
     # Autograd would update written views by as_strided, which functionalization rejects: it must replay the views.
-    with state.fake_tensors(), force_original_view_tracking(True):
+    with state.fake_tensors(), force_original_view_tracking(True), without_warnings():
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
