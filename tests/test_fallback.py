@@ -65,11 +65,13 @@ def test_a_call_changes_neither_the_filters_nor_what_shows_warnings(engine):
 
     before = warnings.showwarning, list(warnings.filters)
     per_sample_grads(loss, W, X, Norm(), engine=engine)
-    assert seen
-    assert all(found == before for found in [*seen, (warnings.showwarning, list(warnings.filters))])
+    assert (warnings.showwarning, list(warnings.filters)) == before
+    if engine != "compiled":  # it reads the loss instead of calling it
+        assert seen
+        assert all(found == before for found in seen)
 
 
-@pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "loop"])
 def test_warnings_of_the_loss_pass_as_they_are(engine):
     def loss(w, x):
         warnings.warn("mine", RuntimeWarning, stacklevel=1)
@@ -77,3 +79,15 @@ def test_warnings_of_the_loss_pass_as_they_are(engine):
 
     with pytest.warns(RuntimeWarning, match=r"^mine$"):
         per_sample_grads(loss, W, X, Norm(), engine=engine)
+
+
+def test_warnings_of_a_compiled_loss_are_passed_over():
+    def loss(w, x):
+        warnings.warn("mine", RuntimeWarning, stacklevel=1)
+        return (w * x).sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = per_sample_grads(loss, W, X, Norm(), engine="compiled")
+    assert not caught
+    assert torch.allclose(result, per_sample_grads(lambda w, x: (w * x).sum(), W, X, Norm()))

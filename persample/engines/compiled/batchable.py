@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import CLOSES_LEVEL, LEVEL_ARGUMENT, OPENS_LEVEL, is_functorch_wrapped_tensor, storage_id
+from persample.vmap_rules.batched import is_batched
 
 _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
@@ -58,6 +59,8 @@ def _give_each_sample_its_own(graph: Graph) -> None:
 
 
 def _own(x: Tensor, sample: Tensor) -> Tensor:
+    if is_batched(x):
+        return x
     each = sample.new_zeros((), dtype=torch.bool)  # under vmap, new_zeros has the batch axis of its tensor
     return torch.where(each, x, x)
 
@@ -141,7 +144,21 @@ def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: A
 
 
 def _keep_values(graph: Graph) -> None:
-    """Replace ``.item()`` by a tensor of the same value, which later operations take as well as a number."""
+    """Replace ``.item()`` by the tensor itself, which most operations take as well as a number."""
     for node in graph.nodes:
         if node.op == "call_method" and node.target == "item":
-            node.target = "detach"
+            node.op, node.target = "call_function", _value
+
+
+def _value(x: Tensor | float) -> Tensor | float:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def read_inputs(graph: Graph) -> list[int]:
+    """Return the places of the inputs of a graph whose values it reads.
+
+    Args:
+        graph: a graph that ``make_batchable`` has rewritten.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][1:]
+    return [place for place, node in enumerate(inputs) if any(user.target is _value for user in node.users)]

@@ -12,8 +12,9 @@ import functools
 import itertools
 import re
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,8 +24,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import DynamoError, RecompileLimitError, capture_settings, recompile_reason, run_captured
-from persample.engines.compiled.batchable import make_batchable
+from persample._torch import DynamoError, capture_settings, recompile_reason, run_captured
+from persample.engines.compiled.batchable import make_batchable, read_inputs
 from persample.inputs.modules import StandIn
 from persample.utils import trees
 from persample.utils.tracing import without_warnings
@@ -42,26 +43,58 @@ class NewError(Exception):
     """Raised for a function of which no capture is valid."""
 
 
+@dataclass
+class History:
+    """What happened to one loss.
+
+    Args:
+        batch_sizes: the sizes of its batches.
+        compilations: for each kind of call, why each program was compiled.
+    """
+
+    batch_sizes: set[int] = field(default_factory=set)
+    compilations: dict[Hashable, list[str]] = field(default_factory=dict)
+
+
 class Capture:
     """The graph of a function, valid as long as Dynamo's guards hold.
 
     Args:
-        graph: from the tensors that the function read to the tensors that it computed.
+        graph: from any tensor of the sample, and the tensors that the function read, to those that it computed.
         reason: the guard that failed, so that the function was captured once more; empty for the first capture.
+
+    Attributes:
+        programs: what was compiled from the graph.
+        history: what happened to the function.
+        constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
     """
 
     def __init__(self, graph: GraphModule, reason: str) -> None:
+        self.graph = graph
         self.reason = reason
-        self.programs: dict[Hashable, Any] = {}  # compiled from the graph; they live as long as it is valid
-        self.batch_sizes: set[int] = set()  # the sizes of all batches of the same loss
+        self.programs: OrderedDict[Hashable, Any] = OrderedDict()
         self.num_outputs = len(graph.graph.output_node().args[0])
-        self._dynamos = graph
+        self.history = History()
+        self.constants: list[int] = []
 
-    @functools.cached_property
-    def run(self) -> GraphModule:
-        """The graph in a form that torch.func can batch; its first input is any tensor of the sample."""
-        make_batchable(self._dynamos)
-        return self._dynamos
+    @property
+    def guard(self) -> str:
+        """The guard that failed, without values."""
+        return self.reason.partition(" == ")[0]
+
+    def prepare(self, history: History) -> None:
+        """Rewrite the graph so that torch.func can batch it.
+
+        Args:
+            history: what happened to the function.
+        """
+        make_batchable(self.graph)
+        self.history = history
+
+    def read_values(self) -> bool:
+        """Let programs contain the values that the function reads, and return whether they did not before."""
+        before, self.constants = self.constants, read_inputs(self.graph.graph)
+        return self.constants != before
 
 
 class Marker(StandIn):
@@ -151,7 +184,10 @@ class Captured:
                 closed_over.append(x)
             return found
 
-        return tuple(map(place, self.inputs)), tuple(map(place, self.leaves)), closed_over
+        inputs = list(self.inputs)
+        for read in self.capture.constants if self.capture else ():
+            inputs[read] = inputs[read].item()
+        return tuple(map(place, inputs)), tuple(map(place, self.leaves)), closed_over
 
 
 def first_marker(returned: Any) -> Marker | None:
@@ -167,7 +203,7 @@ class Entry:
     Attributes:
         captures: the captures that are alive.
         calls: the latest calls, whose programs serve later calls like them; for ``repeated.py``.
-        batch_sizes: the sizes of the batches.
+        history: what happened to them.
     """
 
     def __init__(self, number: int) -> None:
@@ -175,10 +211,10 @@ class Entry:
         code: CodeType = _call.__code__.replace(co_name=f"loss_{number}")
         function = FunctionType(code, {"__builtins__": builtins, "torch": torch, "NewError": NewError})
         self._run = run_captured(function)  # without capturing, where no guards hold
-        self._compiled = torch.compile(function, backend=_backend, fullgraph=True, recompile_limit=MOST_CAPTURES)
+        self._compiled = torch.compile(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
-        self.batch_sizes: set[int] = set()
+        self.history = History()
         self._unread: type[_UnreadIndices] | None = None  # the mode is traced with the loss, which takes longer
 
     def find(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -207,16 +243,22 @@ class Entry:
             return Captured.of(self.find(function, *args))
         except NewError:
             pass
+        if len(self.captures) >= MOST_CAPTURES:
+            guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
+            raise UncapturableError(
+                f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. Pass what "
+                "changes in batch (unbatched, with None in in_dims) or as a tensor, or call persample.clear_cache()"
+            )
         try:
             with capture_settings(), without_warnings():
                 captured = Captured.of(self._compiled(function, args, self._unread))
-        except (DynamoError, RecompileLimitError) as error:
+        except DynamoError as error:
             if self._unread is None and "specialized integer" in str(error):
                 self._unread = _UnreadIndices
                 return self.capture(function, *args)
             raise UncapturableError(_reason(error)) from error
         if captured.capture is not None:
-            captured.capture.batch_sizes = self.batch_sizes
+            captured.capture.prepare(self.history)  # not in the backend, where torch traces
             self.captures.add(captured.capture)
         return captured
 
@@ -284,9 +326,15 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
 
 
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:
-    made = Capture(graph, recompile_reason())
+    made = Capture(graph, _guard(recompile_reason()))
     places = range(made.num_outputs)
     return lambda *inputs: [Marker(made, place, inputs) for place in places]
+
+
+def _guard(reason: str) -> str:
+    """Return the guard that Dynamo says failed, and the code that it guards."""
+    first = (reason.splitlines() or [""])[0].partition(": ")[2]
+    return re.sub(r"\s+", " ", first).strip()
 
 
 def _reason(error: BaseException) -> str:

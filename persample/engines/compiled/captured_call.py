@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,11 +42,6 @@ class GraphFunction:
     sliced: int
     stores: bool
 
-    @property
-    def programs(self) -> dict[Hashable, Any]:
-        """The programs compiled from the graph; a function without a graph keeps none."""
-        return self.capture.programs if self.capture else {}
-
     def __call__(self, first: Sequence[Tensor], *rest: Any) -> Any:
         """Return what the function returns for one sample.
 
@@ -63,7 +58,7 @@ class GraphFunction:
                 return place[0]
             return given[place].clone() if place in self.copied else given[place]
 
-        outputs = self.capture.run(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
+        outputs = self.capture.graph(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
         return trees.unflatten(list(map(found, self.leaves)), self.structure)
 
 

@@ -71,6 +71,8 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     except UncapturableError as error:
         return _without(task, Failure(str(error), by_loss=True), error)
     except UntraceableError as error:
+        if captured.capture is not None and captured.capture.read_values():
+            return _computed(task, asked)
         return _without(task, error.failure, error)
     if program is None:
         return _filled_up(task)

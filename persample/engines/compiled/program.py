@@ -34,6 +34,8 @@ class Program:
         outline: the tree of the result.
         noted: whether the last output is a flag that invalidates the others.
         fits: from a task and its formats to whether the program serves their sizes.
+        batch_size: the number of samples, or None for any.
+        seconds: the time that it took to compile.
     """
 
     run: Run
@@ -41,6 +43,8 @@ class Program:
     outline: Outline
     noted: bool
     fits: Callable[[Task, Sequence[Format]], bool]
+    batch_size: int | None
+    seconds: float = 0.0
     _shared: list[int] | None = field(default=None)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -79,7 +83,7 @@ def static(task: Task) -> Program:
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
     run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
-    return Program(run, traced.captured, traced.outline, traced.noted, lambda _, other: other == formats)
+    return Program(run, traced.captured, traced.outline, traced.noted, lambda _, other: other == formats, task.call.size)
 
 
 def dynamic(task: Task, varying: Varying) -> Program | None:
@@ -113,7 +117,7 @@ def dynamic(task: Task, varying: Varying) -> Program | None:
         return sizes is not None and _allows(env, sizes) and family.holds(other, sizes)
 
     traced = family.traced
-    made = Program(run, traced.captured, traced.outline, traced.noted, fits)
+    made = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
     return made if fits(task, family.formats) else None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,9 @@ from persample.engines.compiled.task import Task, full_size
 from persample.engines.compiled.trace import Format, TraceError, said
 from persample.utils.origin import handled_error, is_users
 
+_MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
+_OFTEN = 8
 _lock = threading.RLock()
 
 
@@ -94,13 +98,25 @@ def program_of(task: Task) -> Program | None:
     """
     formats = [Format.of(x) for x in task.tensors]
     with _lock:
-        family = task.programs.setdefault((task.structure, _kinds(formats)), Family())
+        family = _family(task, (task.structure, _kinds(formats)))
         found = next((p for p in reversed(family.programs) if p.fits(task, formats)), None)
         if found is None and not (family.is_frozen and full_size(task.call.size) > task.call.size):
             if family.failure:
                 raise UntraceableError(family.failure)
             found = _compiled(family, task, formats)
         return found
+
+
+def _family(task: Task, key: Hashable) -> Family:
+    if task.capture is None:
+        return Family()
+    programs, history = task.capture.programs, task.capture.history
+    history.batch_sizes.add(task.call.size)
+    family = programs.setdefault(key, Family())
+    programs.move_to_end(key)
+    while len(programs) > _MOST_FAMILIES:
+        programs.popitem(last=False)
+    return family
 
 
 def _kinds(formats: list[Format]) -> Hashable:
@@ -110,12 +126,12 @@ def _kinds(formats: list[Format]) -> Hashable:
 def _compiled(family: Family, task: Task, formats: list[Format]) -> Program | None:
     changes = (Varying.between(before, formats) for before in reversed(family.seen))
     varying = next((change for change in changes if change is not None), None)
-    if varying is None and not family.seen and task.batch_varies:
+    if varying is None and not family.seen and task.capture and len(task.capture.history.batch_sizes) > 1:
         varying = Varying.batch(task.batched)
     if varying is not None and min(varying.of(formats) or (0,)) < 2:
         varying = None  # programs for many sizes exclude sizes 0 and 1, which torch specializes on
     by_batch = varying is not None and varying.is_batch_only(task)
-    handled = handled_error()
+    handled, start = handled_error(), time.perf_counter()
     try:
         program = None if varying is None or (family.is_frozen and by_batch) else dynamic(task, varying)
         if program is None and by_batch:
@@ -129,6 +145,27 @@ def _compiled(family: Family, task: Task, formats: list[Format]) -> Program | No
         by_loss = isinstance(error, TraceError)
         family.failure = Failure(str(error) if by_loss else said(error), by_loss)
         raise UntraceableError(family.failure) from error
+    program.seconds = time.perf_counter() - start
+    _notice(task)
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]
     return program
+
+
+def _notice(task: Task) -> None:
+    """Note why a program was compiled, and warn if this happens again and again."""
+    if task.capture is None:
+        return
+    first = not any(family.programs for family in task.capture.programs.values())
+    sizes = "sizes, dtypes or strides of params or batch, or an integer that it reads, changed"
+    kind = tuple(map(type, task.reductions.reductions)), task.finishes
+    reasons = task.capture.history.compilations.setdefault(kind, [])
+    reasons.append((task.capture.reason if first else "") or sizes)
+    if len(reasons) == _OFTEN:
+        warnings.warn(
+            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: {reasons[-1]}. "
+            "Every compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a tensor, "
+            "or use engine='eager'.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample import pipeline
+from persample.engines.compiled.capture import Capture
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm
 from persample.engines.vmap import eager
 from persample.inputs.call import Call
@@ -60,18 +61,9 @@ class Task:
         return replace(self, call=captured_call(self.call), functions=functions)
 
     @property
-    def programs(self) -> dict[Hashable, Any]:
-        """The programs of the captured loss."""
-        return self.call.loss.fn.programs
-
-    @property
-    def batch_varies(self) -> bool:
-        """Whether batches of the same loss had several sizes."""
-        capture = self.call.loss.fn.capture
-        if capture is None:
-            return False
-        capture.batch_sizes.add(self.call.size)
-        return len(capture.batch_sizes) > 1
+    def capture(self) -> Capture | None:
+        """The graph of the loss, or None if it computes nothing."""
+        return self.call.loss.fn.capture
 
     @cached_property
     def read(self) -> list[Tensor]:
