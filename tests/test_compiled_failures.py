@@ -83,6 +83,38 @@ def test_what_is_refused(loss, message):
         assert torch.equal(CLOSED, closed)
 
 
+@pytest.mark.parametrize("dtype", [torch.long, F64])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x, n: w @ x if n.item() > 1 else 2 * (w @ x),
+        lambda w, x, n: sum(w @ x for _ in range(int(n))) + w[0],
+        lambda w, x, n: (w * x)[: int(n)].sum() + w[0],
+        lambda w, x, n: w @ x + torch.arange(n.item()).sum() * w[0],
+    ],
+    ids=["branch", "range", "slice", "arange"],
+)
+def test_a_number_of_the_first_sample_is_no_constant(loss, dtype):
+    batch = X, torch.tensor([1, 2, 3, 2], dtype=dtype)
+    with pytest.raises((ps.LossError, TypeError), match="reads values of a sample|slice indices|tensor"):
+        per_sample_grads(loss, W, batch, engine="compiled")
+
+
+def test_a_parameter_of_the_first_sample_is_no_constant():
+    with pytest.raises(ps.LossError, match="reads values of a sample|cannot be compiled"):
+        per_sample_grads(
+            lambda v, x: v * x if v.item() > 0 else 2 * v * x, W.sign(), W, in_dims=(0, 0), engine="compiled"
+        )
+
+
+def test_prints_are_passed_over():
+    def loss(w, x):
+        print("shape", x.shape)  # noqa: T201
+        return w @ x
+
+    assert_trees_close(per_sample_grads(loss, W, X, engine="compiled"), X, 1e-12)
+
+
 def test_an_error_of_the_users_passes_and_is_not_remembered():
     broken = True
 

@@ -160,11 +160,14 @@ class Captured:
         """The outputs that the function returned."""
         return {x.index for x in self.leaves if isinstance(x, Marker)}
 
-    def places(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Tensor]]:
+    def places(
+        self, given: Sequence[Any], batched: Sequence[bool]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Tensor]]:
         """Tell the arguments among the inputs and the leaves from the tensors that the function closed over.
 
         Args:
             given: the arguments, flattened.
+            batched: for each argument, whether it differs from sample to sample.
 
         Returns:
             For each input, and for each leaf, its place among the arguments and the tensors closed over; or an output;
@@ -184,9 +187,10 @@ class Captured:
                 closed_over.append(x)
             return found
 
-        inputs = list(self.inputs)
+        inputs, of_samples = list(self.inputs), {id(x) for x, split in zip(given, batched, strict=True) if split}
         for read in self.capture.constants if self.capture else ():
-            inputs[read] = inputs[read].item()
+            if id(inputs[read]) not in of_samples:  # one value for all samples
+                inputs[read] = inputs[read].item()
         return tuple(map(place, inputs)), tuple(map(place, self.leaves)), closed_over
 
 

@@ -75,7 +75,8 @@ def captured_call(call: Call) -> Call:
     params, leaves = call.at(0)
     pairs = zip(tree.slots, tree.tensors, params, strict=True)
     values = [own if isinstance(slot, str) else parameter(x) for slot, own, x in pairs]
-    sample = loss.shaped(leaves)
+    values = [row(x) if split else x for x, split in zip(values, call.params_batched, strict=True)]
+    sample = [row(x) if split else x for x, split in zip(loss.shaped(leaves), call.leaves_batched, strict=True)]
     with torch.enable_grad():
         capture = functools.partial(entry_of(loss.fn).capture, loss.fn)
 
@@ -85,8 +86,8 @@ def captured_call(call: Call) -> Call:
 
         captured, stored = tree.unchanged(captured_and_stored)
     buffers = [x for part in tree.parts.values() for x in part.buffers(recurse=False)]
-    sliced = [*call.params_batched, *call.leaves_batched].index(True)
-    fn, closed_over = _graph_function(captured, [*values, *sample], sliced, buffers, stored)
+    split = [*call.params_batched, *call.leaves_batched]
+    fn, closed_over = _graph_function(captured, [*values, *sample], split, buffers, stored)
     batched = (*call.leaves_batched, *(False for _ in closed_over))
     graph_loss = replace(loss, fn=fn, params=_flat(params), batch=_listed(len(batched)), batched=batched, unpack=True)
     return replace(call, loss=graph_loss, leaves=(*call.leaves, *closed_over), leaves_batched=batched)
@@ -95,6 +96,14 @@ def captured_call(call: Call) -> Call:
 def parameter(x: Tensor) -> Tensor:
     """Return a tensor of ``params`` as the loss sees it: it requires a gradient, as on the other engines."""
     return x.detach().requires_grad_()
+
+
+def row(x: Tensor) -> Tensor:
+    """Return a tensor of the first sample as Dynamo gets it: the other samples' values differ.
+
+    Of a 0-d ``Tensor`` Dynamo takes ``int(x)`` to be a constant, which it guards; of a ``Parameter`` it does not.
+    """
+    return nn.Parameter(x, requires_grad=x.requires_grad) if x.ndim == 0 else x
 
 
 def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:
@@ -113,13 +122,13 @@ def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch
     norm = torch.zeros((), dtype=torch.float64, device=device)
     with torch.enable_grad():
         captured = entry_of(function).capture(function, norm)
-    return _graph_function(captured, [norm], 0)
+    return _graph_function(captured, [norm], [True])
 
 
 def _graph_function(
     captured: Captured,
     given: Sequence[Any],
-    sliced: int,
+    batched: Sequence[bool],
     buffers: Sequence[Tensor] = (),
     stored: Set[int] = frozenset(),
 ) -> tuple[GraphFunction, list[Tensor]]:
@@ -128,15 +137,16 @@ def _graph_function(
     Args:
         captured: what the capture gave.
         given: the arguments that the function was called with.
-        sliced: the place of an argument that has one row per sample.
+        batched: for each argument, whether it has one row per sample.
         buffers: the buffers of the modules among the parameters.
         stored: the outputs that were found in these modules.
     """
     if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")
-    inputs, leaves, closed_over = captured.places(given)
+    inputs, leaves, closed_over = captured.places(given, batched)
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
+    sliced = list(batched).index(True)
     fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, copied, sliced, bool(stored))
     return fn, [x.detach() for x in closed_over]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from persample._torch import TensorGuards, peek_interpreter_stack, set_grad_enabled
 from persample.engines.compiled.capture import Capture, Entry, NewError, entry_of, first_marker
-from persample.engines.compiled.captured_call import parameter
+from persample.engines.compiled.captured_call import parameter, row
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Task, fixed_fields, live_tensors
 from persample.engines.compiled.trace import Format
@@ -75,7 +75,11 @@ class Flat(NamedTuple):
         if isinstance(asked.params, nn.Module):
             named = [(name, x) for name, x in asked.params.named_parameters() if x.requires_grad]
             return cls(
-                tuple(name for name, _ in named), [x for _, x in named], batch, out, (None, batch_structure, out_structure)
+                tuple(name for name, _ in named),
+                [x for _, x in named],
+                batch,
+                out,
+                (None, batch_structure, out_structure),
             )
         params, structure = trees.flatten(asked.params)
         return cls((), params, batch, out, (structure, batch_structure, out_structure))
@@ -139,7 +143,7 @@ class EarlierCall:
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
         args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
-        rows = [x[0] if split else x.detach() for x, split in zip(flat.batch, self.batched)]  # noqa: B905 (equally long)
+        rows = [row(x[0]) if split else x.detach() for x, split in zip(flat.batch, self.batched)]  # noqa: B905 (equally long)
         if self.keep_batch_dim:
             rows = [x.unsqueeze(0) if split else x for x, split in zip(rows, self.batched, strict=True)]
         sample = rows if self.is_list else trees.unflatten(rows, flat.structures[1])
