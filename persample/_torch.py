@@ -272,11 +272,10 @@ LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad":
 
 
 def capture_settings() -> Any:
-    """Return a context in which Dynamo captures recurrent layers and prints, passes warnings over, and guards hooks."""
+    """Return a context in which Dynamo captures recurrent layers, passes prints and warnings over, and guards hooks."""
     return private("torch._dynamo.config").patch(
         allow_rnn=True,
-        reorderable_logging_functions={print},
-        ignore_logging_functions={warnings.warn},
+        ignore_logging_functions={warnings.warn, print},
         skip_nnmodule_hook_guards=False,
         record_runtime_overhead=False,  # at every call, for the profiler
     )
