@@ -1,0 +1,981 @@
+"""The table of ``docs/constructs.md``: which engine takes which construct of Python and torch. Every cell runs.
+
+``python tests/test_constructs.py`` writes the table into the page.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_trees_close, oracle
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from persample import ArgumentError, Aux, LossError, Stack, per_sample_grads, stop_gradient
+from persample.engines.compiled import program
+
+PAGE = Path(__file__).parents[1] / "docs" / "constructs.md"
+START, END = "<!-- table: python tests/test_constructs.py -->\n", "<!-- end of table -->\n"
+F64 = torch.float64
+B = 4
+ENGINES = ("eager", "compiled", "loop")
+
+
+class Refusal(NamedTuple):
+    """A kind of refusal: what the table says, and what the error says."""
+
+    name: str
+    message: str
+    error: type[Exception] = LossError
+
+
+VALUES = Refusal("values", r"reads values of a sample")
+CAPTURE = Refusal("capture", r"cannot be compiled \(")
+WRITES = Refusal("writes", r"writes in place into its arguments, or into a tensor it closed over")
+WRITES_ROWS = Refusal("writes", r"writes per-sample values in place into a tensor that is the same for all samples")
+WROTE = Refusal("writes", r"wrote in place into")
+NO_RULE = Refusal("no rule", r"uses .*vmap cannot batch")
+IN_PLACE_NOISE = Refusal("no rule", r"draws random numbers in place")
+DERIVATIVES = Refusal("derivatives", r"calls requires_grad_\(\) or backward\(\) itself")
+STATISTICS = Refusal("statistics", r"does not update running statistics", ArgumentError)
+TORCH = Refusal("no rule", r"False != True", AssertionError)  # torch.cond's own
+
+
+class Construct(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        group: its heading.
+        name: what stands in the first column.
+        loss: the loss of one sample.
+        refusals: for each engine that refuses the loss, how.
+        params: makes the parameters.
+        batch: makes the batch.
+        replay: for a random loss, the same loss from (params, sample, the aux of that sample).
+        options: other arguments of the call.
+    """
+
+    group: str
+    name: str
+    loss: Callable[..., Any]
+    refusals: dict[str, Refusal]
+    params: Callable[[], Any]
+    batch: Callable[[], Any]
+    replay: Callable[..., Any] | None
+    options: dict[str, Any]
+
+
+CONSTRUCTS: list[Construct] = []
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def vector():
+    return draw(3, seed=1)
+
+
+def rows():
+    return draw(B, 3, seed=2)
+
+
+def construct(group, name, *, params=vector, batch=rows, replay=None, eager=None, compiled=None, loop=None, **options):
+    """Put the decorated loss into the table; an engine that is not named takes it."""
+    refusals = {k: v for k, v in {"eager": eager, "compiled": compiled, "loop": loop}.items() if v}
+    if replay:
+        options["randomness"] = "different"
+
+    def add(loss):
+        CONSTRUCTS.append(Construct(group, name, loss, refusals, params, batch, replay, options))
+        return loss
+
+    return add
+
+
+# ---------------------------------------------------------------- control flow
+
+flow = functools.partial(construct, "Control flow")
+FLAG = {"squared": True}
+
+
+@flow("`if x.sum() > 0:` (a value of the sample)", eager=VALUES, compiled=VALUES)
+def _(w, x):
+    return w @ x if x.sum() > 0 else (w @ x) ** 2
+
+
+@flow("`if w.norm() > 1:` (a value of a parameter)", compiled=CAPTURE)
+def _(w, x):
+    return w @ x if w.norm() > 1 else (w @ x) ** 2
+
+
+@flow("`if total > 0:`, computed from a closed-over tensor", compiled=CAPTURE)
+def _(w, x):
+    return (w * CLOSED) @ x if CLOSED.sum() > 0 else w @ x
+
+
+@flow("`if x.shape[0] > 2:`, `if x.dtype == …:`")
+def _(w, x):
+    return (w @ x) ** 2 if x.shape[0] > 2 and x.dtype == F64 else w @ x
+
+
+@flow('`if config["flag"]:`')
+def _(w, x):
+    return (w @ x) ** 2 if FLAG["squared"] else w @ x
+
+
+@flow("`for t in range(len(x)):`")
+def _(w, x):
+    total = torch.zeros((), dtype=F64)
+    for t in range(len(x)):
+        total = torch.tanh(total + w[t] * x[t])
+    return total
+
+
+@flow("`while` on a value", eager=VALUES, compiled=VALUES)
+def _(w, x):
+    y = w @ x
+    while y.abs() < 10:
+        y = 2 * y
+    return y
+
+
+@flow("`torch.where`")
+def _(w, x):
+    return torch.where(x > 0, w * x, (w * x) ** 2).sum()
+
+
+@flow("`torch.cond`", eager=TORCH, compiled=TORCH)
+def _(w, x):
+    return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (w * x,)).sum()
+
+
+# ---------------------------------------------------------------- reading values
+
+values = functools.partial(construct, "Reading values")
+CLOSED = draw(3, seed=3)
+STEPS = torch.tensor(2)
+NUMBER = torch.tensor(0.5, dtype=F64)
+ARRAY = np.array([1.0, -2.0, 3.0])
+
+
+@values("`x[0].item()` of the sample, used as a factor", eager=VALUES)
+def _(w, x):
+    return x[0].item() * (w @ x)
+
+
+@values("`(w @ x).item()`, used as a factor", eager=VALUES)
+def _(w, x):
+    return (w @ x).item() * (w @ x)
+
+
+@values("`number.item()` of a closed-over tensor")
+def _(w, x):
+    return NUMBER.item() * (w @ x)
+
+
+@values("`float(number)` of a closed-over tensor")
+def _(w, x):
+    return float(NUMBER) * (w @ x)
+
+
+@values("`range(n.item())`, an integer of a closed-over tensor")
+def _(w, x):
+    y = w @ x
+    for _ in range(STEPS.item()):
+        y = torch.sin(y)
+    return y
+
+
+@values("`bool(number)` of a closed-over tensor")
+def _(w, x):
+    return (w @ x) ** 2 if bool(NUMBER) else w @ x
+
+
+@values("`vector.tolist()` of a closed-over tensor", compiled=CAPTURE)
+def _(w, x):
+    return sum(a * b * c for a, b, c in zip(CLOSED.tolist(), w, x, strict=True))
+
+
+@values(
+    "`if a.item() > 1:`, a number of the sample",
+    eager=VALUES,
+    compiled=VALUES,
+    batch=lambda: (rows(), torch.tensor([1, 2, 1, 2])),
+)
+def _(w, x, a):
+    return w @ x if a.item() > 1 else 2 * (w @ x)
+
+
+@values(
+    "`range(int(a))`, a number of the sample",
+    eager=VALUES,
+    compiled=VALUES,
+    batch=lambda: (rows(), torch.tensor([1, 2, 1, 2])),
+)
+def _(w, x, a):
+    y = w @ x
+    for _ in range(int(a)):
+        y = 2 * y
+    return y
+
+
+@values("`x.tolist()` of the sample", eager=VALUES, compiled=VALUES)
+def _(w, x):
+    return sum(a * b for a, b in zip(x.tolist(), w, strict=True))
+
+
+@values("`x.numpy()` of the sample", eager=VALUES)
+def _(w, x):
+    return (w * torch.from_numpy(np.tanh(x.numpy()))).sum()
+
+
+@values("a closed-over NumPy array")
+def _(w, x):
+    return (w * torch.from_numpy(ARRAY)) @ x
+
+
+@values("`x.unique()`, `x.nonzero()`", eager=VALUES, compiled=VALUES)
+def _(w, x):
+    return w @ x * x.unique().sum() * x.nonzero().sum()
+
+
+# ---------------------------------------------------------------- indexing
+
+indexing = functools.partial(construct, "Indexing")
+indexed = functools.partial(indexing, batch=lambda: (rows(), torch.tensor([0, 2, 1, 2])))
+
+
+@indexed("`q[a]`, with `a` in the batch")
+def _(w, x, a):
+    return (w * x)[a] ** 2
+
+
+@indexing("`q[q.argmax()]`, an index that the loss computes")
+def _(w, x):
+    q = w * x
+    return q[q.argmax()] ** 2
+
+
+@indexing(
+    "`q[t, a[t]]` in a loop", batch=lambda: (draw(B, 2, 3, seed=2), torch.tensor([[0, 2], [1, 1], [2, 0], [0, 1]]))
+)
+def _(w, x, a):
+    q = w * x
+    return sum(q[t, a[t]] ** 2 for t in range(2))
+
+
+@indexed("`gather`, `index_select`, `take_along_dim`")
+def _(w, x, a):
+    q = w * x
+    return q.gather(0, a[None]).sum() + q.index_select(0, a[None]).sum() ** 2 + q.take_along_dim(a[None]).sum()
+
+
+@indexing("`q[x > 0]` (a boolean mask)", eager=VALUES, compiled=VALUES)
+def _(w, x):
+    return (w * x)[x > 0].sum()
+
+
+@indexed("`x[:a]` (a slice of a length in the batch)", eager=VALUES, compiled=VALUES)
+def _(w, x, a):
+    return (w * x)[:a].sum() + w @ x
+
+
+# ---------------------------------------------------------------- writes in place
+
+writing = functools.partial(construct, "Writes in place")
+
+
+@writing("into `torch.zeros(…)`", eager=WRITES_ROWS)
+def _(w, x):
+    out = torch.zeros(3, dtype=F64)
+    for t in range(3):
+        out[t] = w[t] * x[t] ** 2
+    return out.square().sum()
+
+
+@writing("into `x.new_zeros(…)`")
+def _(w, x):
+    out = x.new_zeros(3)
+    for t in range(3):
+        out[t] = w[t] * x[t]
+    return out.square().sum()
+
+
+@writing("into an intermediate result (`y.mul_(2)`, `y += x`)")
+def _(w, x):
+    y = w * x
+    y.mul_(2)
+    y += x
+    return y.square().sum()
+
+
+@writing("into a parameter", eager=WROTE, compiled=WROTE, loop=WROTE)
+def _(w, x):
+    with torch.no_grad():
+        w.mul_(2)
+    return w @ x
+
+
+@writing("into a leaf of the batch", eager=WRITES, compiled=WRITES, loop=WROTE)
+def _(w, x):
+    return w @ x.mul_(2)
+
+
+@writing("into a closed-over tensor", eager=WRITES, compiled=WRITES)
+def _(w, x):
+    SCRATCH.copy_(x)
+    return (w * SCRATCH) @ x
+
+
+SCRATCH = torch.zeros(3, dtype=F64)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and keeps its last output."""
+
+    def __init__(self, count=False, keep=False, mean=False):
+        super().__init__()
+        self.weight = nn.Parameter(vector())
+        self.register_buffer("calls", torch.zeros((), dtype=F64))
+        self.register_buffer("mean", torch.ones(3, dtype=F64))
+        self.count, self.keep, self.average, self.kept = count, keep, mean, None
+
+    def forward(self, x):
+        y = self.weight * x
+        if self.count:
+            self.calls += 1
+        if self.average:
+            self.mean.copy_(x)
+        if self.keep:
+            self.kept = y
+        return y * self.mean
+
+
+def squared_output(model, x):
+    return model(x).square().sum()
+
+
+writing("into a buffer, the same for all samples (`calls += 1`)", params=lambda: Counting(count=True))(squared_output)
+writing(
+    "into a buffer, of the sample (`mean.copy_(x)`)",
+    eager=WRITES_ROWS,
+    compiled=WRITES_ROWS,
+    params=lambda: Counting(mean=True),
+)(squared_output)
+
+
+# ---------------------------------------------------------------- random numbers
+
+random = functools.partial(construct, 'Random numbers (`randomness="different"`)')
+
+
+@random("`F.dropout`", replay=lambda w, x, kept: (kept * w * x).square().sum())
+def _(w, x):
+    y = F.dropout(w * x, 0.5)
+    return y.square().sum(), (y / (w * x)).detach()
+
+
+@random("`torch.rand_like`, `torch.randn`", replay=lambda w, x, noise: ((w + noise) * x).square().sum())
+def _(w, x):
+    noise = torch.rand_like(x) + torch.randn(3, dtype=F64)
+    return ((w + noise) * x).square().sum(), noise
+
+
+@random(
+    "`Normal(…).rsample()`", eager=IN_PLACE_NOISE, replay=lambda w, x, noise: (w * x + noise * w.exp()).square().sum()
+)
+def _(w, x):
+    drawn = torch.distributions.Normal(w * x, w.exp()).rsample()
+    return drawn.square().sum(), ((drawn - w * x) / w.exp()).detach()
+
+
+@random(
+    "`Categorical(…).sample()`, `log_prob`",
+    replay=lambda w, x, a: -(w * x).log_softmax(0)[int(a)],
+)
+def _(w, x):
+    policy = torch.distributions.Categorical(logits=w * x)
+    a = policy.sample()
+    return -policy.log_prob(a), a
+
+
+@random("`torch.multinomial`, `torch.bernoulli`", replay=lambda w, x, drawn: (drawn * w * x).square().sum())
+def _(w, x):
+    drawn = torch.multinomial(x.softmax(0), 3, replacement=True) + torch.bernoulli(x.sigmoid())
+    return (drawn * w * x).square().sum(), drawn
+
+
+@random(
+    "a `torch.Generator` of your own", compiled=CAPTURE, replay=lambda w, x, noise: ((w + noise) * x).square().sum()
+)
+def _(w, x):
+    noise = torch.rand(3, generator=GENERATOR, dtype=F64)
+    return ((w + noise) * x).square().sum(), noise
+
+
+GENERATOR = torch.Generator()
+
+
+# ---------------------------------------------------------------- autograd
+
+autograd = functools.partial(construct, "Autograd")
+
+
+@autograd("`.detach()`, `stop_gradient`")
+def _(w, x):
+    return (w @ x - stop_gradient(w.sum() * x.sum()) - (w @ x).detach()) ** 2 + w[0] * (w * x).detach().sum()
+
+
+@autograd("`with torch.no_grad():`")
+def _(w, x):
+    with torch.no_grad():
+        target = (w @ x).sin()
+    return (w @ x - target) ** 2 + target * w[0]
+
+
+@autograd("`torch.func.grad`")
+def _(w, x):
+    slope = torch.func.grad(lambda x: torch.tanh(w * x).sum())(x)
+    return (slope * w).square().sum()
+
+
+@autograd("`torch.func.vmap`")
+def _(w, x):
+    return torch.func.vmap(lambda a: torch.tanh(w * a).sum())(x).square().sum()
+
+
+@autograd("`torch.func.jvp`")
+def _(w, x):
+    return torch.func.jvp(lambda x: torch.tanh(w * x), (x,), (w,))[1].square().sum()
+
+
+@autograd("`torch.func.jacrev`, `jacfwd`, `hessian`")
+def _(w, x):
+    f = lambda x: torch.tanh(w * x).sum() ** 2
+    return torch.func.jacrev(f)(x).square().sum() + torch.func.jacfwd(f)(x).sum() + torch.func.hessian(f)(x).sum()
+
+
+@autograd("`torch.autograd.grad(…, create_graph=True)`", eager=DERIVATIVES, compiled=DERIVATIVES)
+def _(w, x):
+    x = x.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.tanh(w * x).sum(), x, create_graph=True)
+    return (slope * w).square().sum()
+
+
+@autograd("`.backward()` inside", eager=DERIVATIVES, compiled=DERIVATIVES)
+def _(w, x):
+    leaf = x.detach().clone().requires_grad_()
+    leaf.square().sum().backward()
+    return (w * leaf.grad).square().sum()
+
+
+@autograd("`checkpoint(…, use_reentrant=False)`", eager=NO_RULE)
+def _(w, x):
+    return checkpoint(lambda y: torch.tanh(w * y).square().sum(), x, use_reentrant=False)
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0].cos()
+
+
+class NewStyle(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0].cos()
+
+
+@autograd("`autograd.Function` whose `forward` takes `ctx`", eager=NO_RULE)
+def _(w, x):
+    return OldStyle.apply(w * x).square().sum()
+
+
+@autograd("`autograd.Function` with `setup_context`")
+def _(w, x):
+    return NewStyle.apply(w * x).square().sum()
+
+
+@autograd("`y.register_hook(…)`")
+def _(w, x):
+    y = w * x
+    y.register_hook(lambda grad: 2 * grad)
+    return y.square().sum()
+
+
+def hooked(register):
+    def make():
+        net = linear()
+        getattr(net, register)(lambda module, *_: None)
+        return net
+
+    return make
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2, dtype=F64)
+
+
+autograd("forward hooks of modules", params=hooked("register_forward_hook"))(squared_output)
+autograd(
+    "full backward hooks of modules", eager=NO_RULE, compiled=NO_RULE, params=hooked("register_full_backward_hook")
+)(squared_output)
+
+
+# ---------------------------------------------------------------- modules
+
+modules = functools.partial(construct, "Modules")
+
+
+def made(make, *args, train=False, **options):
+    """Return a function that makes a module of float64."""
+
+    def module():
+        torch.manual_seed(0)
+        return make(*args, **options).double().train(train)
+
+    return module
+
+
+def sequences():
+    return draw(B, 5, 4, seed=2)
+
+
+def images():
+    return draw(B, 2, 4, 4, seed=2)
+
+
+class Lstm(nn.Module):
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.rnn = kind(4, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Tabled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, x):
+        return self.table(torch.arange(3)) * x
+
+
+class Closed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 2), norm
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def parametrized():
+    net = nn.Linear(3, 2)
+    nn.utils.parametrize.register_parametrization(net, "weight", Halved())
+    return net
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+SCRIPTED = torch.jit.script(nn.Linear(3, 3, dtype=F64))
+
+modules("`nn.Linear`, `nn.Sequential`", params=linear)(squared_output)
+modules("`nn.Conv2d`, pooling", params=made(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2))), batch=images)(
+    squared_output
+)
+modules("`nn.Embedding`", params=made(Tabled))(squared_output)
+modules("`nn.GRU`, `nn.RNN`", params=made(Lstm, nn.GRU), batch=sequences)(squared_output)
+modules("`nn.LSTM`", params=made(Lstm), batch=sequences)(squared_output)
+modules("`nn.MultiheadAttention`", params=made(Attention), batch=sequences, keep_batch_dim=True)(squared_output)
+transformer = functools.partial(nn.TransformerEncoderLayer, 4, 2, 8, batch_first=True)
+modules(
+    "`nn.TransformerEncoderLayer`, in train and in eval mode",
+    params=lambda: nn.Sequential(made(transformer, dropout=0.0, train=True)(), made(transformer)()),
+    batch=sequences,
+)(squared_output)
+modules("batch norm in eval mode", params=made(nn.BatchNorm2d, 2), batch=images, keep_batch_dim=True)(squared_output)
+modules(
+    "batch norm in train mode",
+    eager=STATISTICS,
+    compiled=STATISTICS,
+    loop=STATISTICS,
+    params=made(nn.BatchNorm2d, 2, train=True),
+    batch=images,
+    keep_batch_dim=True,
+)(squared_output)
+modules(
+    "group norm, layer norm",
+    params=made(lambda: nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(1, 2))),
+    batch=images,
+    keep_batch_dim=True,
+)(lambda model, x: model(x).sin().sum())
+modules("weight norm", params=made(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))(squared_output)
+modules("spectral norm in eval mode", params=made(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))))(
+    squared_output
+)
+modules("parametrizations of your own", params=made(parametrized))(squared_output)
+
+
+def materialized():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LazyLinear(2), nn.Tanh())
+    net(torch.zeros(3))
+    return net.double()
+
+
+modules("lazy modules, called once before", params=materialized)(squared_output)
+modules("modules that read buffers", params=Counting)(squared_output)
+modules("modules that keep an activation (`self.kept = y`)", params=lambda: Counting(keep=True))(squared_output)
+
+
+@modules("a scripted module that the loss closes over", compiled=CAPTURE)
+def _(w, x):
+    return SCRIPTED(w * x).square().sum()
+
+
+@modules("`torch.func.functional_call`", params=lambda: dict(linear().named_parameters()))
+def _(params, x):
+    return torch.func.functional_call(NET, params, (x,)).square().sum()
+
+
+NET = linear()
+
+
+@modules("a network that the loss closes over (a target network)")
+def _(w, x):
+    return (w @ x - NET(x).sum()) ** 2
+
+
+@modules("`copy.deepcopy(model)` inside", compiled=CAPTURE, params=linear)
+def _(model, x):
+    return model(x).square().sum() + copy.deepcopy(model)(x).sum()
+
+
+# ---------------------------------------------------------------- Python
+
+python = functools.partial(construct, "Python")
+COUNTS = {"calls": 0}
+KEPT = []
+
+
+@python("`print`")
+def _(w, x):
+    print("called", x.shape)  # noqa: T201 (the construct)
+    return (w @ x) ** 2
+
+
+@python("`warnings.warn`")
+def _(w, x):
+    warnings.warn("called", stacklevel=1)
+    return (w @ x) ** 2
+
+
+@python("`try`/`except` around a missing key")
+def _(w, x):
+    try:
+        return COUNTS["missing"] * (w @ x)
+    except KeyError:
+        return (w @ x) ** 2
+
+
+@python("`try`/`except NameError` around a global that is not there", compiled=CAPTURE)
+def _(w, x):
+    try:
+        return MISSING * (w @ x)
+    except NameError:
+        return (w @ x) ** 2
+
+
+@python("lists and dicts of tensors, comprehensions, `torch.stack`")
+def _(w, x):
+    parts = [w[t] * x[t] for t in range(3)]
+    parts.append(parts[0] * parts[1])
+    table = dict(zip("abcd", parts, strict=True))
+    return torch.stack(list(table.values())).square().sum()
+
+
+@python('a counter outside (`counts["calls"] += 1`)')
+def _(w, x):
+    COUNTS["calls"] += 1
+    return (w @ x) ** 2
+
+
+@python("a tensor appended to a list outside", compiled=CAPTURE)
+def _(w, x):
+    KEPT.append(w * x)
+    return (w @ x) ** 2
+
+
+def closure():
+    gamma, target = 0.5, draw(3, seed=4)
+
+    def loss(w, x):
+        return gamma * ((w - target) @ x) ** 2
+
+    return loss
+
+
+python("closures over numbers and tensors")(closure())
+python("`functools.partial`")(functools.partial(lambda w, x, power: (w @ x) ** power, power=3))
+
+
+@dataclasses.dataclass
+class Agent:
+    gamma: float = 0.5
+    target: Tensor = dataclasses.field(default_factory=lambda: draw(3, seed=5))
+
+    def loss(self, w, x):
+        return self.gamma * ((w - self.target) @ x) ** 2
+
+    def __call__(self, w, x):
+        return self.loss(w, x)
+
+
+python("methods, dataclasses")(Agent().loss)
+python("callable objects")(Agent())
+
+
+@python("`lambda`, generators, recursion, `getattr`, f-strings")
+def _(w, x):
+    def power(y, n):
+        return y if n == 0 else power(y, n - 1) * y
+
+    sine = getattr(torch, f"{'s'}in")
+    return sum(sine(part) for part in (power(a, 2) for a in w * x))
+
+
+@python("a class defined inside", compiled=CAPTURE)
+def _(w, x):
+    class Scale:
+        by = 3.0
+
+    return Scale.by * (w @ x) ** 2
+
+
+@python("`@functools.cache` on a helper")
+def _(w, x):
+    return scale_of(3) * (w @ x) ** 2
+
+
+@functools.cache
+def scale_of(n):
+    return 1.0 / n
+
+
+@python("`per_sample_grads` inside, under `no_grad`", compiled=CAPTURE)
+def _(w, x):
+    with torch.no_grad():
+        inner = per_sample_grads(lambda v, y: (v * y) ** 2, x.sum().detach(), torch.ones(2, dtype=F64))
+    return (w @ x) * inner.sum()
+
+
+@python("a loss that was wrapped by `torch.compile`")
+def _(w, x):
+    return COMPILED(w, x)
+
+
+COMPILED = torch.compile(lambda w, x: (w @ x) ** 2, backend="eager")
+
+
+# ---------------------------------------------------------------- data
+
+data = functools.partial(construct, "Parameters and batch")
+
+
+class Transition(NamedTuple):
+    s: Tensor
+    r: Tensor
+
+
+@data(
+    "dict, nested containers",
+    params=lambda: {"w": vector(), "b": [draw(1, seed=3)[0]]},
+    batch=lambda: {"x": {"y": rows()}},
+)
+def _(params, sample):
+    return (params["w"] @ sample["x"]["y"] + params["b"][0]) ** 2
+
+
+@data("NamedTuple", batch=lambda: Transition(rows(), draw(B, seed=3)))
+def _(w, sample):
+    return (w @ sample.s - sample.r) ** 2
+
+
+@data("None, strings and numbers in the batch", batch=lambda: (rows(), None, "square", 0.5))
+def _(w, x, mask, name, scale):
+    return scale * (w @ x) ** 2 if mask is None and name == "square" else w @ x
+
+
+@data("complex numbers", params=lambda: torch.complex(draw(3, seed=1), draw(3, seed=3)))
+def _(w, x):
+    return (w * x * (1 + 2j)).abs().square().sum()
+
+
+@data("bfloat16 inside", batch=lambda: torch.arange(B * 3, dtype=F64).reshape(B, 3))
+def _(w, x):
+    return (w.bfloat16() @ x.bfloat16()).double()
+
+
+@data("`torch.autocast` inside", batch=lambda: torch.arange(B * 3, dtype=F64).reshape(B, 3))
+def _(w, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (w.float()[None] @ x.float()[:, None]).sum().double()
+
+
+@data("sparse tensors, closed over", eager=NO_RULE, compiled=NO_RULE)
+def _(w, x):
+    return (SPARSE @ (w * x)[:, None]).square().sum()
+
+
+SPARSE = torch.eye(3, dtype=F64).to_sparse()
+
+
+@data("`to_sparse()` of the sample", eager=NO_RULE, compiled=NO_RULE)
+def _(w, x):
+    return (x[None].to_sparse() @ w[:, None]).square().sum()
+
+
+@data("nested tensors", eager=NO_RULE, compiled=NO_RULE)
+def _(w, x):
+    return torch.nested.as_nested_tensor([w * x, w[:2]]).to_padded_tensor(0.0).square().sum()
+
+
+# ---------------------------------------------------------------- the cells
+
+
+@pytest.fixture(autouse=True)
+def _traced_only(monkeypatch):
+    """Run the traced graph as it is: what is refused is a matter of capture and trace, and Inductor takes seconds."""
+    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+
+
+def at(batch, i, keep_batch_dim=False):
+    """Return the arguments that the loss gets for one sample."""
+    batch = pytree.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, batch)
+    index = slice(i, i + 1) if keep_batch_dim else i
+    sample = pytree.tree_map(lambda x: x[index] if isinstance(x, Tensor) else x, batch)
+    return sample if type(sample) is tuple else (sample,)
+
+
+def expected(row, aux):
+    def loss(params, i):
+        i = int(i)
+        if row.replay:
+            return row.replay(params, *at(row.batch(), i), aux[i])
+        return row.loss(params, *at(row.batch(), i, row.options.get("keep_batch_dim")))
+
+    found = oracle(loss, row.params(), (torch.arange(B),))
+    return found.tree(found.grads)
+
+
+def computed(row, engine, params):
+    reduce = (Stack(), Aux()) if row.replay else Stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return per_sample_grads(row.loss, params, row.batch(), reduce, engine=engine, **row.options)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("row", CONSTRUCTS, ids=lambda row: row.name)
+def test_cell(row, engine):
+    params = row.params()
+    refusal = row.refusals.get(engine)
+    if refusal is not None:
+        with pytest.raises(refusal.error, match=refusal.message):
+            computed(row, engine, params)
+        return
+    for _ in range(2):  # the second call runs the program of the first
+        torch.manual_seed(0)
+        result = computed(row, engine, params)
+        grads, aux = result if row.replay else (result, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_trees_close(grads, expected(row, aux), 1e-9)
+
+
+def test_no_random_numbers_unless_asked_for():
+    row = next(row for row in CONSTRUCTS if row.replay)
+    for engine in ENGINES:
+        with pytest.raises(LossError, match="randomness"):
+            per_sample_grads(row.loss, row.params(), row.batch(), (Stack(), Aux()), engine=engine)
+
+
+def test_side_effects_happen_once_for_each_call_of_compiled_code():
+    row = next(row for row in CONSTRUCTS if "a counter outside" in row.name)
+    before = COUNTS["calls"]
+    for call in range(1, 5):
+        computed(row, "compiled", row.params())
+        assert COUNTS["calls"] == before + call
+
+
+# ---------------------------------------------------------------- the page
+
+
+def table():
+    """Return the table as Markdown."""
+    lines = []
+    for group in dict.fromkeys(row.group for row in CONSTRUCTS):
+        lines += [f"| **{group}** | eager | compiled | loop |", "| --- | --- | --- | --- |"]
+        for row in (row for row in CONSTRUCTS if row.group == group):
+            cells = [f"*{row.refusals[engine].name}*" if engine in row.refusals else "yes" for engine in ENGINES]
+            lines.append(f"| {row.name} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_page_shows_this_table():
+    page = PAGE.read_text()
+    shown = page.partition(START)[2].partition(END)[0]
+    assert shown == table(), "docs/constructs.md is not what the tests find: run python tests/test_constructs.py"
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    before, _, rest = page.partition(START)
+    PAGE.write_text(before + START + table() + END + rest.partition(END)[2])
+    sys.stdout.write(f"{len(CONSTRUCTS)} constructs\n")
