@@ -46,6 +46,11 @@ _VMAP_CAUSES = [
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
     ),
     (
+        r"inplace randomness on an unbatched",
+        "draws random numbers in place into a tensor that is the same for all samples, as Normal(...).rsample() does",
+        f"Draw them from a tensor of the sample (torch.randn_like), {_LOOP}.",
+    ),
+    (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
         "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch",
         f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
@@ -61,7 +66,7 @@ _VMAP_CAUSES = [
         f"Use .reshape() instead of .view(), {_LOOP}.",
     ),
     (
-        r"Sparse CS[RC]|'Sparse\w*' backend",
+        r"Sparse CS[RC]|'Sparse\w*' backend|for Sparse tensors",
         "uses a sparse tensor, which vmap cannot batch",
         f"Use a dense one, {_LOOP}.",
     ),
