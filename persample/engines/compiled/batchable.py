@@ -133,9 +133,7 @@ def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: A
         @staticmethod
         def setup_context(ctx: Any, _inputs: Any, output: Any) -> None:
             ctx.save_for_backward(*output[count:])
-            ctx.mark_non_differentiable(
-                *output[count:], *(output[place] for place in options["non_differentiable_idx"])
-            )
+            ctx.mark_non_differentiable(*output[count:], *(output[place] for place in options["non_differentiable_idx"]))
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:

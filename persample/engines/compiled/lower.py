@@ -29,7 +29,7 @@ Run = Callable[[list[Tensor]], Sequence[Tensor]]
 def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
     """Compile a graph with Inductor, the compiler behind ``torch.compile``.
 
-    Inductor is called below the guards of ``torch.compile``: its key and the capture's guards hold what they would check. If
+    Inductor is called below the guards of ``torch.compile``: programs.py and Dynamo check what they would. If
     compilation fails, one warning says so, and the graph runs operation by operation.
 
     Args:

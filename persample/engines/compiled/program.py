@@ -83,9 +83,7 @@ def static(task: Task) -> Program:
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
     run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
-    return Program(
-        run, traced.captured, traced.outline, traced.noted, lambda _, other: other == formats, task.call.size
-    )
+    return Program(run, traced.captured, traced.outline, traced.noted, lambda _, other: other == formats, task.call.size)
 
 
 def dynamic(task: Task, varying: Varying) -> Program | None:

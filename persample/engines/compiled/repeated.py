@@ -75,11 +75,7 @@ class Flat(NamedTuple):
         if isinstance(asked.params, nn.Module):
             named = [(name, x) for name, x in asked.params.named_parameters() if x.requires_grad]
             return cls(
-                tuple(name for name, _ in named),
-                [x for _, x in named],
-                batch,
-                out,
-                (None, batch_structure, out_structure),
+                tuple(name for name, _ in named), [x for _, x in named], batch, out, (None, batch_structure, out_structure)
             )
         params, structure = trees.flatten(asked.params)
         return cls((), params, batch, out, (structure, batch_structure, out_structure))
