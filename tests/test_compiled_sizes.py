@@ -141,11 +141,3 @@ def test_a_frozen_family_tries_only_once_to_serve_all_sizes(monkeypatch):
     for size in (4, 8, 16, 32):
         agree(lambda w, x: w @ x, w, torch.randn(size, 3, dtype=F64), ps.Sum())
     assert len(tried) == 1
-
-
-@pytest.mark.usefixtures("_traced_only")
-def test_lengths_that_no_operation_takes_as_a_number_share_a_program():
-    w = torch.randn(3, dtype=F64)
-    for length in (5, 7, 9, 11, 13, 4):
-        agree(lambda w, x: (x @ w).tanh().sum(), w, torch.randn(8, length, 3, dtype=F64), ps.Sum())
-    assert compilations() <= 3  # of the first length, of the second, of all

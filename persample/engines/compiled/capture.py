@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import DynamoError, capture_settings, recompile_reason, run_captured
@@ -332,20 +332,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:
     made = Capture(graph, _guard(recompile_reason()))
     places = range(made.num_outputs)
-    unused = {place for place, node in enumerate(graph.graph.find_nodes(op="placeholder")) if _is_unused_size(node)}
-    if not unused:
-        return lambda *inputs: [Marker(made, place, inputs) for place in places]
-
-    def marked(*inputs: Any) -> list[Marker]:
-        used = tuple(None if place in unused else x for place, x in enumerate(inputs))
-        return [Marker(made, place, used) for place in places]
-
-    return marked
-
-
-def _is_unused_size(node: Node) -> bool:
-    """Return whether an input is a size that Dynamo passes along with a tensor: programs do not depend on it."""
-    return not node.users and isinstance(node.meta.get("example_value"), torch.SymInt)
+    return lambda *inputs: [Marker(made, place, inputs) for place in places]
 
 
 def _guard(reason: str) -> str:
