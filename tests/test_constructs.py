@@ -42,7 +42,7 @@ class Refusal(NamedTuple):
 
 
 VALUES = Refusal("values", r"reads values of a sample")
-CAPTURE = Refusal("capture", r"cannot be compiled \(")
+CAPTURE = Refusal("capture", r"cannot be compiled")
 WRITES = Refusal("writes", r"writes in place into its arguments, or into a tensor it closed over")
 WRITES_ROWS = Refusal("writes", r"writes per-sample values in place into a tensor that is the same for all samples")
 WROTE = Refusal("writes", r"wrote in place into")
