@@ -296,6 +296,10 @@ def recompile_reason() -> str:
     return attribute(metrics, "_metrics")(metrics).get("recompile_reason") or ""
 
 
+addcmul = private("torch._refs:addcmul")  # operations in Python, which take symbolic sizes
+constant_pad_nd = private("torch._refs:constant_pad_nd")
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions of aten operations."""
     private("torch._inductor.lowering")  # registers decompositions of pooling
@@ -331,6 +335,14 @@ def keep_strides(x: torch.Tensor) -> torch.Tensor:
     return private("torch._inductor.inductor_prims:force_stride_order")(x, x.stride())
 
 
-def symbol_source(name: str) -> Any:
-    """Return where a symbolic size comes from, for ``ShapeEnv.create_symbol``."""
-    return private("torch._dynamo.source:ConstantSource")(name)
+def symbolic_size(env: Any, size: int) -> Any:
+    """Return a symbol for a size of inputs.
+
+    Args:
+        env: the ``ShapeEnv`` that keeps the symbol.
+        size: an example of the size.
+    """
+    shapes = private("torch.fx.experimental.symbolic_shapes")
+    source = private("torch._dynamo.source:ConstantSource")("batch_size")
+    symbol = env.create_symbol(size, source, dynamic_dim=shapes.DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=size, source=source)

@@ -74,9 +74,8 @@ class Flat(NamedTuple):
         out, out_structure = ([], None) if asked.out is None else trees.flatten(asked.out)
         if isinstance(asked.params, nn.Module):
             named = [(name, x) for name, x in asked.params.named_parameters() if x.requires_grad]
-            return cls(
-                tuple(name for name, _ in named), [x for _, x in named], batch, out, (None, batch_structure, out_structure)
-            )
+            names, values = tuple(name for name, _ in named), [x for _, x in named]
+            return cls(names, values, batch, out, (None, batch_structure, out_structure))
         params, structure = trees.flatten(asked.params)
         return cls((), params, batch, out, (structure, batch_structure, out_structure))
 
@@ -171,7 +170,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         task: what the call computes, captured, without weights.
         program: the program that computed it.
     """
-    call, fn = task.call, task.call.loss.fn
+    call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
     used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
