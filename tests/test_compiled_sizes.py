@@ -57,6 +57,7 @@ def test_twenty_batch_sizes(value):
 
 
 @pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
+@pytest.mark.usefixtures("_traced_only")
 def test_twenty_pairs_of_batch_size_and_episode_length(value):
     def loss(value, obs_t, return_t, mask_t):
         return (mask_t * (value(obs_t).squeeze(-1) - return_t) ** 2).sum() / mask_t.sum()

@@ -43,17 +43,34 @@ class NewError(Exception):
     """Raised for a function of which no capture is valid."""
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """The compilation of one program.
+
+    Args:
+        reductions: the names of the reductions that the program computes.
+        batch_size: the number of samples, or None for any.
+        seconds: the time that it took.
+        reason: what had changed since the compilation before; empty for the first with these reductions.
+    """
+
+    reductions: tuple[str, ...]
+    batch_size: int | None
+    seconds: float
+    reason: str
+
+
 @dataclass
 class History:
     """What happened to one loss.
 
     Args:
         batch_sizes: the sizes of its batches.
-        compilations: for each kind of call, why each program was compiled.
+        compilations: the compilations of its programs.
     """
 
     batch_sizes: set[int] = field(default_factory=set)
-    compilations: dict[Hashable, list[str]] = field(default_factory=dict)
+    compilations: list[Compilation] = field(default_factory=list)
 
 
 class Capture:

@@ -35,7 +35,6 @@ class Program:
         noted: whether the last output is a flag that invalidates the others.
         fits: from the formats of the inputs to whether the program serves their sizes.
         batch_size: the number of samples, or None for any.
-        seconds: the time that it took to compile.
     """
 
     run: Run
@@ -44,7 +43,6 @@ class Program:
     noted: bool
     fits: Callable[[Sequence[Format]], bool]
     batch_size: int | None
-    seconds: float = 0.0
     _shared: list[int] | None = field(default=None)
 
     def __call__(self, tensors: list[Tensor]) -> Any:

@@ -7,8 +7,9 @@ import time
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
-from persample.engines.compiled import capture
+from persample.engines.compiled.capture import Compilation, entries, entry_of, forget
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task
@@ -18,6 +19,7 @@ from persample.utils.origin import handled_error, is_users
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
+_SIZES = "sizes, dtypes or strides of params or batch, or an integer that it reads"
 _lock = threading.RLock()
 
 
@@ -73,13 +75,22 @@ def clear_cache() -> None:
         >>> from persample import clear_cache
         >>> clear_cache()
     """
-    capture.forget()
+    forget()
 
 
 def compilations() -> int:
     """Return the number of programs that are alive."""
-    captures = [made for entry in capture.entries() for made in entry.captures]
+    captures = [made for entry in entries() for made in entry.captures]
     return sum(len(family.programs) for made in captures for family in made.programs.values())
+
+
+def compilations_of(loss_fn: Any) -> tuple[Compilation, ...]:
+    """Return the compilations of the programs of a loss, in order.
+
+    Args:
+        loss_fn: the loss.
+    """
+    return tuple(entry_of(loss_fn).history.compilations)
 
 
 def program_of(task: Task) -> Program:
@@ -133,8 +144,7 @@ def _compiled(family: Family, task: Task, formats: list[Format]) -> Program:
         by_loss = isinstance(error, TraceError)
         family.failure = Failure(str(error) if by_loss else said(error), by_loss)
         raise UntraceableError(family.failure) from error
-    program.seconds = time.perf_counter() - start
-    _notice(task)
+    _notice(task, family, program, time.perf_counter() - start)
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]
     return program
@@ -151,19 +161,20 @@ def _axes(family: Family, task: Task, formats: list[Format]) -> Axes | None:
     return next((axes for axes in changes if axes is not None), None)
 
 
-def _notice(task: Task) -> None:
-    """Note why a program was compiled, and warn if this happens again and again."""
+def _notice(task: Task, family: Family, program: Program, seconds: float) -> None:
+    """Record a compilation, and warn if the same loss is compiled again and again for the same reductions."""
     if task.loss.capture is None:
         return
-    first = not any(family.programs for family in task.loss.capture.programs.values())
-    sizes = "sizes, dtypes or strides of params or batch, or an integer that it reads"
-    kind = tuple(map(type, task.reductions.reductions)), task.finishes
-    reasons = task.loss.capture.history.compilations.setdefault(kind, [])
-    reasons.append((task.loss.capture.reason if first else "") or sizes)
-    if len(reasons) == _OFTEN:
+    graph, names = task.loss.capture, tuple(type(reduction).__name__ for reduction in task.reductions.reductions)
+    alike = [x for x in graph.history.compilations if x.reductions == names]
+    reason = ""
+    if alike:
+        others = [x for x in graph.programs.values() if x is not family and x.programs]
+        reason = "batch size" if family.programs else (not others and graph.reason) or _SIZES
+    graph.history.compilations.append(Compilation(names, program.batch_size, seconds, reason))
+    if len(alike) + 1 == _OFTEN:
         warnings.warn(
-            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: "
-            f"{reasons[-1]}. "
+            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: {reason}. "
             "Every compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a "
             "tensor, or use engine='eager'.",
             RuntimeWarning,
