@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -271,15 +272,32 @@ CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", 
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
 
+_CAPTURE_SETTINGS = {
+    "allow_rnn": True,
+    "reorderable_logging_functions": {print},
+    "ignore_logging_functions": {warnings.warn},
+    "skip_nnmodule_hook_guards": False,
+    "record_runtime_overhead": False,  # at every call, for the profiler
+}
+get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
+set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
+
+
 def capture_settings() -> Any:
     """Return a context in which Dynamo captures recurrent layers and prints, passes warnings over, and guards hooks."""
-    return private("torch._dynamo.config").patch(
-        allow_rnn=True,
-        reorderable_logging_functions={print},
-        ignore_logging_functions={warnings.warn},
-        skip_nnmodule_hook_guards=False,
-        record_runtime_overhead=False,  # at every call, for the profiler
-    )
+    return private("torch._dynamo.config").patch(**_CAPTURE_SETTINGS)
+
+
+def dynamo_settings() -> dict[str, Any]:
+    """Return the settings that ``capture_settings`` changes, or nothing before Dynamo is imported."""
+    config = sys.modules.get("torch._dynamo.config")
+    return {} if config is None else {name: getattr(config, name) for name in _CAPTURE_SETTINGS}
+
+
+def set_dynamo_settings(settings: dict[str, Any]) -> None:
+    """Set what ``dynamo_settings`` returns."""
+    for name, value in settings.items():
+        setattr(sys.modules["torch._dynamo.config"], name, value)
 
 
 def run_captured(function: Callable[..., Any]) -> Any:

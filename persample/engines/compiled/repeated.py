@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from persample._torch import TensorGuards, peek_interpreter_stack, set_grad_enabled
+from persample._torch import (
+    TensorGuards,
+    get_eval_frame_callback,
+    peek_interpreter_stack,
+    set_eval_frame,
+    set_grad_enabled,
+)
 from persample.engines.compiled.capture import Capture, Entry, NewError, entry_of, first_marker
 from persample.engines.compiled.captured_call import parameter
 from persample.engines.compiled.program import DoubtfulError, Program
@@ -223,7 +229,7 @@ def repeated(asked: Asked) -> Any:
     flat = Flat.of(asked)
     if not all(isinstance(x, Tensor) for x in flat.tensors):
         return None
-    recording = torch.is_grad_enabled()
+    recording, callback = torch.is_grad_enabled(), get_eval_frame_callback()
     try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
         set_grad_enabled(False)
         for call in entry.calls:
@@ -234,4 +240,5 @@ def repeated(asked: Asked) -> Any:
         pass
     finally:
         set_grad_enabled(recording)
+        set_eval_frame(callback)
     return None
