@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -271,14 +272,31 @@ CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", 
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
 
+_CAPTURE_SETTINGS = {
+    "allow_rnn": True,
+    "ignore_logging_functions": {warnings.warn, print},
+    "skip_nnmodule_hook_guards": False,
+    "record_runtime_overhead": False,  # at every call, for the profiler
+}
+get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
+set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
+
+
 def capture_settings() -> Any:
     """Return a context in which Dynamo captures recurrent layers, passes prints and warnings over, and guards hooks."""
-    return private("torch._dynamo.config").patch(
-        allow_rnn=True,
-        ignore_logging_functions={warnings.warn, print},
-        skip_nnmodule_hook_guards=False,
-        record_runtime_overhead=False,  # at every call, for the profiler
-    )
+    return private("torch._dynamo.config").patch(**_CAPTURE_SETTINGS)
+
+
+def dynamo_settings() -> dict[str, Any]:
+    """Return the settings that ``capture_settings`` changes, or nothing before Dynamo is imported."""
+    config = sys.modules.get("torch._dynamo.config")
+    return {} if config is None else {name: getattr(config, name) for name in _CAPTURE_SETTINGS}
+
+
+def set_dynamo_settings(settings: dict[str, Any]) -> None:
+    """Set what ``dynamo_settings`` returns."""
+    for name, value in settings.items():
+        setattr(sys.modules["torch._dynamo.config"], name, value)
 
 
 def run_captured(function: Callable[..., Any]) -> Any:
@@ -293,6 +311,10 @@ def recompile_reason() -> str:
     """Return the guard that failed, in a backend that Dynamo calls once more for the same code; otherwise ""."""
     metrics = private("torch._dynamo.utils:get_metrics_context")()
     return attribute(metrics, "_metrics")(metrics).get("recompile_reason") or ""
+
+
+addcmul = private("torch._refs:addcmul")  # operations in Python, which take symbolic sizes
+constant_pad_nd = private("torch._refs:constant_pad_nd")
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -330,6 +352,14 @@ def keep_strides(x: torch.Tensor) -> torch.Tensor:
     return private("torch._inductor.inductor_prims:force_stride_order")(x, x.stride())
 
 
-def symbol_source(name: str) -> Any:
-    """Return where a symbolic size comes from, for ``ShapeEnv.create_symbol``."""
-    return private("torch._dynamo.source:ConstantSource")(name)
+def symbolic_size(env: Any, size: int) -> Any:
+    """Return a symbol for a size of inputs.
+
+    Args:
+        env: the ``ShapeEnv`` that keeps the symbol.
+        size: an example of the size.
+    """
+    shapes = private("torch.fx.experimental.symbolic_shapes")
+    source = private("torch._dynamo.source:ConstantSource")("batch_size")
+    symbol = env.create_symbol(size, source, dynamic_dim=shapes.DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=size, source=source)

@@ -1,16 +1,17 @@
-"""``explain``: how the gradients of each parameter are stored, and why."""
+"""``explain``: how the gradients of each parameter are stored, and why; and what was compiled for a loss, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from persample import inputs
+from persample.engines import Compilation, compilations_of
 from persample.engines.deferred import Deferral, Placeholder, storage_key
 from persample.engines.vmap import batched_gradients, eager
 from persample.errors import ArgumentError
@@ -52,32 +53,53 @@ class Storage:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` returns: one row per parameter, a table when printed.
+    """What ``explain`` returns: one row per parameter, and what was compiled; tables when printed.
 
     Args:
         rows: one row per parameter, in the order of the parameters.
+        compilations: the programs compiled for the loss in this process, in order; None for ``engine="eager"``. A loss
+            has no graph breaks: it is captured whole, or refused.
     """
 
     rows: tuple[Storage, ...]
+    compilations: tuple[Compilation, ...] | None = None
 
     def __str__(self) -> str:
-        """Return the table."""
+        """Return the tables."""
         head = ("parameter", "shape", "factor", "T", "choice", "stored", "written out", "reason")
-        lines = [head] + [
-            (
-                row.path,
-                str(list(row.shape)),
-                row.factor,
-                str(row.steps),
-                row.choice,
-                _size(row.stored),
-                _size(row.written),
-                row.reason,
-            )
-            for row in self.rows
-        ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        text = _table(
+            head,
+            [
+                (
+                    row.path,
+                    str(list(row.shape)),
+                    row.factor,
+                    str(row.steps),
+                    row.choice,
+                    _size(row.stored),
+                    _size(row.written),
+                    row.reason,
+                )
+                for row in self.rows
+            ],
+        )
+        return text if self.compilations is None else f"{text}\n\n{_programs(self.compilations)}"
+
+
+def _programs(compilations: Sequence[Compilation]) -> str:
+    seconds = sum(x.seconds for x in compilations)
+    lines = [
+        (", ".join(x.reductions), str(x.batch_size or "any"), f"{x.seconds:.1f}", x.reason or "the first")
+        for x in compilations
+    ]
+    summary = f"{len(compilations)} programs compiled in {seconds:.1f} s, no graph breaks"
+    return f"{summary}\n{_table(('reductions', 'batch size', 'seconds', 'compiled because this changed'), lines)}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    lines = [head, *lines]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def explain(
@@ -89,10 +111,12 @@ def explain(
     in_dims: tuple[Any, Any] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
+    engine: Literal["eager", "compiled"] = "eager",
 ) -> Explanation:
-    """Return how the eager engine stores the gradients of each parameter for some reductions, and why.
+    """Return how the gradients of each parameter are stored for some reductions, and why.
 
-    The loss and its backward pass run three times on the whole batch; nothing is reduced.
+    The loss and its backward pass run three times on the whole batch; nothing is reduced. The compiled engine makes the
+    same choices; for it, the programs that were compiled for the loss so far are listed, too.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -102,9 +126,11 @@ def explain(
         in_dims: as in ``per_sample_grads``.
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
+        engine: "eager", or "compiled" to list the programs.
 
     Returns:
-        One row per parameter: kind of factor, T, choice, bytes, and for written-out gradients the reason.
+        One row per parameter: kind of factor, T, choice, bytes, and for written-out gradients the reason. And one
+        row per compiled program: reductions, batch size, seconds, and the guard or size that had changed.
 
     Raises:
         ArgumentError: as ``per_sample_grads`` does, and for an empty batch.
@@ -122,6 +148,7 @@ def explain(
         params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB      elementwise, or a sum
     """
     inputs.check_derivatives("explain")
+    inputs.check_choice("engine", engine, ("eager", "compiled"))
     inputs.check_options(engine="eager", randomness=randomness, chunk_size=None)
     wanted, _ = inputs.reductions(reduce)
     uses = Reductions(wanted).required_ops
@@ -140,7 +167,8 @@ def explain(
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        return Explanation(tuple(map(_storage, call.loss.spec.paths, *_passes(call, uses))))
+        rows = tuple(map(_storage, call.loss.spec.paths, *_passes(call, uses)))
+        return Explanation(rows, compilations_of(loss_fn) if engine == "compiled" else None)
 
     return isolated(params, compute)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import persample as ps
 from persample import per_sample_grads, stop_gradient
-from persample.engines.compiled import clear_cache, program
+from persample.engines.compiled import clear_cache, program, programs
 from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
@@ -56,6 +56,8 @@ def test_twenty_batch_sizes(value):
     assert compilations() <= 3
 
 
+@pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
+@pytest.mark.usefixtures("_traced_only")
 def test_twenty_pairs_of_batch_size_and_episode_length(value):
     def loss(value, obs_t, return_t, mask_t):
         return (mask_t * (value(obs_t).squeeze(-1) - return_t) ** 2).sum() / mask_t.sum()
@@ -65,9 +67,14 @@ def test_twenty_pairs_of_batch_size_and_episode_length(value):
         mask = torch.arange(length) < 1 + torch.arange(size)[:, None] % length
         batch = torch.randn(size, length, 4, dtype=F64), torch.randn(size, length, dtype=F64), mask
         agree(loss, value, batch)
-    assert compilations() <= 3  # one size, another length, another number of episodes
+    assert compilations() <= 1 + len(lengths)  # one for each length
+    for size, length in zip(reversed(SIZES), lengths, strict=True):
+        mask = torch.ones(size, length, dtype=torch.bool)
+        agree(loss, value, (torch.randn(size, length, 4, dtype=F64), torch.randn(size, length, dtype=F64), mask))
+    assert compilations() <= 2 + len(lengths)
 
 
+@pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
 @pytest.mark.usefixtures("_traced_only")
 def test_a_loss_that_branches_on_the_length():
     def loss(w, x):
@@ -116,28 +123,53 @@ EVERYTHING = {
 }
 
 
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), (4,)),
+    "cnn": (lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)), (1, 6, 6)),
+    "convolution in one dimension": (lambda: nn.Conv1d(1, 2, 2), (1, 3)),
+    "gru": (lambda: nn.GRU(3, 4, batch_first=True), (5, 3)),
+    "lstm": (lambda: nn.LSTM(3, 4, batch_first=True), (5, 3)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (6, 8)),
+}
+
+
+def square_of_the_output(model, x):
+    y = model(x[None])
+    y = y[0] if isinstance(y, tuple) else y
+    return y.square().sum(), {"y": y}
+
+
 @pytest.mark.usefixtures("_traced_only")
-def test_a_model_that_freezes_the_batch_size_is_filled_up():
+@pytest.mark.parametrize("reduction", ["clipped", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_batch_sizes_of_every_kind_of_model(name, reduction):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    wanted = EVERYTHING if reduction == "all" else ps.ClippedMean(0.5)
+    sizes = random.Random(0).sample(range(16, 200), 20)  # torch picks other kernels for fewer than 16 images
+    for size in sizes:
+        agree(square_of_the_output, model, torch.randn(size, *shape, dtype=F64), wanted)
+    assert compilations() <= 2
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_weights_and_few_images():
     conv = nn.Conv1d(1, 2, 2, dtype=F64)
-
-    def loss(conv, x):
-        y = conv(x)
-        return y.square().sum(), {"y": y}
-
-    for size in (5, 7, 6, 5, 8):
-        agree(loss, conv, (torch.randn(size, 1, 3, dtype=F64),), EVERYTHING)
-    assert compilations() <= 3  # 5 as it is, 8 for what is filled up, 8 as it is
-    batch, weights = torch.randn(6, 1, 3, dtype=F64), torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5, 0.0])
-    for size in (5, 6):
-        wanted = {name: reduction for name, reduction in EVERYTHING.items() if name != "stack"}
-        agree(loss, conv, (batch[:size],), wanted, weights=weights[:size])
+    wanted = {name: reduction for name, reduction in EVERYTHING.items() if name != "stack"}
+    for size in (5, 6, 20, 7):
+        weights = torch.rand(size, dtype=F64)
+        weights[0] = 0
+        agree(square_of_the_output, conv, torch.randn(size, 1, 3, dtype=F64), wanted, weights=weights)
+    assert compilations() <= 3
 
 
 @pytest.mark.usefixtures("_traced_only")
-def test_a_frozen_family_tries_only_once_to_serve_all_sizes(monkeypatch):
+def test_without_a_program_for_all_sizes_each_size_has_its_own(monkeypatch):
     tried = []
-    monkeypatch.setattr(cache, "dynamic", lambda *_: tried.append(1))
+    monkeypatch.setattr(programs, "for_any_size", lambda *_: tried.append(1))
     w = torch.randn(3, dtype=F64)
-    for size in (4, 8, 16, 32):
+    for size in (4, 8, 16, 32, 8):
         agree(lambda w, x: w @ x, w, torch.randn(size, 3, dtype=F64), ps.Sum())
     assert len(tried) == 1
+    assert compilations() == 4

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import ArgumentError, LossError, explain, per_sample_grads
+from persample.engines.compiled import program
 from persample.factors import cost_model
 
 B = 8
@@ -183,3 +184,42 @@ def test_rows_are_what_the_engine_stores(loss_fn):
     factors = per_sample_grads(loss_fn, model, x, ps.Factored())
     for row, factor in zip(explain(loss_fn, model, x, ps.Factored()).rows, factors.values(), strict=True):
         assert (row.factor, row.shape, row.stored) == (type(factor).__name__, factor.shape, 8 * factor.stored)
+
+
+def test_what_was_compiled(monkeypatch):
+    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    ps.clear_cache()
+    scale, w = 1.0, torch.randn(3)
+
+    def loss(w, x):
+        return (scale * w @ x).square()
+
+    def call(size, reduce=None):
+        per_sample_grads(loss, w, torch.ones(size, 3), reduce or ps.Mean(), engine="compiled")
+
+    def compiled():
+        return explain(loss, w, torch.ones(4, 3), ps.Mean(), engine="compiled")
+
+    assert compiled().compilations == ()
+    assert "0 programs" in str(compiled())
+    for size in (4, 5, 6):
+        call(size)
+    call(4, (ps.Norm(), ps.Sum()))
+    scale = 2.0
+    call(6)
+    found = compiled().compilations
+    assert [(x.reductions, x.batch_size) for x in found] == [
+        (("Mean",), 4),
+        (("Mean",), None),
+        (("Norm", "Sum"), None),
+        (("Mean",), None),
+    ]
+    assert [x.reason for x in found[:3]] == ["", "batch size", ""]
+    assert "scale" in found[3].reason
+    assert all(x.seconds > 0 for x in found)
+    assert "4 programs compiled in" in str(compiled())
+    assert "no graph breaks" in str(compiled())
+    assert explain(loss, w, torch.ones(4, 3), ps.Mean()).compilations is None
+    with pytest.raises(ArgumentError, match="engine: expected 'eager' or 'compiled', received 'loop'"):
+        explain(loss, w, torch.ones(4, 3), engine="loop")

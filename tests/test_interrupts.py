@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
-from persample import ClippedMean, Norm, Stack, composite_grads, per_sample_grads
+from persample import ClippedMean, Norm, Stack, clear_cache, composite_grads, per_sample_grads
+from persample.engines.compiled import program
 from persample.utils import interrupts
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
@@ -84,6 +86,8 @@ def state():
         "functions of one level": functorch.get_single_level_autograd_function_allowed(),
         "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
         "attention": (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
+        "frames": torch._C._dynamo.eval_frame.get_eval_frame_callback(),
+        "settings": (torch._dynamo.config.allow_rnn, torch._dynamo.config.skip_nnmodule_hook_guards),
     }
 
 
@@ -174,6 +178,33 @@ def run(count, seed, programs=None):
 
 def test_interrupts_leave_everything_whole():
     assert len(run(150, seed=0, programs={"Layers compiled ClippedMean"})) > 10
+
+
+def test_interrupts_of_a_first_call_leave_everything_whole(monkeypatch):
+    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    model, xs, chosen = Layers(), torch.randn(6, 5), random.Random(2)
+
+    def call():
+        clear_cache()
+        return per_sample_grads(lambda model, x: model(x), model, xs, Norm(), engine="compiled")
+
+    expected = call()
+    start, whole, hits = time.perf_counter(), state(), 0
+    call()
+    seconds = time.perf_counter() - start
+    for _ in range(25):
+        before = slots(model)
+        try:
+            with interrupted_within(chosen.uniform(1e-6, seconds)):
+                call()
+        except Interrupted:
+            hits += 1
+        except RuntimeError as error:
+            assert "INTERNAL ASSERT FAILED" in str(error)  # noqa: PT017 - as above
+        assert state() == whole
+        assert is_same(before, slots(model))
+    assert hits > 10
+    assert torch.equal(call(), expected)
 
 
 @pytest.mark.slow

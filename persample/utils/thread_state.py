@@ -118,9 +118,11 @@ _THREAD: _States = [
     (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
     (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
     (_autocast, _set_autocast),
+    (_torch.get_eval_frame_callback, _torch.set_eval_frame),
 ]
 _SHARED: _States = [
     (_torch.dispatch_flags, _torch.set_dispatch_flags),
     (_torch.forward_levels, _leave_forward_mode),
     (_attention_kernels, _set_attention_kernels),
+    (_torch.dynamo_settings, _torch.set_dynamo_settings),
 ]

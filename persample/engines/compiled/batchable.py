@@ -55,7 +55,7 @@ def _give_each_sample_its_own(graph: Graph) -> None:
         if node.op != "placeholder":
             with graph.inserting_after(node):
                 own = graph.call_function(_own, (node, sample))
-            node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)  # type: ignore[misc]
+            node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
 
 
 def _own(x: Tensor, sample: Tensor) -> Tensor:
@@ -133,7 +133,9 @@ def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: A
         @staticmethod
         def setup_context(ctx: Any, _inputs: Any, output: Any) -> None:
             ctx.save_for_backward(*output[count:])
-            ctx.mark_non_differentiable(*output[count:], *(output[place] for place in options["non_differentiable_idx"]))
+            ctx.mark_non_differentiable(
+                *output[count:], *(output[place] for place in options["non_differentiable_idx"])
+            )
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:

@@ -43,17 +43,34 @@ class NewError(Exception):
     """Raised for a function of which no capture is valid."""
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """The compilation of one program.
+
+    Args:
+        reductions: the names of the reductions that the program computes.
+        batch_size: the number of samples, or None for any.
+        seconds: the time that it took.
+        reason: what had changed since the compilation before; empty for the first with these reductions.
+    """
+
+    reductions: tuple[str, ...]
+    batch_size: int | None
+    seconds: float
+    reason: str
+
+
 @dataclass
 class History:
     """What happened to one loss.
 
     Args:
         batch_sizes: the sizes of its batches.
-        compilations: for each kind of call, why each program was compiled.
+        compilations: the compilations of its programs.
     """
 
     batch_sizes: set[int] = field(default_factory=set)
-    compilations: dict[Hashable, list[str]] = field(default_factory=dict)
+    compilations: list[Compilation] = field(default_factory=list)
 
 
 class Capture:
@@ -73,7 +90,8 @@ class Capture:
         self.graph = graph
         self.reason = reason
         self.programs: OrderedDict[Hashable, Any] = OrderedDict()
-        self.num_outputs = len(graph.graph.output_node().args[0])
+        outputs: Any = graph.graph.output_node().args[0]
+        self.num_outputs = len(outputs)
         self.history = History()
         self.constants: list[int] = []
 
@@ -215,7 +233,8 @@ class Entry:
         code: CodeType = _call.__code__.replace(co_name=f"loss_{number}")
         function = FunctionType(code, {"__builtins__": builtins, "torch": torch, "NewError": NewError})
         self._run = run_captured(function)  # without capturing, where no guards hold
-        self._compiled = torch.compile(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
+        compiler: Any = torch.compile  # torch's types do not have recompile_limit
+        self._compiled = compiler(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
         self.history = History()
@@ -250,8 +269,8 @@ class Entry:
         if len(self.captures) >= MOST_CAPTURES:
             guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
             raise UncapturableError(
-                f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. Pass what "
-                "changes in batch (unbatched, with None in in_dims) or as a tensor, or call persample.clear_cache()"
+                f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. Pass "
+                "what changes in batch (unbatched, None in in_dims) or as a tensor, or call persample.clear_cache()"
             )
         try:
             with capture_settings(), without_warnings():
@@ -316,7 +335,8 @@ class _UnreadIndices(TorchFunctionMode):
             The result of the function.
         """
         if func is Tensor.__getitem__:
-            return getitem_unread(*args, is_unreadable=lambda _: True)
+            x, index = args
+            return getitem_unread(x, index, lambda _: True)
         return func(*args, **(kwargs or {}))
 
 
@@ -342,7 +362,7 @@ def _guard(reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return Dynamo's reason and the user's line: its message has the whole stack, and advice for torch's developers."""
+    """Return Dynamo's reason and the user's line, without its stack and its advice for the developers of torch."""
     message = str(error)
     explanation = re.search(r"^ *Explanation: (.*)$", message, re.MULTILINE)
     said = explanation.group(1) if explanation else (message.strip() or type(error).__name__).splitlines()[0]

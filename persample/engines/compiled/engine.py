@@ -1,4 +1,4 @@
-"""The compiled engine: the eager pipeline on the captured loss, traced once to a flat graph, which Inductor compiles."""
+"""The compiled engine: the pipeline on the captured loss, traced once to a flat graph, which Inductor compiles."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from persample import pipeline
 from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.capture import UncapturableError
 from persample.engines.compiled.program import DoubtfulError
 from persample.engines.compiled.programs import Failure, UntraceableError, program_of
 from persample.engines.compiled.repeated import Asked, remember
-from persample.engines.compiled.task import Task, filled_up
+from persample.engines.compiled.task import Task
 from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
 from persample.inputs.call import Call
-from persample.merge import Stacked
 from persample.outputs import is_apart
 from persample.reductions.requested import Reductions
 from persample.utils import trees
 from persample.utils.dtypes import full_precision
-from persample.utils.trees import tree_map
 
 
 def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any) -> list[Any]:
@@ -71,11 +67,9 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     except UncapturableError as error:
         return _without(task, Failure(str(error), by_loss=True), error)
     except UntraceableError as error:
-        if captured.capture is not None and captured.capture.read_values():
+        if captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)
         return _without(task, error.failure, error)
-    if program is None:
-        return _filled_up(task)
     if task.out is not None and not is_apart(task.out, captured.read):
         return _computed(replace(task, out=None), asked)
     with full_precision(task.call.params[0].device):
@@ -107,21 +101,7 @@ def _without(task: Task, failure: Failure, error: Exception) -> Any:
             "engine='eager', which computes the same, and report this, please."
         ) from error
     raise LossError(
-        f"loss_fn cannot be compiled ({failure.reason}). A compiled loss must not depend on values of params or batch, or on "
-        "values computed from tensors it closed over (.item(), .unique(), a bool mask as an index), and must not write "
-        "to any of these. Use torch.where, or engine='eager' or 'loop'."
+        f"loss_fn cannot be compiled: {failure.reason}. A compiled loss must not branch on values (use torch.where), "
+        "nor write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux). "
+        "Or pass engine='eager', which computes the same, or engine='loop', which takes any loss."
     ) from error
-
-
-def _filled_up(task: Task) -> Any:
-    """Return the result, computed on a padded batch: copies of the last sample, of weight 0, are dropped again."""
-    size = task.call.size
-    lifted = _lifted(filled_up(task.call), task.reductions)
-
-    def first(leaf: Any) -> Any:
-        if not isinstance(leaf, Stacked):
-            return leaf
-        rows = leaf.rows
-        return replace(leaf, rows=rows[:size] if isinstance(rows, Tensor) else rows.rows(slice(0, size)))
-
-    return _finish(task, tree_map(first, lifted))

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from persample._torch import FakeTensorMode, aten_unsafe_index_put, compile_graph, decompositions, lacks_cpp_compiler
+from persample._torch import (
+    FakeTensorMode,
+    OpOverload,
+    addcmul,
+    aten_unsafe_index_put,
+    compile_graph,
+    constant_pad_nd,
+    decompositions,
+    lacks_cpp_compiler,
+    schema,
+)
 from persample.engines.compiled.kernels import with_torch_kernels
 from persample.errors import TorchVersionError
 from persample.utils.tracing import without_warnings
@@ -64,11 +74,14 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = with_torch_kernels(decompositions())
-    if mode.shape_env is not None:  # decompositions of products branch on sizes; this program must serve all sizes
+    table, in_python = with_torch_kernels(decompositions()), {}
+    if mode.shape_env is not None:
+        # Decompositions of products branch on sizes, and some operations in C++ refuse symbolic sizes or fix them.
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
+        in_python = {_aten.constant_pad_nd.default: constant_pad_nd, _aten.addcmul.default: addcmul}
     with mode:
-        pure = make_fx(torch.func.functionalize(graph))(*inputs)
+        writes = any(map(_is_write, graph.graph.nodes))
+        pure = make_fx(torch.func.functionalize(graph) if writes else graph, decomposition_table=in_python)(*inputs)
         for node in pure.graph.nodes:
             # Decompositions may change the strides of a result, so that `view` would fail where `reshape` copies.
             if node.target is _aten.view.default:
@@ -77,7 +90,11 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
                 with pure.graph.inserting_before(node):
                     node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
-        return make_fx(pure, decomposition_table=table)(*inputs)
+        return make_fx(pure, decomposition_table={**table, **in_python})(*inputs)
+
+
+def _is_write(node: Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:

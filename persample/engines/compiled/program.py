@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from persample._torch import FakeTensorMode, symbol_source
+from persample._torch import FakeTensorMode, symbolic_size
 from persample.engines.compiled.lower import Run, functional, lower
 from persample.engines.compiled.packing import Outline
-from persample.engines.compiled.sizes import Sizes, Varying
+from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
 from persample.outputs import memory
@@ -33,18 +33,16 @@ class Program:
         constants: the tensors that tracing made, which are the last inputs of the code.
         outline: the tree of the result.
         noted: whether the last output is a flag that invalidates the others.
-        fits: from a task and its formats to whether the program serves their sizes.
+        fits: from the formats of the inputs to whether the program serves their sizes.
         batch_size: the number of samples, or None for any.
-        seconds: the time that it took to compile.
     """
 
     run: Run
     constants: list[Tensor]
     outline: Outline
     noted: bool
-    fits: Callable[[Task, Sequence[Format]], bool]
+    fits: Callable[[Sequence[Format]], bool]
     batch_size: int | None
-    seconds: float = 0.0
     _shared: list[int] | None = field(default=None)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -71,7 +69,7 @@ class Program:
         return self.outline.filled(outputs)
 
 
-def static(task: Task) -> Program:
+def for_one_size(task: Task) -> Program:
     """Return a program for the sizes of one task.
 
     Args:
@@ -83,59 +81,51 @@ def static(task: Task) -> Program:
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
     run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
-    return Program(run, traced.captured, traced.outline, traced.noted, lambda _, other: other == formats, task.call.size)
+    return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
 
 
-def dynamic(task: Task, varying: Varying) -> Program | None:
-    """Return a program for all values of some sizes.
+def for_any_size(task: Task, axes: Axes) -> Program | None:
+    """Return a program for all batch sizes.
 
     Args:
         task: the task.
-        varying: the sizes that vary.
+        axes: the axes of its inputs that have the batch size.
 
     Returns:
-        The program, or None if no single graph serves all sizes.
+        The program, or None if no single graph serves the sizes.
     """
-    family = Sizes.of(task, varying)
+    family = AnySize.of(task, axes)
     if family is None:
         return None
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env = ShapeEnv()
+    env, traced = ShapeEnv(), family.traced
     mode = FakeTensorMode(shape_env=env)
     with mode:
-        now = varying.of(family.formats) or ()
-        inputs = family.inputs([_symbol(env, place, hint) for place, hint in enumerate(now)])
-        inputs += [Format.of(x).empty() for x in family.traced.captured]
-    flat = functional(family.graph, mode, inputs)
-    if not _allows(env, now):
+        inputs = family.inputs(symbolic_size(env, task.call.size))
+        inputs += [Format.of(x).empty() for x in traced.captured]
+    try:
+        flat = functional(family.graph, mode, inputs)
+    except RuntimeError:  # some operations of torch refuse symbolic sizes
+        return None
+    if not _allows(env, task.call.size):
         return None
     run = lower(family.graph, flat, mode, inputs)
 
-    def fits(other: Task, formats: Sequence[Format]) -> bool:
-        sizes = family.sizes(formats)
-        return sizes is not None and _allows(env, sizes) and family.holds(other, sizes)
+    def fits(formats: Sequence[Format]) -> bool:
+        size = family.size(formats)
+        return size is not None and _allows(env, size) and family.fits_memory(size)
 
-    traced = family.traced
-    made = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
-    return made if fits(task, family.formats) else None
-
-
-def _symbol(env: ShapeEnv, number: int, hint: int) -> Any:
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-    source = symbol_source(f"size{number}")
-    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-    return env.create_symintnode(symbol, hint=hint, source=source)
+    program = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
+    return program if fits(family.formats) else None
 
 
-def _allows(env: ShapeEnv, sizes: Sequence[int]) -> bool:
-    """Return whether sizes satisfy the guards that the compiler placed on its symbolic sizes."""
-    if min(sizes) < 2 or env.replacements:
+def _allows(env: ShapeEnv, size: int) -> bool:
+    """Return whether a size satisfies the guards that the compiler placed on its symbolic size."""
+    if size < 2 or env.replacements:
         return False
-    values = dict(zip(env.backed_var_to_val, sizes, strict=False))
-    conditions = [guard.expr for guard in env.guards]
-    return all(bool(condition.xreplace(values)) for condition in conditions)
+    values = dict.fromkeys(env.backed_var_to_val, size)
+    return all(bool(guard.expr.xreplace(values)) for guard in env.guards)
 
 
 def _sharing(outputs: Sequence[Tensor], taken: Sequence[int]) -> list[int]:

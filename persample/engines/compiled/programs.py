@@ -9,16 +9,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from persample.engines.compiled import capture
-from persample.engines.compiled.program import Program, dynamic, static
-from persample.engines.compiled.sizes import Varying
-from persample.engines.compiled.task import Task, full_size
+from persample.engines.compiled.capture import Compilation, entries, entry_of, forget
+from persample.engines.compiled.program import Program, for_any_size, for_one_size
+from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
+from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, TraceError, said
 from persample.utils.origin import handled_error, is_users
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
+_SIZES = "sizes, dtypes or strides of params or batch, or an integer that it reads"
 _lock = threading.RLock()
 
 
@@ -56,13 +57,13 @@ class Family:
         programs: the programs, the latest last.
         seen: the formats of the inputs that each program was compiled for.
         failure: the reason that there is no program, or None.
-        is_frozen: whether tracing has shown that no single program serves all batch sizes.
+        takes_any_size: whether one program may serve all batch sizes; False once tracing has shown that none does.
     """
 
     programs: list[Program] = field(default_factory=list)
     seen: list[list[Format]] = field(default_factory=list)
     failure: Failure | None = None
-    is_frozen: bool = False
+    takes_any_size: bool = True
 
 
 def clear_cache() -> None:
@@ -74,23 +75,29 @@ def clear_cache() -> None:
         >>> from persample import clear_cache
         >>> clear_cache()
     """
-    capture.forget()
+    forget()
 
 
 def compilations() -> int:
     """Return the number of programs that are alive."""
-    captures = [made for entry in capture.entries() for made in entry.captures]
+    captures = [made for entry in entries() for made in entry.captures]
     return sum(len(family.programs) for made in captures for family in made.programs.values())
 
 
-def program_of(task: Task) -> Program | None:
+def compilations_of(loss_fn: Any) -> tuple[Compilation, ...]:
+    """Return the compilations of the programs of a loss, in order.
+
+    Args:
+        loss_fn: the loss.
+    """
+    return tuple(entry_of(loss_fn).history.compilations)
+
+
+def program_of(task: Task) -> Program:
     """Return the program of a task, compiled now if there is none.
 
     Args:
         task: the task, captured.
-
-    Returns:
-        The program, or None if the batch must be padded to a power of two first.
 
     Raises:
         UntraceableError: if the task cannot be compiled.
@@ -99,8 +106,8 @@ def program_of(task: Task) -> Program | None:
     formats = [Format.of(x) for x in task.tensors]
     with _lock:
         family = _family(task, (task.structure, _kinds(formats)))
-        found = next((p for p in reversed(family.programs) if p.fits(task, formats)), None)
-        if found is None and not (family.is_frozen and full_size(task.call.size) > task.call.size):
+        found = next((p for p in reversed(family.programs) if p.fits(formats)), None)
+        if found is None:
             if family.failure:
                 raise UntraceableError(family.failure)
             found = _compiled(family, task, formats)
@@ -108,9 +115,9 @@ def program_of(task: Task) -> Program | None:
 
 
 def _family(task: Task, key: Hashable) -> Family:
-    if task.capture is None:
+    if task.loss.capture is None:
         return Family()
-    programs, history = task.capture.programs, task.capture.history
+    programs, history = task.loss.capture.programs, task.loss.capture.history
     history.batch_sizes.add(task.call.size)
     family = programs.setdefault(key, Family())
     programs.move_to_end(key)
@@ -123,49 +130,53 @@ def _kinds(formats: list[Format]) -> Hashable:
     return tuple((len(f.shape), f.dtype, f.device) for f in formats)
 
 
-def _compiled(family: Family, task: Task, formats: list[Format]) -> Program | None:
-    changes = (Varying.between(before, formats) for before in reversed(family.seen))
-    varying = next((change for change in changes if change is not None), None)
-    if varying is None and not family.seen and task.capture and len(task.capture.history.batch_sizes) > 1:
-        varying = Varying.batch(task.batched)
-    if varying is not None and min(varying.of(formats) or (0,)) < 2:
-        varying = None  # programs for many sizes exclude sizes 0 and 1, which torch specializes on
-    by_batch = varying is not None and varying.is_batch_only(task)
+def _compiled(family: Family, task: Task, formats: list[Format]) -> Program:
     handled, start = handled_error(), time.perf_counter()
     try:
-        program = None if varying is None or (family.is_frozen and by_batch) else dynamic(task, varying)
-        if program is None and by_batch:
-            family.is_frozen = True
-            if full_size(task.call.size) > task.call.size:
-                return None
-        program = static(task) if program is None else program
+        axes = _axes(family, task, formats)
+        program = for_any_size(task, axes) if axes else None
+        if program is None:
+            family.takes_any_size = family.takes_any_size and not axes
+            program = for_one_size(task)
     except Exception as error:
         if is_users(error, handled):
             raise
         by_loss = isinstance(error, TraceError)
         family.failure = Failure(str(error) if by_loss else said(error), by_loss)
         raise UntraceableError(family.failure) from error
-    program.seconds = time.perf_counter() - start
-    _notice(task)
+    _notice(task, family, program, time.perf_counter() - start)
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]
     return program
 
 
-def _notice(task: Task) -> None:
-    """Note why a program was compiled, and warn if this happens again and again."""
-    if task.capture is None:
+def _axes(family: Family, task: Task, formats: list[Format]) -> Axes | None:
+    """Return the axes of the batch size if several sizes were seen, so that one program for all of them pays."""
+    if task.call.size < 2 or not family.takes_any_size:  # torch's symbolic sizes exclude 0 and 1
+        return None
+    if not family.seen:
+        varies = task.loss.capture is not None and len(task.loss.capture.history.batch_sizes) > 1
+        return axes_of_samples(task.batched) if varies else None
+    changes = (axes_between(before, formats) for before in reversed(family.seen))
+    return next((axes for axes in changes if axes is not None), None)
+
+
+def _notice(task: Task, family: Family, program: Program, seconds: float) -> None:
+    """Record a compilation, and warn if the same loss is compiled again and again for the same reductions."""
+    if task.loss.capture is None:
         return
-    first = not any(family.programs for family in task.capture.programs.values())
-    sizes = "sizes, dtypes or strides of params or batch, or an integer that it reads, changed"
-    kind = tuple(map(type, task.reductions.reductions)), task.finishes
-    reasons = task.capture.history.compilations.setdefault(kind, [])
-    reasons.append((task.capture.reason if first else "") or sizes)
-    if len(reasons) == _OFTEN:
+    graph, names = task.loss.capture, tuple(type(reduction).__name__ for reduction in task.reductions.reductions)
+    alike = [x for x in graph.history.compilations if x.reductions == names]
+    reason = ""
+    if alike:
+        others = [x for x in graph.programs.values() if x is not family and x.programs]
+        reason = "batch size" if family.programs else (not others and graph.reason) or _SIZES
+    graph.history.compilations.append(Compilation(names, program.batch_size, seconds, reason))
+    if len(alike) + 1 == _OFTEN:
         warnings.warn(
-            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: {reasons[-1]}. "
-            "Every compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a tensor, "
-            "or use engine='eager'.",
+            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: {reason}. "
+            "Every compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a "
+            "tensor, or use engine='eager'.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from persample._torch import TensorGuards, peek_interpreter_stack, set_grad_enabled
+from persample._torch import (
+    TensorGuards,
+    get_eval_frame_callback,
+    peek_interpreter_stack,
+    set_eval_frame,
+    set_grad_enabled,
+)
 from persample.engines.compiled.capture import Capture, Entry, NewError, entry_of, first_marker
 from persample.engines.compiled.captured_call import parameter, row
 from persample.engines.compiled.program import DoubtfulError, Program
@@ -74,9 +80,8 @@ class Flat(NamedTuple):
         out, out_structure = ([], None) if asked.out is None else trees.flatten(asked.out)
         if isinstance(asked.params, nn.Module):
             named = [(name, x) for name, x in asked.params.named_parameters() if x.requires_grad]
-            return cls(
-                tuple(name for name, _ in named), [x for _, x in named], batch, out, (None, batch_structure, out_structure)
-            )
+            names, values = tuple(name for name, _ in named), [x for _, x in named]
+            return cls(names, values, batch, out, (None, batch_structure, out_structure))
         params, structure = trees.flatten(asked.params)
         return cls((), params, batch, out, (structure, batch_structure, out_structure))
 
@@ -171,7 +176,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         task: what the call computes, captured, without weights.
         program: the program that computed it.
     """
-    call, fn = task.call, task.call.loss.fn
+    call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
     used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
@@ -224,7 +229,7 @@ def repeated(asked: Asked) -> Any:
     flat = Flat.of(asked)
     if not all(isinstance(x, Tensor) for x in flat.tensors):
         return None
-    recording = torch.is_grad_enabled()
+    recording, callback = torch.is_grad_enabled(), get_eval_frame_callback()
     try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
         set_grad_enabled(False)
         for call in entry.calls:
@@ -235,4 +240,5 @@ def repeated(asked: Asked) -> Any:
         pass
     finally:
         set_grad_enabled(recording)
+        set_eval_frame(callback)
     return None

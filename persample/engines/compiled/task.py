@@ -6,14 +6,12 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from persample import pipeline
-from persample.engines.compiled.capture import Capture
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm
 from persample.engines.vmap import eager
 from persample.inputs.call import Call
@@ -61,9 +59,9 @@ class Task:
         return replace(self, call=captured_call(self.call), functions=functions)
 
     @property
-    def capture(self) -> Capture | None:
-        """The graph of the loss, or None if it computes nothing."""
-        return self.call.loss.fn.capture
+    def loss(self) -> GraphFunction:
+        """The captured loss."""
+        return cast("GraphFunction", self.call.loss.fn)
 
     @cached_property
     def read(self) -> list[Tensor]:
@@ -149,38 +147,6 @@ def _finished(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
         return pipeline.finish(call, lifted, reductions)
     except RuntimeError as error:  # what a trace refuses
         raise UnfinishedError(str(error)) from error
-
-
-def full_size(size: int) -> int:
-    """Return the least power of two that is not less than a number of samples.
-
-    Args:
-        size: the number of samples, at least 1.
-
-    Examples:
-        >>> full_size(5), full_size(8)
-        (8, 8)
-    """
-    return 1 << (size - 1).bit_length()
-
-
-def filled_up(call: Call) -> Call:
-    """Return a call padded to a power of two samples, by copies of its last sample with weight 0.
-
-    Args:
-        call: a call of at least one sample.
-    """
-    size = call.size
-    full = full_size(size)
-    index = torch.arange(full, device=call.params[0].device).clamp_max(size - 1)
-
-    def more(values: Sequence[Any], batched: Sequence[bool]) -> tuple[Any, ...]:
-        return tuple(x[index] if split else x for x, split in zip(values, batched, strict=True))
-
-    weights = torch.ones(size, dtype=torch.float64, device=index.device) if call.weights is None else call.weights
-    params, leaves = more(call.params, call.params_batched), more(call.leaves, call.leaves_batched)
-    weights = pad(weights, (0, full - size))
-    return replace(call, size=full, params=params, leaves=leaves, weights=weights)
 
 
 def _as_input(x: Any, device: torch.device) -> Tensor:

@@ -82,6 +82,9 @@ class _Constants(TorchDispatchMode):
     operations on zero tensors return broken fake tensors, or end the process.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Read a value, or run the operation.
 
