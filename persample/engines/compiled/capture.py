@@ -91,6 +91,10 @@ class Capture:
         make_batchable(self.graph)
         self.history = history
 
+    def run(self, *inputs: Any) -> Any:
+        """Run the graph, below what torch adds to calls of modules: hooks on all modules, and errors that it prints."""
+        return self.graph.forward(*inputs)
+
     def read_values(self) -> bool:
         """Let programs contain the values that the function reads, and return whether they did not before."""
         before, self.constants = self.constants, read_inputs(self.graph.graph)

@@ -51,7 +51,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         if advice not in _warned:
             _warned.add(advice)
             warnings.warn(advice, RuntimeWarning, stacklevel=2)
-        return lambda tensors: graph(*tensors)
+        return lambda tensors: graph.forward(*tensors)
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
@@ -68,7 +68,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     if mode.shape_env is not None:  # decompositions of products branch on sizes; this program must serve all sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode:
-        pure = make_fx(torch.func.functionalize(graph))(*inputs)
+        pure = make_fx(torch.func.functionalize(_forward(graph)))(*inputs)
         for node in pure.graph.nodes:
             # Decompositions may change the strides of a result, so that `view` would fail where `reshape` copies.
             if node.target is _aten.view.default:
@@ -77,7 +77,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
                 with pure.graph.inserting_before(node):
                     node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
-        return make_fx(pure, decomposition_table=table)(*inputs)
+        return make_fx(_forward(pure), decomposition_table=table)(*inputs)
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
@@ -85,6 +85,15 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     grouped = any(map(_is_grouped, graph.graph.nodes))
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
     return code
+
+
+def _forward(graph: GraphModule) -> Callable[..., Any]:
+    """Return what a graph computes, without the hooks on all modules that a call of it would run."""
+
+    def forward(*inputs: Any) -> Any:
+        return graph.forward(*inputs)
+
+    return forward
 
 
 def _known_strides(node: Any) -> list[int]:
