@@ -194,6 +194,7 @@ else:
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
     TreeSpec = private("torch.utils._pytree:TreeSpec")
+fake_tensor_log = private("torch._subclasses.fake_tensor:log")  # prints every error of fake tensors, raised anyway
 
 
 class UnguardedDispatchMode(TorchDispatchMode):
@@ -219,16 +220,8 @@ schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's argume
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
 init_flat_weights = private("torch.nn:RNNBase._init_flat_weights")  # the second list of weights that nn.GRU keeps
-MODULE_SLOTS = frozenset({"_parameters", "_buffers", "_modules"})  # attributes that every forward pass reads
 NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
 BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
-
-
-def global_module_hooks() -> list[dict[int, Any]]:
-    """Return the hooks that are called for every module; the public API only adds and removes them."""
-    from torch.nn.modules import module
-
-    return [x for name, x in vars(module).items() if name.startswith("_global_") and name.endswith("_hooks")]
 
 
 # --- Functions and operators that public functions call. Rules replace them, or call them without their callers.

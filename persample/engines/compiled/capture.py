@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import DynamoError, capture_settings, recompile_reason, run_captured
@@ -92,13 +92,31 @@ class Capture:
         self.history = history
 
     def run(self, *inputs: Any) -> Any:
-        """Run the graph, below what torch adds to calls of modules: hooks on all modules, and errors that it prints."""
-        return self.graph.forward(*inputs)
+        """Run the graph; an error gets an attribute ``users_line``, where it names the line that made the operation."""
+        return _Naming(self.graph).run(*inputs)
 
     def read_values(self) -> bool:
         """Let programs contain the values that the function reads, and return whether they did not before."""
         before, self.constants = self.constants, read_inputs(self.graph.graph)
         return self.constants != before
+
+
+class _Naming(Interpreter):
+    """Runs a graph, and names the user's line where it fails."""
+
+    extra_traceback = False  # torch's own naming would change the message
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node.
+
+        Args:
+            n: the node.
+        """
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            error.users_line = _line(n.stack_trace or "")  # type: ignore[attr-defined]
+            raise
 
 
 class Marker(StandIn):
@@ -346,8 +364,13 @@ def _reason(error: BaseException) -> str:
     message = str(error)
     explanation = re.search(r"^ *Explanation: (.*)$", message, re.MULTILINE)
     said = explanation.group(1) if explanation else (message.strip() or type(error).__name__).splitlines()[0]
-    frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', message, re.MULTILINE)
+    return said + _line(message)
+
+
+def _line(stack: str) -> str:
+    """Return the last line of a stack of torch's, as the end of a message."""
+    frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', stack, re.MULTILINE)
     if not frames:
-        return said
+        return ""
     path, line, name, code = frames[-1]
-    return f"{said} In {name} ({path}:{line}): `{code}`"
+    return f" In {name} ({path}:{line}): `{code}`"
