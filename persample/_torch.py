@@ -264,14 +264,20 @@ CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", 
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
 
-def capture_settings() -> Any:
-    """Return a context in which Dynamo captures recurrent layers and prints, passes warnings over, and guards hooks."""
+def capture_settings(*, numbers_are_constants: bool = False) -> Any:
+    """Return a context in which Dynamo captures recurrent layers and prints, passes warnings over, and guards hooks.
+
+    Args:
+        numbers_are_constants: whether numbers and sizes that have changed are constants, too, rather than inputs.
+    """
     return private("torch._dynamo.config").patch(
         allow_rnn=True,
         reorderable_logging_functions={print},
         ignore_logging_functions={warnings.warn},
         skip_nnmodule_hook_guards=False,
         record_runtime_overhead=False,  # at every call, for the profiler
+        automatic_dynamic_shapes=not numbers_are_constants,
+        specialize_float=numbers_are_constants,
     )
 
 

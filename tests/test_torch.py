@@ -615,8 +615,8 @@ def test_dynamo_error():
 @pytest.mark.parametrize(
     ("function", "opens", "levels"),
     [
-        (lambda x: vmap(torch.sin)(x), "_vmap_increment_nesting", {"_add_batch_dim", "_remove_batch_dim"}),
-        (lambda x: grad(lambda x: x.sin().sum())(x), "_grad_increment_nesting", {"_wrap_for_grad", "_unwrap_for_grad"}),
+        (vmap(torch.sin), "_vmap_increment_nesting", {"_add_batch_dim", "_remove_batch_dim"}),
+        (grad(lambda x: x.sin().sum()), "_grad_increment_nesting", {"_wrap_for_grad", "_unwrap_for_grad"}),
         (forward(torch.sin), "_jvp_increment_nesting", {"_unwrap_for_grad"}),
     ],
     ids=["vmap", "grad", "jvp"],
@@ -635,8 +635,18 @@ def test_capture_settings():
     lstm = nn.LSTM(2, 2)
     _, [graph], _ = captured(lambda x: lstm(x)[0], torch.ones(3, 2))
     assert "lstm" in str(graph.graph)
-    captured(lambda x: (print("once"), warnings.warn("never", stacklevel=1), x.sin())[2], torch.ones(2))
-    for refused in (lambda x: lstm(x)[0], lambda x: (print(), x.sin())[1], lambda x: (warnings.warn(""), x.sin())[1]):
+
+    def prints(x):
+        print("once")  # noqa: T201
+        return x.sin()
+
+    def warns(x):
+        warnings.warn("never", stacklevel=1)
+        return x.sin()
+
+    captured(prints, torch.ones(2))
+    captured(warns, torch.ones(2))
+    for refused in (lambda x: lstm(x)[0], prints, warns):
         with pytest.raises(_torch.DynamoError):
             captured(refused, torch.ones(3, 2), settings=nullcontext)
 

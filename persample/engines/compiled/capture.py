@@ -272,8 +272,7 @@ class Entry:
                 "changes in batch (unbatched, with None in in_dims) or as a tensor, or call persample.clear_cache()"
             )
         try:
-            with capture_settings(), without_warnings():
-                captured = Captured.of(self._compiled(function, args, self._unread))
+            captured = self._record(function, args)
         except DynamoError as error:
             if self._unread is None and "specialized integer" in str(error):
                 self._unread = _UnreadIndices
@@ -283,6 +282,18 @@ class Entry:
             captured.capture.prepare(self.history)  # not in the backend, where torch traces
             self.captures.add(captured.capture)
         return captured
+
+    def _record(
+        self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
+    ) -> Captured:
+        try:
+            with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
+                return Captured.of(self._compiled(function, args, self._unread))
+        except DynamoError:
+            if numbers_are_constants or not self.captures:
+                raise
+        # Dynamo makes a number that has changed an input, which math.isnan, range() and str() do not take.
+        return self._record(function, args, numbers_are_constants=True)
 
 
 def entry_of(function: Any) -> Entry:
