@@ -104,7 +104,9 @@ class Capture:
 class _Naming(Interpreter):
     """Runs a graph, and names the user's line where it fails."""
 
-    extra_traceback = False  # torch's own naming would change the message
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False  # torch's own naming would change the message
 
     def run_node(self, n: Node) -> Any:
         """Run one node.
@@ -273,7 +275,7 @@ class Entry:
             )
         try:
             captured = self._record(function, args)
-        except DynamoError as error:
+        except (DynamoError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and "specialized integer" in str(error):
                 self._unread = _UnreadIndices
                 return self.capture(function, *args)
@@ -321,6 +323,10 @@ def entries() -> list[Entry]:
 def forget() -> None:
     """Drop all captures, with Dynamo's guards."""
     with _lock:
+        for entry in _entries.values():
+            entry.calls = []
+            for capture in entry.captures:
+                capture.programs.clear()  # torch keeps the graphs of the latest losses alive
         _entries.clear()
 
 
