@@ -195,6 +195,7 @@ else:
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
     TreeSpec = private("torch.utils._pytree:TreeSpec")
+fake_tensor_log = private("torch._subclasses.fake_tensor:log")  # prints every error of fake tensors, raised anyway
 
 
 class UnguardedDispatchMode(TorchDispatchMode):
@@ -220,16 +221,8 @@ schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's argume
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
 init_flat_weights = private("torch.nn:RNNBase._init_flat_weights")  # the second list of weights that nn.GRU keeps
-MODULE_SLOTS = frozenset({"_parameters", "_buffers", "_modules"})  # attributes that every forward pass reads
 NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
 BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
-
-
-def global_module_hooks() -> list[dict[int, Any]]:
-    """Return the hooks that are called for every module; the public API only adds and removes them."""
-    from torch.nn.modules import module
-
-    return [x for name, x in vars(module).items() if name.startswith("_global_") and name.endswith("_hooks")]
 
 
 # --- Functions and operators that public functions call. Rules replace them, or call them without their callers.
@@ -277,14 +270,21 @@ _CAPTURE_SETTINGS = {
     "ignore_logging_functions": {warnings.warn, print},
     "skip_nnmodule_hook_guards": False,
     "record_runtime_overhead": False,  # at every call, for the profiler
+    "automatic_dynamic_shapes": True,
+    "specialize_float": False,
 }
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
 
 
-def capture_settings() -> Any:
-    """Return a context in which Dynamo captures recurrent layers, passes prints and warnings over, and guards hooks."""
-    return private("torch._dynamo.config").patch(**_CAPTURE_SETTINGS)
+def capture_settings(*, numbers_are_constants: bool = False) -> Any:
+    """Return a context in which Dynamo captures recurrent layers, passes prints and warnings over, and guards hooks.
+
+    Args:
+        numbers_are_constants: whether numbers and sizes that have changed are constants, too, rather than inputs.
+    """
+    numbers = {"automatic_dynamic_shapes": False, "specialize_float": True} if numbers_are_constants else {}
+    return private("torch._dynamo.config").patch({**_CAPTURE_SETTINGS, **numbers})
 
 
 def dynamo_settings() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import assert_trees_close
+from oracle import assert_trees_close, oracle
 from torch import nn
 
 import persample as ps
@@ -26,10 +27,6 @@ ROOT = Path(ps.__file__).parents[1]
 
 def branches_on_a_value_of_the_batch(w, x):
     return w @ x if x.sum() > 0 else 2 * (w @ x)
-
-
-def reads_a_value_of_the_batch(w, x):
-    return (w @ x) * x[0].item()
 
 
 def selects_by_a_mask(w, x):
@@ -53,6 +50,10 @@ def writes_into_its_argument(w, x):
     return w @ x.mul_(2)
 
 
+def fills_with_a_value_of_the_batch(w, x):
+    return torch.full((3,), x[1].item(), dtype=F64) @ w.sin()
+
+
 def depends_on_nothing(w, x):
     return x.sum()
 
@@ -63,7 +64,7 @@ def returns_a_vector(w, x):
 
 REFUSED = {
     branches_on_a_value_of_the_batch: r"reads values of a sample .* torch\.where .*engine='loop'",
-    reads_a_value_of_the_batch: r"reads values of a sample",
+    fills_with_a_value_of_the_batch: r"reads values of a sample",
     selects_by_a_mask: r"reads values of a sample",
     branches_on_what_is_computed_from_a_closed_over_tensor: r"cannot be compiled .*or engine='eager'",
     selects_by_a_closed_over_mask: r"cannot be compiled .*engine='eager' or 'loop'",
@@ -75,12 +76,41 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("loss", "message"), REFUSED.items(), ids=lambda x: getattr(x, "__name__", ""))
-def test_what_is_refused(loss, message):
+def test_what_is_refused(loss, message, capfd, caplog):
     for _ in range(2):  # the second time the failure is remembered
         x, closed = X.clone(), CLOSED.clone()
-        with pytest.raises(ps.LossError, match=message):
+        with pytest.raises(ps.LossError, match=message) as raised:
             per_sample_grads(loss, W, (x,), ps.Mean(), engine="compiled")
         assert torch.equal(CLOSED, closed)
+        assert len(str(raised.value).splitlines()) <= 10
+        if loss not in {writes_into_its_argument, depends_on_nothing, returns_a_vector}:
+            assert f"in {loss.__name__} ({__file__}:{loss.__code__.co_firstlineno + 1}" in str(raised.value).replace(
+                "In ", "in "
+            )
+    assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_shapes_that_do_not_fit_are_not_printed(capfd, caplog):
+    with pytest.raises(RuntimeError, match="size"):
+        per_sample_grads(lambda w, x: w @ torch.ones(2, dtype=F64), W, X, ps.Mean(), engine="compiled")
+    assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: (w @ x) * x[0].item(),
+        lambda w, x: (w @ x) ** 2 * float(x.sum()) + x.max().item(),
+    ],
+    ids=["factor", "float"],
+)
+def test_values_of_the_batch_that_are_read_are_constants(loss):
+    rows = oracle(loss, W, (X,))
+    for _ in range(2):
+        found = per_sample_grads(loss, W, X, (ps.Stack(), ps.Loss()), engine="compiled")
+        assert_trees_close(found, (rows.grads[0], rows.losses), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, F64])

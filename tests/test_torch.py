@@ -7,6 +7,8 @@ import pkgutil
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -442,7 +444,6 @@ def test_slots_of_modules():
     _torch.buffer_slots(module)["running_mean"] = torch.full((2,), 7.0)
     assert module.weight.tolist() == [5, 5]
     assert module.running_mean.tolist() == [7, 7]
-    assert vars(module).keys() >= _torch.MODULE_SLOTS
 
 
 def test_init_flat_weights():
@@ -461,14 +462,6 @@ def test_norms():
     assert isinstance(nn.InstanceNorm2d(2), _torch.NormBase)
     assert not isinstance(nn.InstanceNorm2d(2), _torch.BatchNormBase)
     assert not isinstance(nn.LayerNorm(2), _torch.NormBase)
-
-
-def test_global_module_hooks():
-    assert not any(_torch.global_module_hooks())
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert sum(map(len, _torch.global_module_hooks())) == 1
-    handle.remove()
-    assert not any(_torch.global_module_hooks())
 
 
 # Functions and operators.
@@ -594,6 +587,107 @@ def test_tensor_guards():
     assert not guards.check(torch.zeros(3, 2).T)
     assert not guards.check(torch.zeros(2, 3, dtype=torch.float64))
     assert not guards.check(torch.zeros(2, 3, requires_grad=True))
+
+
+def captured(function, *args, settings=_torch.capture_settings):
+    """Return the graphs that Dynamo makes of a function, and why it made each of them."""
+    torch._dynamo.reset()
+    graphs, reasons = [], []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        reasons.append(_torch.recompile_reason())
+        return graph.forward
+
+    with settings():
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        compiled(*args)
+    return compiled, graphs, reasons
+
+
+def test_dynamo_error():
+    with pytest.raises(_torch.DynamoError, match="branching"):
+        captured(lambda x: x if x.sum() > 0 else -x, torch.ones(2))
+    with pytest.raises(_torch.DynamoError, match="ZeroDivisionError"):  # an error of the user's
+        captured(lambda x: x / (1 // 0), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("function", "opens", "levels"),
+    [
+        (vmap(torch.sin), "_vmap_increment_nesting", {"_add_batch_dim", "_remove_batch_dim"}),
+        (grad(lambda x: x.sin().sum()), "_grad_increment_nesting", {"_wrap_for_grad", "_unwrap_for_grad"}),
+        (forward(torch.sin), "_jvp_increment_nesting", {"_unwrap_for_grad"}),
+    ],
+    ids=["vmap", "grad", "jvp"],
+)
+def test_levels_in_graphs(function, opens, levels):
+    _, [graph], _ = captured(function, torch.ones(2))
+    calls = {node.target.__name__: node for node in graph.graph.nodes if node.op == "call_function"}
+    assert opens in _torch.OPENS_LEVEL
+    assert opens.replace("increment", "decrement") in _torch.CLOSES_LEVEL
+    assert calls.keys() & (_torch.OPENS_LEVEL | _torch.CLOSES_LEVEL) == {opens, opens.replace("increment", "decrement")}
+    assert calls.keys() & _torch.LEVEL_ARGUMENT.keys() == levels
+    assert [calls[name].args[_torch.LEVEL_ARGUMENT[name]] for name in sorted(levels)] == [1] * len(levels)
+
+
+def test_capture_settings():
+    lstm = nn.LSTM(2, 2)
+    _, [graph], _ = captured(lambda x: lstm(x)[0], torch.ones(3, 2))
+    assert "lstm" in str(graph.graph)
+
+    def prints(x):
+        print("once")  # noqa: T201
+        return x.sin()
+
+    def warns(x):
+        warnings.warn("never", stacklevel=1)
+        return x.sin()
+
+    captured(prints, torch.ones(2))
+    captured(warns, torch.ones(2))
+    for refused in (lambda x: lstm(x)[0], prints, warns):
+        with pytest.raises(_torch.DynamoError):
+            captured(refused, torch.ones(3, 2), settings=nullcontext)
+
+
+def test_capture_settings_guard_hooks():
+    linear, x = nn.Linear(2, 2), torch.ones(2)
+    compiled, graphs, _ = captured(linear, x)
+    linear.register_forward_hook(lambda module, args, out: 2 * out)
+    assert torch.equal(compiled(x), linear(x))
+    assert len(graphs) == 2
+
+
+def test_run_captured():
+    def function(x):
+        return x.sin() if torch.compiler.is_compiling() else "not captured"
+
+    run, x = _torch.run_captured(function), torch.ones(2)
+    assert run(x) == "not captured"
+    _, graphs, _ = captured(function, x)
+    assert torch.equal(run(x), x.sin())
+    assert run(x.double()) == "not captured"
+    assert len(graphs) == 1
+
+
+def test_recompile_reason():
+    scale = 2.0
+    compiled, _, reasons = captured(lambda x: scale * x, torch.ones(2))
+    scale = "2"
+    with pytest.raises(_torch.DynamoError):  # a string times a tensor; the backend is not called
+        compiled(torch.ones(2))
+    scale = 3
+    compiled(torch.ones(2))
+    assert reasons[0] == ""
+    assert re.search(r"^\d+/\d+: .*scale", reasons[1])
+    assert captured(torch.sin, torch.ones(2))[2] == [""]
+
+
+def test_fake_tensor_log(caplog):
+    with _torch.FakeTensorMode(), pytest.raises(RuntimeError):
+        torch.ones(2) @ torch.ones(3)
+    assert {record.name for record in caplog.records} == {_torch.fake_tensor_log.name}
 
 
 def test_decompositions():

@@ -13,6 +13,7 @@ from persample._torch import (
     FakeTensor,
     FakeTensorMode,
     disable_current_modes,
+    fake_tensor_log,
     get_dispatch_mode_stack,
     is_functorch_wrapped_tensor,
 )
@@ -70,10 +71,18 @@ def is_traced(x: Tensor) -> bool:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Ignore warnings: those of torch's compiler address its developers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Ignore warnings and logs: those of torch's compiler address its developers."""
+
+    def ignore(_record: object) -> bool:
+        return False
+
+    fake_tensor_log.addFilter(ignore)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        fake_tensor_log.removeFilter(ignore)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ also records the levels of inner transforms as constants, though these lie above
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,16 +103,16 @@ def _inline(graph: Graph) -> None:
             node.target = _applied
 
 
-def _called(body: Callable[..., Any], *args: Any) -> Any:
-    return body(*args)
+def _called(body: GraphModule, *args: Any) -> Any:
+    return body.forward(*args)
 
 
-def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any) -> Any:
     """Call an ``autograd.Function`` that Dynamo has split into two graphs.
 
     Args:
-        forward: from the arguments to (outputs, tensors kept for the backward pass).
-        backward: from the gradients of the outputs and the kept tensors to the gradients of the arguments.
+        before: from the arguments to (outputs, tensors kept for the backward pass).
+        after: from the gradients of the outputs and the kept tensors to the gradients of the arguments.
         *args: the arguments.
         **options: ``non_differentiable_idx``, the places of outputs without gradients; the rest is not needed here.
     """
@@ -126,7 +125,7 @@ def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: A
         def forward(*args: Any) -> Any:
             nonlocal count
             with torch.no_grad():
-                outputs, kept = forward(*args)
+                outputs, kept = before.forward(*args)
             count = len(outputs)
             return *outputs, *(x.detach() for x in kept)
 
@@ -140,7 +139,7 @@ def _applied(forward: Callable[..., Any], backward: Callable[..., Any], *args: A
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             with torch.no_grad():
-                return backward(*grads[:count], *ctx.saved_tensors)
+                return after.forward(*grads[:count], *ctx.saved_tensors)
 
     return Applied.apply(*args)[:count]  # type: ignore[no-untyped-call]
 

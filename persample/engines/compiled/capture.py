@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import DynamoError, capture_settings, recompile_reason, run_captured
@@ -109,10 +109,34 @@ class Capture:
         make_batchable(self.graph)
         self.history = history
 
+    def run(self, *inputs: Any) -> Any:
+        """Run the graph; an error gets an attribute ``users_line``, where it names the line that made the operation."""
+        return _Naming(self.graph).run(*inputs)
+
     def read_values(self) -> bool:
         """Let programs contain the values that the function reads, and return whether they did not before."""
         before, self.constants = self.constants, read_inputs(self.graph.graph)
         return self.constants != before
+
+
+class _Naming(Interpreter):
+    """Runs a graph, and names the user's line where it fails."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False  # torch's own naming would change the message
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node.
+
+        Args:
+            n: the node.
+        """
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            error.users_line = _line(n.stack_trace or "")  # type: ignore[attr-defined]
+            raise
 
 
 class Marker(StandIn):
@@ -273,9 +297,8 @@ class Entry:
                 "what changes in batch (unbatched, None in in_dims) or as a tensor, or call persample.clear_cache()"
             )
         try:
-            with capture_settings(), without_warnings():
-                captured = Captured.of(self._compiled(function, args, self._unread))
-        except DynamoError as error:
+            captured = self._record(function, args)
+        except (DynamoError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and "specialized integer" in str(error):
                 self._unread = _UnreadIndices
                 return self.capture(function, *args)
@@ -284,6 +307,18 @@ class Entry:
             captured.capture.prepare(self.history)  # not in the backend, where torch traces
             self.captures.add(captured.capture)
         return captured
+
+    def _record(
+        self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
+    ) -> Captured:
+        try:
+            with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
+                return Captured.of(self._compiled(function, args, self._unread))
+        except DynamoError:
+            if numbers_are_constants or not self.captures:
+                raise
+        # Dynamo makes a number that has changed an input, which math.isnan, range() and str() do not take.
+        return self._record(function, args, numbers_are_constants=True)
 
 
 def entry_of(function: Any) -> Entry:
@@ -311,6 +346,10 @@ def entries() -> list[Entry]:
 def forget() -> None:
     """Drop all captures, with Dynamo's guards."""
     with _lock:
+        for entry in _entries.values():
+            entry.calls = []
+            for capture in entry.captures:
+                capture.programs.clear()  # torch keeps the graphs of the latest losses alive
         _entries.clear()
 
 
@@ -366,8 +405,13 @@ def _reason(error: BaseException) -> str:
     message = str(error)
     explanation = re.search(r"^ *Explanation: (.*)$", message, re.MULTILINE)
     said = explanation.group(1) if explanation else (message.strip() or type(error).__name__).splitlines()[0]
-    frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', message, re.MULTILINE)
+    return said + _line(message)
+
+
+def _line(stack: str) -> str:
+    """Return the last line of a stack of torch's, as the end of a message."""
+    frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', stack, re.MULTILINE)
     if not frames:
-        return said
+        return ""
     path, line, name, code = frames[-1]
-    return f"{said} In {name} ({path}:{line}): `{code}`"
+    return f" In {name} ({path}:{line}): `{code}`"

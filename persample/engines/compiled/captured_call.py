@@ -58,7 +58,7 @@ class GraphFunction:
                 return place[0]
             return given[place].clone() if place in self.copied else given[place]
 
-        outputs = self.capture.graph(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
+        outputs = self.capture.run(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
         return trees.unflatten(list(map(found, self.leaves)), self.structure)
 
 

@@ -61,7 +61,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         if advice not in _warned:
             _warned.add(advice)
             warnings.warn(advice, RuntimeWarning, stacklevel=2)
-        return lambda tensors: graph(*tensors)
+        return lambda tensors: graph.forward(*tensors)
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
@@ -80,8 +80,8 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
         in_python = {_aten.constant_pad_nd.default: constant_pad_nd, _aten.addcmul.default: addcmul}
     with mode:
-        writes = any(map(_is_write, graph.graph.nodes))
-        pure = make_fx(torch.func.functionalize(graph) if writes else graph, decomposition_table=in_python)(*inputs)
+        writes, run = any(map(_is_write, graph.graph.nodes)), _forward(graph)
+        pure = make_fx(torch.func.functionalize(run) if writes else run, decomposition_table=in_python)(*inputs)
         for node in pure.graph.nodes:
             # Decompositions may change the strides of a result, so that `view` would fail where `reshape` copies.
             if node.target is _aten.view.default:
@@ -90,7 +90,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
                 with pure.graph.inserting_before(node):
                     node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
-        return make_fx(pure, decomposition_table={**table, **in_python})(*inputs)
+        return make_fx(_forward(pure), decomposition_table={**table, **in_python})(*inputs)
 
 
 def _is_write(node: Node) -> bool:
@@ -102,6 +102,15 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     grouped = any(map(_is_grouped, graph.graph.nodes))
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
     return code
+
+
+def _forward(graph: GraphModule) -> Callable[..., Any]:
+    """Return what a graph computes, without the hooks on all modules that a call of it would run."""
+
+    def forward(*inputs: Any) -> Any:
+        return graph.forward(*inputs)
+
+    return forward
 
 
 def _known_strides(node: Any) -> list[int]:

@@ -107,6 +107,8 @@ class EarlierCall:
         places: for each input of the graph, the place of a parameter or leaf; None for what the loss closed over; or a
             size in a tuple. Empty if all are parameters and leaves, whose places cannot change.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
+        live: the formats of the numbers and tensors of reductions that may change, and their structure.
+        size: the number of samples.
         program: the program.
     """
 
@@ -121,6 +123,8 @@ class EarlierCall:
     capture: Capture
     places: list[Any]
     closed_over: list[int]
+    live: tuple[list[Format], trees.TreeSpec]
+    size: int
     program: Program
 
     def matches(self, asked: Asked, flat: Flat) -> bool:
@@ -131,6 +135,7 @@ class EarlierCall:
             and self.asked == _compared(asked)
             and self.guards.check(*flat.tensors)
             and not any(map(is_hooked, flat.params))
+            and all(self.size > r.needs_more_than for r in asked.wanted if r.divides_by_weight)
         )
 
     def inputs(self, asked: Asked, flat: Flat, entry: Entry) -> list[Tensor] | None:
@@ -141,6 +146,9 @@ class EarlierCall:
             flat: the same, flattened.
             entry: the captures of its loss.
         """
+        live, structure = live_tensors(asked.wanted, flat.params[0].device)
+        if (list(map(Format.of, live)), structure) != self.live:
+            return None
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
         args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
@@ -155,14 +163,12 @@ class EarlierCall:
             return None
         finally:
             set_grad_enabled(False)
-        places = {id(x): place for place, x in enumerate([*params, *rows])}
         if marker is None or marker.capture is not self.capture:
             return None
         places = {id(x): place for place, x in enumerate([*params, *rows])} if self.places else {}
         if self.places and [places.get(id(x)) if isinstance(x, Tensor) else (x,) for x in marker.inputs] != self.places:
             return None
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over]]
-        read += live_tensors(asked.wanted, flat.params[0].device)
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
@@ -186,6 +192,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     sizes, unpack = any(isinstance(place, tuple) for place in fn.inputs), type(asked.batch) in (tuple, list)
     if fn.capture is None or fn.stores or any(task.functions) or not kept <= set(fn.inputs):
         return
+    live, structure = live_tensors(asked.wanted, flat.params[0].device)
     earlier = EarlierCall(
         (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
         flat.names,
@@ -198,6 +205,8 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         fn.capture,
         [None if place in kept else place for place in fn.inputs] if kept or sizes else [],
         [fn.inputs.index(place) for place in sorted(kept)],
+        (list(map(Format.of, live)), structure),
+        call.size,
         program,
     )
     entry.calls = [earlier, *entry.calls][:_MOST]

@@ -155,15 +155,15 @@ def _as_input(x: Any, device: torch.device) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device=device)
 
 
-def live_tensors(reductions: Sequence[Reduction], device: torch.device) -> list[Tensor]:
-    """Return the numbers and tensors of reductions that may change, as inputs of a program.
+def live_tensors(reductions: Sequence[Reduction], device: torch.device) -> tuple[list[Tensor], trees.TreeSpec]:
+    """Return the numbers and tensors of reductions that may change, as inputs of a program, and their structure.
 
     Args:
         reductions: the reductions.
         device: the device of the parameters.
     """
-    fields = [_live_fields(r) for r in reductions if r.live]
-    return [_as_input(x, device) for x in trees.flatten(fields)[0]] if fields else []
+    numbers, structure = trees.flatten([_live_fields(r) for r in reductions if r.live])
+    return [_as_input(x, device) for x in numbers], structure
 
 
 def fixed_fields(reduction: Reduction) -> Hashable:

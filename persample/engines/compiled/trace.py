@@ -146,7 +146,7 @@ def trace(
         except RuntimeError as error:
             if is_users(error, handled):
                 raise
-            raise TraceError(said(error)) from error
+            raise TraceError(said(error) + getattr(error, "users_line", "")) from error
     drop_failed(graph)
     return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
 
