@@ -258,7 +258,6 @@ keystr = private("torch.utils._pytree:keystr")
 
 # --- The compiler, which torch.compile alone makes public.
 TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtypes, shapes, strides, devices in C
-DynamoError = private("torch._dynamo.exc:TorchDynamoException")  # what cannot be captured
 # Functions in the graphs of Dynamo that open and close the levels of inner transforms, and those that take a level.
 OPENS_LEVEL = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
 CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting"})

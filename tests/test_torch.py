@@ -606,9 +606,9 @@ def captured(function, *args, settings=_torch.capture_settings):
 
 
 def test_dynamo_error():
-    with pytest.raises(_torch.DynamoError, match="branching"):
+    with pytest.raises(RuntimeError, match="branching"):
         captured(lambda x: x if x.sum() > 0 else -x, torch.ones(2))
-    with pytest.raises(_torch.DynamoError, match="ZeroDivisionError"):  # an error of the user's
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):  # an error of the user's
         captured(lambda x: x / (1 // 0), torch.ones(2))
 
 
@@ -647,7 +647,7 @@ def test_capture_settings():
     captured(prints, torch.ones(2))
     captured(warns, torch.ones(2))
     for refused in (lambda x: lstm(x)[0], prints, warns):
-        with pytest.raises(_torch.DynamoError):
+        with pytest.raises(RuntimeError):
             captured(refused, torch.ones(3, 2), settings=nullcontext)
 
 
@@ -675,7 +675,7 @@ def test_recompile_reason():
     scale = 2.0
     compiled, _, reasons = captured(lambda x: scale * x, torch.ones(2))
     scale = "2"
-    with pytest.raises(_torch.DynamoError):  # a string times a tensor; the backend is not called
+    with pytest.raises(RuntimeError):  # a string times a tensor; the backend is not called
         compiled(torch.ones(2))
     scale = 3
     compiled(torch.ones(2))

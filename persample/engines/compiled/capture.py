@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import DynamoError, capture_settings, recompile_reason, run_captured
+from persample._torch import capture_settings, recompile_reason, run_captured
 from persample.engines.compiled.batchable import make_batchable, read_inputs
+from persample.errors import TorchVersionError
 from persample.inputs.modules import StandIn
 from persample.utils import trees
 from persample.utils.tracing import without_warnings
@@ -298,7 +299,9 @@ class Entry:
             )
         try:
             captured = self._record(function, args)
-        except (DynamoError, AssertionError) as error:  # Dynamo asserts what it expects of the function
+        except TorchVersionError:
+            raise
+        except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and "specialized integer" in str(error):
                 self._unread = _UnreadIndices
                 return self.capture(function, *args)
@@ -314,7 +317,7 @@ class Entry:
         try:
             with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
                 return Captured.of(self._compiled(function, args, self._unread))
-        except DynamoError:
+        except RuntimeError:
             if numbers_are_constants or not self.captures:
                 raise
         # Dynamo makes a number that has changed an input, which math.isnan, range() and str() do not take.

@@ -16,6 +16,8 @@ from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 
+_NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
+
 
 @dataclass(frozen=True)
 class GraphFunction:
@@ -101,9 +103,11 @@ def parameter(x: Tensor) -> Tensor:
 def row(x: Tensor) -> Tensor:
     """Return a tensor of the first sample as Dynamo gets it: the other samples' values differ.
 
-    Of a 0-d ``Tensor`` Dynamo takes ``int(x)`` to be a constant, which it guards; of a ``Parameter`` it does not.
+    Of a 0-d ``Tensor`` of these dtypes Dynamo takes ``int(x)`` to be a constant, which it guards; of a ``Parameter`` it
+    does not.
     """
-    return nn.Parameter(x, requires_grad=x.requires_grad) if x.ndim == 0 else x
+    is_number = x.ndim == 0 and x.dtype in _NUMBERS
+    return nn.Parameter(x, requires_grad=x.requires_grad) if is_number else x
 
 
 def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:

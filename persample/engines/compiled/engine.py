@@ -10,9 +10,10 @@ from persample import pipeline
 from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.capture import UncapturableError
 from persample.engines.compiled.program import DoubtfulError
-from persample.engines.compiled.programs import Failure, UntraceableError, program_of
+from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.repeated import Asked, remember
-from persample.engines.compiled.task import Task
+from persample.engines.compiled.task import Task, UnfinishedError
+from persample.engines.compiled.trace import TraceError
 from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
 from persample.inputs.call import Call
@@ -37,7 +38,6 @@ def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: 
 
     Raises:
         LossError: if the eager engine rejects the loss, or if the loss cannot be captured or traced.
-        RuntimeError: if torch or this library failed.
     """
     if peek_interpreter_stack() is not None:  # tensors under the caller's vmap or grad cannot be traced
         return pipeline.run(call, pipeline.lift_by(eager, reductions), reductions, chunk_size)
@@ -61,15 +61,21 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     Raises:
         LossError: as ``compiled`` does.
     """
+    captured = None
     try:
         captured = task.captured()
         program = program_of(captured)
-    except UncapturableError as error:
-        return _without(task, Failure(str(error), by_loss=True), error)
-    except UntraceableError as error:
-        if captured.loss.capture is not None and captured.loss.capture.read_values():
+    except UnfinishedError:
+        return _finish(task, _lifted(task.call, task.reductions))
+    except (UncapturableError, TraceError) as error:
+        if captured is not None and captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)
-        return _without(task, error.failure, error)
+        task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))  # a loss that is wrong raises its error
+        raise LossError(
+            f"loss_fn cannot be compiled: {error}. A compiled loss must not branch on values (use torch.where), nor "
+            "write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux). Or pass "
+            "engine='eager', which computes the same, or engine='loop', which takes any loss."
+        ) from error
     if task.out is not None and not is_apart(task.out, captured.read):
         return _computed(replace(task, out=None), asked)
     with full_precision(task.call.params[0].device):
@@ -88,20 +94,3 @@ def _eagerly(task: Task) -> Any:
 
 def _finish(task: Task, lifted: Any) -> Any:
     return pipeline.finish(task.call, lifted, task.reductions) if task.finishes else lifted
-
-
-def _without(task: Task, failure: Failure, error: Exception) -> Any:
-    """Return the result if only ``finish`` cannot be traced, and then runs eagerly; otherwise raise an error."""
-    if task.finishes and not failure.by_loss:
-        return _finish(task, _lifted(task.call, task.reductions))
-    task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))  # raises the error of a loss that is wrong
-    if not failure.by_loss:
-        raise RuntimeError(
-            f"engine='compiled' failed inside of torch or persample ({failure.reason}). loss_fn is not to blame: pass "
-            "engine='eager', which computes the same, and report this, please."
-        ) from error
-    raise LossError(
-        f"loss_fn cannot be compiled: {failure.reason}. A compiled loss must not branch on values (use torch.where), "
-        "nor write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux). "
-        "Or pass engine='eager', which computes the same, or engine='loop', which takes any loss."
-    ) from error

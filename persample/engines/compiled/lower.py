@@ -22,7 +22,6 @@ from persample._torch import (
     schema,
 )
 from persample.engines.compiled.kernels import with_torch_kernels
-from persample.errors import TorchVersionError
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
@@ -56,7 +55,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
             return _compiled(flat, mode, inputs)
     except TorchVersionError:
         raise
-    except Exception as error:  # noqa: BLE001 (only torch's compiler runs here; the uncompiled graph is correct too)
+    except RuntimeError as error:  # of torch's compiler; the uncompiled graph is correct, too
         advice = _advice(error)
         if advice not in _warned:
             _warned.add(advice)

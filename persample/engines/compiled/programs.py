@@ -12,41 +12,14 @@ from typing import Any
 from persample.engines.compiled.capture import Compilation, entries, entry_of, forget
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
-from persample.engines.compiled.task import Task
-from persample.engines.compiled.trace import Format, TraceError, said
-from persample.utils.origin import handled_error, is_users
+from persample.engines.compiled.task import Task, UnfinishedError
+from persample.engines.compiled.trace import Format, TraceError
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
 _SIZES = "sizes, dtypes or strides of params or batch, or an integer that it reads"
 _lock = threading.RLock()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason that a task has no program.
-
-    Args:
-        reason: the first line of the error.
-        by_loss: True if the loss, or the ``lift`` of a reduction, cannot be traced; False if a reduction's ``finish``,
-            torch or this library failed.
-    """
-
-    reason: str
-    by_loss: bool
-
-
-class UntraceableError(Exception):
-    """Raised for a task that cannot be compiled: at the first attempt, and at every later call.
-
-    Args:
-        failure: the reason.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
 
 
 @dataclass
@@ -56,13 +29,13 @@ class Family:
     Args:
         programs: the programs, the latest last.
         seen: the formats of the inputs that each program was compiled for.
-        failure: the reason that there is no program, or None.
+        failure: the error that says why there is no program, or None.
         takes_any_size: whether one program may serve all batch sizes; False once tracing has shown that none does.
     """
 
     programs: list[Program] = field(default_factory=list)
     seen: list[list[Format]] = field(default_factory=list)
-    failure: Failure | None = None
+    failure: TraceError | UnfinishedError | None = None
     takes_any_size: bool = True
 
 
@@ -100,8 +73,8 @@ def program_of(task: Task) -> Program:
         task: the task, captured.
 
     Raises:
-        UntraceableError: if the task cannot be compiled.
-        Exception: the loss's own errors.
+        TraceError: if torch cannot trace the task.
+        UnfinishedError: if torch cannot trace its last step.
     """
     formats = [Format.of(x) for x in task.tensors]
     with _lock:
@@ -109,7 +82,7 @@ def program_of(task: Task) -> Program:
         found = next((p for p in reversed(family.programs) if p.fits(formats)), None)
         if found is None:
             if family.failure:
-                raise UntraceableError(family.failure)
+                raise family.failure
             found = _compiled(family, task, formats)
         return found
 
@@ -131,19 +104,16 @@ def _kinds(formats: list[Format]) -> Hashable:
 
 
 def _compiled(family: Family, task: Task, formats: list[Format]) -> Program:
-    handled, start = handled_error(), time.perf_counter()
+    start = time.perf_counter()
     try:
         axes = _axes(family, task, formats)
         program = for_any_size(task, axes) if axes else None
         if program is None:
             family.takes_any_size = family.takes_any_size and not axes
             program = for_one_size(task)
-    except Exception as error:
-        if is_users(error, handled):
-            raise
-        by_loss = isinstance(error, TraceError)
-        family.failure = Failure(str(error) if by_loss else said(error), by_loss)
-        raise UntraceableError(family.failure) from error
+    except (TraceError, UnfinishedError) as error:
+        family.failure = type(error)(str(error))  # without the traceback, which would keep the batch alive
+        raise
     _notice(task, family, program, time.perf_counter() - start)
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]
     family.seen = [*family.seen, formats][-_MOST_PROGRAMS:]

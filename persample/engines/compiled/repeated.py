@@ -7,6 +7,7 @@ would pass again, and what they prepare would be the same.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -99,8 +100,7 @@ class EarlierCall:
         asked: the options, and the reductions without the fields that may change.
         flat: the names and structures of the arguments.
         guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
-        batched: for each leaf of the batch, whether it has one row per sample.
-        keep_batch_dim: whether each sample keeps a batch axis of 1.
+        rows: for each leaf of the batch, the function that takes the first sample's row.
         unpack: whether the batch is passed as positional arguments.
         is_list: whether these are the leaves of the batch.
         capture: the graph of the loss.
@@ -116,8 +116,7 @@ class EarlierCall:
     names: tuple[str, ...]
     structures: tuple[Any, ...]
     guards: Any
-    batched: tuple[bool, ...]
-    keep_batch_dim: bool
+    rows: list[Callable[[Tensor], Tensor]]
     unpack: bool
     is_list: bool
     capture: Capture
@@ -152,9 +151,7 @@ class EarlierCall:
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
         args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
-        rows = [row(x[0]) if split else x.detach() for x, split in zip(flat.batch, self.batched)]  # noqa: B905 (equally long)
-        if self.keep_batch_dim:
-            rows = [x.unsqueeze(0) if split else x for x, split in zip(rows, self.batched, strict=True)]
+        rows = [take(x) for take, x in zip(self.rows, flat.batch)]  # noqa: B905 (equally long)
         sample = rows if self.is_list else trees.unflatten(rows, flat.structures[1])
         set_grad_enabled(True)
         try:
@@ -198,8 +195,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         flat.names,
         flat.structures,
         TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
-        call.leaves_batched[: len(flat.batch)],
-        call.loss.keep_batch_dim,
+        [_taker(x, split, call.loss.keep_batch_dim) for x, split in zip(flat.batch, call.leaves_batched, strict=False)],
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
         fn.capture,
@@ -210,6 +206,16 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         program,
     )
     entry.calls = [earlier, *entry.calls][:_MOST]
+
+
+def _taker(x: Tensor, split: bool, keep_batch_dim: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function that takes the first sample's row of a leaf, as ``captured_call`` does."""
+    if not split:
+        return Tensor.detach
+    if keep_batch_dim:
+        return lambda x: x[0].unsqueeze(0)
+    first = operator.itemgetter(0)
+    return first if row(x[0]).__class__ is Tensor else lambda x: row(first(x))
 
 
 def _compared(asked: Asked) -> tuple[Any, ...]:
