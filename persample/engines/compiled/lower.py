@@ -22,6 +22,7 @@ from persample._torch import (
     schema,
 )
 from persample.engines.compiled.kernels import with_torch_kernels
+from persample.errors import TorchVersionError
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
