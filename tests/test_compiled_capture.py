@@ -132,7 +132,7 @@ REWRITTEN = {
     "autograd.Function, no gradient": a_part_without_gradient,
     "autograd.Function in a checkpoint": lambda w, x: checkpoint(Cube.apply, w * x, use_reentrant=False).sum(),
     "grad": lambda w, x: grad(lambda v: (v * x).sin().sum())(w) @ w,
-    "grad of grad": lambda w, x: grad(lambda s: grad(lambda t: (t * w @ x).sin())(s))(x[0]),
+    "grad of grad": lambda w, x: grad(grad(lambda t: (t * w @ x).sin()))(x[0]),
     "vmap": lambda w, x: vmap(lambda row: (row @ w).sin())(x[:, None] * CLOSED).sum(),
     "vmap of grad": lambda w, x: vmap(grad(lambda v, y: (v * y).sin().sum()), (None, 0))(
         w, torch.outer(x, CLOSED)
@@ -319,8 +319,18 @@ def test_modules_in_params_and_in_the_closure():
 
     same(both, net)
     same(with_target, net)
-    holder[0] = net  # the same module as the parameters
-    same(with_target, net)
+    for other in (net, target, net, nn.Linear(3, 1).double()):  # net: the same module as the parameters
+        holder[0] = other
+        same(with_target, net)
+
+
+def test_a_part_of_the_parameters_that_is_closed_over_for_a_while():
+    net, other = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double(), nn.Linear(3, 3).double()
+    box = [other]
+    loss = lambda net, x: (net[0](x) * box[0](x).detach()).sin().sum()
+    for part in (other, net[1], other, net[1], nn.Linear(3, 3).double(), net[0]):
+        box[0] = part
+        same(loss, net)
 
 
 def test_a_parameter_that_is_also_closed_over():
