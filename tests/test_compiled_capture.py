@@ -342,7 +342,7 @@ def test_a_parameter_that_is_also_closed_over():
 def test_aliases_of_what_is_closed_over():
     box = [CLOSED, CLOSED]
     loss = lambda w, x: (w * box[0]) @ (x + box[1])
-    for second in (CLOSED, CLOSED.clone(), CLOSED[:], 2 * CLOSED, CLOSED):
+    for second in (CLOSED.clone(), CLOSED, CLOSED.clone() + 1, CLOSED[:], 2 * CLOSED, CLOSED, CLOSED + 3):
         box[1] = second
         same(loss)
     pair = doubles(2, 3)
@@ -350,6 +350,16 @@ def test_aliases_of_what_is_closed_over():
     same(loss)
     pair.mul_(2)
     same(loss)
+
+
+def test_aliases_of_modules_that_are_closed_over():
+    one, other = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    box = [one, other]
+    loss = lambda w, x: box[0](w * x).sin() @ box[1](x)
+    for size in (4, 3, 2):  # the first call of each size is another one
+        for second in (other, one, other, one, nn.Linear(3, 3).double())[4 - size :]:
+            box[1] = second
+            same(loss, batch=X[:size])
 
 
 # ---------------------------------------------------------------- callables
