@@ -15,6 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -356,6 +357,7 @@ def forget() -> None:
         _entries.clear()
 
 
+_TORCH = str(Path(torch.__file__).parent)
 _entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -414,7 +416,8 @@ def _reason(error: BaseException) -> str:
 def _line(stack: str) -> str:
     """Return the last line of a stack of torch's, as the end of a message."""
     frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', stack, re.MULTILINE)
+    users = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     if not frames:
         return ""
-    path, line, name, code = frames[-1]
+    path, line, name, code = (users or frames)[-1]
     return f" In {name} ({path}:{line}): `{code}`"

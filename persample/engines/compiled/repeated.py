@@ -7,6 +7,7 @@ would pass again, and what they prepare would be the same.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,8 +105,8 @@ class EarlierCall:
         unpack: whether the batch is passed as positional arguments.
         is_list: whether these are the leaves of the batch.
         capture: the graph of the loss.
-        places: for each input of the graph, the place of a parameter or leaf; None for what the loss closed over; or a
-            size in a tuple. Empty if all are parameters and leaves, whose places cannot change.
+        places: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
+            size in a tuple.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
         live: the formats of the numbers and tensors of reductions that may change, and their structure.
         size: the number of samples.
@@ -162,8 +163,12 @@ class EarlierCall:
             set_grad_enabled(False)
         if marker is None or marker.capture is not self.capture:
             return None
-        places = {id(x): place for place, x in enumerate([*params, *rows])} if self.places else {}
-        if self.places and [places.get(id(x)) if isinstance(x, Tensor) else (x,) for x in marker.inputs] != self.places:
+        places = {id(x): place for place, x in enumerate([*params, *rows])}
+        others = itertools.count(len(params) + len(rows))
+        for x in marker.inputs:
+            if isinstance(x, Tensor) and id(x) not in places:
+                places[id(x)] = next(others)
+        if [places[id(x)] if isinstance(x, Tensor) else (x,) for x in marker.inputs] != self.places:
             return None
         read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live]
         if asked.out is not None and not is_apart(asked.out, read):
@@ -186,7 +191,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         return
     count = len(flat.params) + len(flat.batch)
     kept = {place for place in (*fn.inputs, *fn.leaves) if isinstance(place, int) and place >= count}
-    sizes, unpack = any(isinstance(place, tuple) for place in fn.inputs), type(asked.batch) in (tuple, list)
+    unpack = type(asked.batch) in (tuple, list)
     if fn.capture is None or fn.stores or any(task.functions) or not kept <= set(fn.inputs):
         return
     live, structure = live_tensors(asked.wanted, flat.params[0].device)
@@ -199,7 +204,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
         fn.capture,
-        [None if place in kept else place for place in fn.inputs] if kept or sizes else [],
+        list(fn.inputs),
         [fn.inputs.index(place) for place in sorted(kept)],
         (list(map(Format.of, live)), structure),
         call.size,

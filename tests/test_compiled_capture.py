@@ -1,0 +1,525 @@
+"""Losses whose graphs torch.func cannot batch as Dynamo records them, and what such graphs are called with."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch import nn
+from torch.func import grad, jacrev, jvp, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import persample as ps
+from persample import per_sample_grads
+from persample.engines.compiled import clear_cache, engine, program
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _traced_only(monkeypatch):
+    """Run the traced graph as it is: captures matter here, and Inductor takes seconds."""
+    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph.forward(*tensors))
+    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    clear_cache()
+
+
+def doubles(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+W, X, CLOSED = doubles(3, seed=1), doubles(4, 3, seed=2), doubles(3, seed=3)
+M = doubles(3, 3, seed=4)
+
+
+def same(loss, params=W, batch=X, reduce=None, tolerance=1e-9, **options):
+    """Compute by the compiled engine twice, the second time by ``repeated``, and compare with the loop."""
+    wanted = (ps.Stack(), ps.Loss()) if reduce is None else reduce
+    expected = per_sample_grads(loss, params, batch, wanted, engine="loop", **options)
+    for _ in range(2):
+        actual = per_sample_grads(loss, params, batch, wanted, engine="compiled", **options)
+        assert_trees_close(actual, expected, tolerance)
+    return actual
+
+
+# ---------------------------------------------------------------- graphs that are rewritten
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 5 * x**2 * g  # not the true one, so that nothing else computes it
+
+
+class Exp(torch.autograd.Function):
+    """Saves what it computed."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        y = torch.exp(x)
+        ctx.save_for_backward(y, x.cos())
+        ctx.scale = scale
+        return scale * y
+
+    @staticmethod
+    def backward(ctx, g):
+        y, cosine = ctx.saved_tensors
+        return ctx.scale * y * g + cosine, None
+
+
+class Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return g * y + 2 * h, g * x + 3 * h
+
+
+class Largest(torch.autograd.Function):
+    """Its second output has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        value, place = x.max(0)
+        ctx.mark_non_differentiable(place)
+        ctx.save_for_backward(place)
+        ctx.size = len(x)
+        return value, place
+
+    @staticmethod
+    def backward(ctx, g, _):
+        (place,) = ctx.saved_tensors
+        return 2 * g * F.one_hot(place, ctx.size)
+
+
+def two_outputs(w, x):
+    product, total = Two.apply(w, x)
+    return product.sin().sum() + (total**2).sum()
+
+
+def a_part_without_gradient(w, x):
+    value, place = Largest.apply(w * x)
+    return value**2 + 0.1 * place * w[0]
+
+
+def checkpointed_module_call(w, x):
+    block = functools.partial(checkpoint, use_reentrant=False)
+    return block(lambda v: block(lambda u: (u * x).sin(), v).cos(), w).sum()
+
+
+REWRITTEN = {
+    "checkpoint": lambda w, x: checkpoint(lambda v: (v * x).sin().sum(), w, use_reentrant=False),
+    "checkpoint in a checkpoint": checkpointed_module_call,
+    "autograd.Function": lambda w, x: Cube.apply(w * x).sum(),
+    "autograd.Function twice": lambda w, x: Cube.apply(Cube.apply(w * x).sin()).sum(),
+    "autograd.Function, saved intermediates": lambda w, x: (Exp.apply(w * x, 2.0) * CLOSED).sum(),
+    "autograd.Function, two outputs": two_outputs,
+    "autograd.Function, no gradient": a_part_without_gradient,
+    "autograd.Function in a checkpoint": lambda w, x: checkpoint(Cube.apply, w * x, use_reentrant=False).sum(),
+    "grad": lambda w, x: grad(lambda v: (v * x).sin().sum())(w) @ w,
+    "grad of grad": lambda w, x: grad(grad(lambda t: (t * w @ x).sin()))(x[0]),
+    "vmap": lambda w, x: vmap(lambda row: (row @ w).sin())(x[:, None] * CLOSED).sum(),
+    "vmap of grad": lambda w, x: vmap(grad(lambda v, y: (v * y).sin().sum()), (None, 0))(
+        w, torch.outer(x, CLOSED)
+    ).sum(),
+    "vmap of vmap": lambda w, x: vmap(vmap(torch.mul, (None, 0)), (0, None))(w, x).sin().sum(),
+    "jvp": lambda w, x: jvp(lambda v: (v * x).sin(), (w,), (x,))[1] @ w,
+    "jacrev": lambda w, x: jacrev(lambda v: (v * x).sin())(w).sum(),
+    "jvp of grad": lambda w, x: jvp(grad(lambda v: (v * x).sin().sum()), (w,), (CLOSED,))[1] @ x,
+    "item": lambda w, x: x[0].item() * (w @ x) + CLOSED.max().item() * w[0] ** 2,
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_graphs_that_are_rewritten(name):
+    same(REWRITTEN[name])
+
+
+# ---------------------------------------------------------------- writes
+
+
+def written(make):
+    def loss(w, x):
+        out = make(w, x)
+        for t in range(3):
+            out[t] = (w * x).sum() * x[t]
+        return (out * w).sin().sum()
+
+    return loss
+
+
+def write_into_clone_of_parameter(w, x):
+    v = w.clone()
+    v[1] *= x[0]
+    v.mul_(x)
+    return v.sin().sum()
+
+
+def write_into_views(w, x):
+    table = torch.zeros(3, 3, dtype=F64)
+    table[1:][0, :2] = (w * x)[:2]
+    table.T[2].add_(w)
+    table.view(9)[3:6] += x * w
+    table.diagonal().mul_(CLOSED)
+    return (table @ w).sum()
+
+
+def write_in_a_loop(w, x):
+    total, state = torch.zeros((), dtype=F64), torch.zeros(3, dtype=F64)
+    for t in range(3):
+        state = state.clone()
+        state[t] = (w[t] * x[t]).sin() + state.sum()
+        total += state.sum() * w[t]
+    return total
+
+
+def filled_without_a_write_of_the_sample(w, x):
+    mask = torch.zeros(3, dtype=F64)
+    mask[1] = 1.0
+    return (w * x) @ mask
+
+
+WRITES = {
+    "zeros": written(lambda w, x: torch.zeros(3, dtype=F64)),
+    "empty": written(lambda w, x: torch.empty(3, dtype=F64)),
+    "full": written(lambda w, x: torch.full((3,), 2.0, dtype=F64)),
+    "new_zeros of what is closed over": written(lambda w, x: CLOSED.new_zeros(3)),
+    "clone of what is closed over": written(lambda w, x: CLOSED.clone()),
+    "clone of a parameter": write_into_clone_of_parameter,
+    "views": write_into_views,
+    "a loop": write_in_a_loop,
+    "a mask": filled_without_a_write_of_the_sample,
+    "index_put_": lambda w, x: torch.zeros(3, dtype=F64).index_put_((torch.tensor([0, 2]),), (w * x)[:2]).sin() @ w,
+    "scatter_": lambda w, x: torch.zeros(3, dtype=F64).scatter_(0, torch.tensor([2, 0, 1]), w * x).sin() @ w,
+    "scatter_add_": lambda w, x: torch.zeros(3, dtype=F64).scatter_add_(0, x.argsort(), w * x).sin() @ w,
+    "index_add_": lambda w, x: torch.ones(3, dtype=F64).index_add_(0, torch.tensor([0, 0, 2]), w * x).sin().sum(),
+    "copy_": lambda w, x: torch.empty(3, dtype=F64).copy_(w * x).sin().sum(),
+    "out=": lambda w, x: torch.add(w, x, alpha=2).mul_(w).sin_().sum(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes(name):
+    same(WRITES[name])
+    same(WRITES[name], batch=X[:1])
+
+
+# ---------------------------------------------------------------- indices
+
+
+def episode(w, x, action):
+    log_probs = (torch.outer(x, w)).log_softmax(-1)
+    total = torch.zeros((), dtype=F64)
+    for t in range(3):
+        total = total + log_probs[t, action[t]] * x[t]
+    return total
+
+
+def computed_index(w, x, action):
+    return (w * x)[action.max()] + (w * x)[(x * w).argmax()] ** 2
+
+
+@pytest.mark.parametrize("loss", [episode, computed_index])
+def test_indices_of_no_dimension(loss):
+    action = torch.tensor([[0, 1, 2], [2, 2, 0], [1, 0, 1], [0, 0, 0]])
+    same(loss, batch=(X, action))
+    same(loss, batch=(X, action.flip(0)))
+
+
+# ---------------------------------------------------------------- modules and distributions
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_layers(kind):
+    net = nn.ModuleDict({"cell": kind(3, 4, batch_first=True), "head": nn.Linear(4, 1)}).double()
+    same(lambda net, x: net["head"](net["cell"](x)[0]).sin().sum(), net, doubles(3, 5, 3, seed=5))
+
+
+def normal(w, x):
+    return -torch.distributions.Normal(w @ x, F.softplus(w[0])).log_prob(x).sum()
+
+
+def categorical(w, x):
+    policy = torch.distributions.Categorical(logits=w * x)
+    return policy.log_prob(torch.tensor(1)) + policy.entropy()
+
+
+@pytest.mark.parametrize("loss", [normal, categorical])
+def test_distributions(loss):
+    same(loss)
+
+
+def test_distributions_that_are_told_to_validate_are_refused():
+    def loss(w, x):
+        return torch.distributions.Normal(w @ x, 1.0, validate_args=True).log_prob(x).sum()
+
+    with pytest.raises(ps.LossError, match=rf"is_dependent.* In loss \({__file__}:"):
+        per_sample_grads(loss, W, X, engine="compiled")
+
+
+class Storing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(3, 1, dtype=F64), None
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return self.kept.sin() + self.linear.weight.sum()
+
+
+def test_a_module_that_keeps_activations():
+    net = Storing()
+    same(lambda net, x: net(x).sum() + net.kept.sum(), net)
+    assert net.kept is None or isinstance(net.kept, torch.Tensor)
+
+
+def test_a_list_outside_that_keeps_activations():
+    kept = []
+
+    def loss(w, x):
+        kept.append(w * x)
+        return kept[-1].sum()
+
+    with pytest.raises(ps.LossError, match="keeps a tensor in an object outside: return the tensor in aux instead"):
+        per_sample_grads(loss, W, X, engine="compiled")
+
+
+def test_tied_frozen_and_unused_parameters():
+    net = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3), "unused": nn.Linear(2, 2)}).double()
+    net["two"].weight = net["one"].weight
+    net["two"].bias.requires_grad_(False)
+    found = same(lambda net, x: net["two"](net["one"](x).sin()).sin().sum(), net, reduce=ps.Stack())
+    assert found.keys() == {"one.weight", "one.bias", "unused.weight", "unused.bias"}
+
+
+def test_modules_in_params_and_in_the_closure():
+    net, target = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+    holder = [target]
+
+    def both(net_, x):
+        return net_(x).sum() * net(x).sum().detach() + net.bias.detach().sum()
+
+    def with_target(net, x):
+        return ((net(x) - holder[0](x).detach()) ** 2).sum()
+
+    same(both, net)
+    same(with_target, net)
+    for other in (net, target, net, nn.Linear(3, 1).double()):  # net: the same module as the parameters
+        holder[0] = other
+        same(with_target, net)
+
+
+def test_a_part_of_the_parameters_that_is_closed_over_for_a_while():
+    net, other = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double(), nn.Linear(3, 3).double()
+    box = [other]
+    loss = lambda net, x: (net[0](x) * box[0](x).detach()).sin().sum()
+    for part in (other, net[1], other, net[1], nn.Linear(3, 3).double(), net[0]):
+        box[0] = part
+        same(loss, net)
+
+
+def test_a_parameter_that_is_also_closed_over():
+    w = nn.Parameter(W.clone())
+    same(lambda v, x: (v * w.detach()) @ x, w)
+    same(lambda v, x: (v * w) @ x, {"w": w}["w"])
+
+
+def test_aliases_of_what_is_closed_over():
+    box = [CLOSED, CLOSED]
+    loss = lambda w, x: (w * box[0]) @ (x + box[1])
+    for second in (CLOSED.clone(), CLOSED, CLOSED.clone() + 1, CLOSED[:], 2 * CLOSED, CLOSED, CLOSED + 3):
+        box[1] = second
+        same(loss)
+    pair = doubles(2, 3)
+    box[:] = pair[0], pair[1]
+    same(loss)
+    pair.mul_(2)
+    same(loss)
+
+
+def test_aliases_of_modules_that_are_closed_over():
+    one, other = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    box = [one, other]
+    loss = lambda w, x: box[0](w * x).sin() @ box[1](x)
+    for size in (4, 3, 2):  # the first call of each size is another one
+        for second in (other, one, other, one, nn.Linear(3, 3).double())[4 - size :]:
+            box[1] = second
+            same(loss, batch=X[:size])
+
+
+# ---------------------------------------------------------------- callables
+
+
+class Method:
+    scale = 2.0
+
+    def loss(self, w, x):
+        return self.scale * (w @ x).sin()
+
+    def __call__(self, w, x):
+        return self.loss(w, x) ** 2
+
+    @classmethod
+    def of_class(cls, w, x):
+        return cls.scale * (w @ x)
+
+    @staticmethod
+    def static(w, x):
+        return (w @ x).cos()
+
+
+class ModuleLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(doubles(3))
+
+    def forward(self, w, x):
+        return (w * self.scale) @ x
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        print("called")  # noqa: T201
+        return 2 * function(*args, **kwargs)
+
+    return wrapper
+
+
+@decorated
+def decorated_loss(w, x):
+    return (w @ x).sin()
+
+
+def power(w, x, n=2, *, scale=1.0):
+    return scale * (w @ x) ** n
+
+
+CALLABLES = {
+    "bound method": Method().loss,
+    "callable object": Method(),
+    "class method": Method.of_class,
+    "static method": Method.static,
+    "module": ModuleLoss(),
+    "builtin": torch.dot,
+    "decorated": decorated_loss,
+    "partial": functools.partial(power, scale=3.0),
+    "partial of a partial": functools.partial(functools.partial(power, n=3), scale=3.0),
+    "partial of a method": functools.partial(Method().loss),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_callables(name):
+    same(CALLABLES[name])
+
+
+def test_lambdas_made_anew_and_partials_are_repeated(monkeypatch):
+    def call(scale):
+        first = per_sample_grads(lambda w, x: scale * (w @ x) ** 2, W, X, ps.Sum(), engine="compiled")
+        return first, per_sample_grads(functools.partial(power, n=3), W, X, ps.Sum(), engine="compiled")
+
+    expected = call(doubles(())), call(doubles((), seed=1))
+    monkeypatch.setattr(engine, "program_of", None)  # from here on it would fail
+    for found, wanted in zip((call(doubles(())), call(doubles((), seed=1))), expected, strict=True):
+        assert_trees_close(found, wanted, 1e-12)
+
+
+# ---------------------------------------------------------------- batches and options
+
+
+class Step(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def of_dict(w, batch):
+    return (w @ batch["x"] - batch["y"].sum()) ** 2
+
+
+def of_step(w, step):
+    return (w @ step.x - step.y.sum()) ** 2
+
+
+def of_numbers(w, x, nothing, name, count, rate):
+    assert nothing is None
+    return (w @ x) ** count * rate + len(name) * w[0]
+
+
+BATCHES = {
+    "dict": (of_dict, {"x": X, "y": 2 * X}),
+    "NamedTuple": (of_step, Step(X, 2 * X)),
+    "None, str, int, float": (of_numbers, (X, None, "abc", 2, 0.5)),
+    "NumPy": (lambda w, x: (w @ x) ** 2, (X.numpy(),)),
+    "NumPy, float32": (lambda w, x: (w @ x) ** 2, (X.numpy().astype(np.float32),)),
+    "list": (lambda w, x, y: (w @ x) * (w @ y), [X, 2 * X]),
+    "strided": (lambda w, x: (w @ x) ** 2, doubles(4, 6)[:, ::2]),
+    "transposed": (lambda w, x: (w @ x) ** 2, doubles(3, 4).T),
+    "expanded": (lambda w, x: (w @ x) ** 2, doubles(1, 3).expand(4, 3)),
+    "B = 1": (lambda w, x: (w @ x) ** 2, X[:1]),
+    "integers": (lambda w, i: (w[i] ** 2).sum(), torch.tensor([[0, 1], [2, 2]])),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name):
+    loss, batch = BATCHES[name]
+    same(loss, batch=batch)
+
+
+def squared(w, x):
+    return (w @ x) ** 2
+
+
+OPTIONS = {
+    "shared leaf": (
+        lambda w, s, x: s * (w @ x) ** 2,
+        W,
+        (torch.tensor(2.0, dtype=F64), X),
+        {"in_dims": (None, (None, 0))},
+    ),
+    "params per sample": (squared, doubles(4, 3), (X,), {"in_dims": (0, 0)}),
+    "params per sample, shared batch": (squared, doubles(4, 3), (X[0],), {"in_dims": (0, None)}),
+    "another axis": (squared, W, (X.T.contiguous(),), {"in_dims": (None, 1)}),
+    "keep_batch_dim": (lambda w, x: (x @ w).square().sum(), W, (X,), {"keep_batch_dim": True}),
+    "chunk_size": (squared, W, (doubles(5, 3),), {"chunk_size": 2}),
+    "weights": (squared, W, (X,), {"weights": torch.tensor([1.0, 0.0, 2.0, 0.5]), "reduce": (ps.Mean(), ps.Sum())}),
+    "clipped": (squared, W, (X,), {"reduce": {"mean": ps.ClippedMean(0.5), "norm": ps.Norm()}}),
+    "strided params": (squared, doubles(3, 2)[:, 0], (X,), {}),
+    "complex": (lambda w, x: (w @ x.to(w.dtype)).abs() ** 2, torch.complex(W, CLOSED), (X,), {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    loss, params, batch, options = OPTIONS[name]
+    same(loss, params, batch, **options)
+
+
+def test_bfloat16():
+    same(squared, W.bfloat16(), X.bfloat16(), reduce=ps.Sum(), tolerance=0.05)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "autograd.Function", "grad"])
+def test_out(name):
+    loss = REWRITTEN[name]
+    out = per_sample_grads(loss, W, X, engine="compiled")
+    for batch in (2 * X, X - 1, X):
+        expected = per_sample_grads(loss, W, batch, engine="loop")
+        assert per_sample_grads(loss, W, batch, engine="compiled", out=out) is out
+        assert_trees_close(out, expected, 1e-9)
