@@ -261,6 +261,7 @@ TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtype
 # Functions in the graphs of Dynamo that open and close the levels of inner transforms, and those that take a level.
 OPENS_LEVEL = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
 CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting"})
+GET_DATA = "_get_data_attr"  # what reads ``.data`` in the graphs of Dynamo
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
 

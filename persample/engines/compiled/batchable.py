@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from persample._torch import CLOSES_LEVEL, LEVEL_ARGUMENT, OPENS_LEVEL, is_functorch_wrapped_tensor, storage_id
+from persample._torch import (
+    CLOSES_LEVEL,
+    GET_DATA,
+    LEVEL_ARGUMENT,
+    OPENS_LEVEL,
+    is_functorch_wrapped_tensor,
+    storage_id,
+)
 from persample.vmap_rules.batched import is_batched
 
 _WRITES = {
@@ -145,10 +152,12 @@ def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any
 
 
 def _keep_values(graph: Graph) -> None:
-    """Replace ``.item()`` by the tensor itself, which most operations take as well as a number."""
+    """Replace ``.item()`` and ``.data`` by the tensor itself: most operations take it as well as a number."""
     for node in graph.nodes:
         if node.op == "call_method" and node.target == "item":
             node.op, node.target = "call_function", _value
+        elif getattr(node.target, "__name__", "") == GET_DATA:
+            node.op, node.target = "call_method", "detach"
 
 
 def _value(x: Tensor | float) -> Tensor | float:

@@ -7,7 +7,6 @@ would pass again, and what they prepare would be the same.
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ class EarlierCall:
         is_list: whether these are the leaves of the batch.
         capture: the graph of the loss.
         places: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
-            size in a tuple.
+            size in a tuple. Empty where all are tensors made for this call, which nothing else can be.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
         live: the formats of the numbers and tensors of reductions that may change, and their structure.
         size: the number of samples.
@@ -163,17 +162,21 @@ class EarlierCall:
             set_grad_enabled(False)
         if marker is None or marker.capture is not self.capture:
             return None
-        places = {id(x): place for place, x in enumerate([*params, *rows])}
-        others = itertools.count(len(params) + len(rows))
-        for x in marker.inputs:
-            if isinstance(x, Tensor) and id(x) not in places:
-                places[id(x)] = next(others)
-        if [places[id(x)] if isinstance(x, Tensor) else (x,) for x in marker.inputs] != self.places:
+        if self.places and _places(marker.inputs, [*params, *rows]) != self.places:
             return None
         read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
+
+
+def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
+    known = {id(x): place for place, x in enumerate(given)}
+    return [known.setdefault(id(x), len(known)) if isinstance(x, Tensor) else (x,) for x in inputs]
+
+
+def _is_size(place: Any) -> bool:
+    return isinstance(place, tuple)
 
 
 def remember(asked: Asked, task: Task, program: Program) -> None:
@@ -204,7 +207,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
         fn.capture,
-        list(fn.inputs),
+        list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
         [fn.inputs.index(place) for place in sorted(kept)],
         (list(map(Format.of, live)), structure),
         call.size,
