@@ -31,7 +31,7 @@ from torch import nn
 
 import persample as ps
 from persample import per_sample_grads
-from persample.engines.compiled import capture, clear_cache, program
+from persample.engines.compiled import capture, clear_cache, graph, program
 from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
@@ -988,7 +988,7 @@ def test_losses_that_are_dropped_leave_nothing():
 
     def living():
         gc.collect()
-        kinds = (capture.Capture, capture.Entry, program.Program, torch.fx.Graph)
+        kinds = (graph.Capture, capture.Entry, program.Program, torch.fx.Graph)
         counts = [sum(type(x) is kind for x in gc.get_objects()) for kind in kinds]
         return compilations(), len(capture.entries()), *counts
 

@@ -10,25 +10,23 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
-import re
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import capture_settings, recompile_reason, run_captured
-from persample.engines.compiled.batchable import make_batchable, read_inputs
+from persample.engines.compiled.graph import Capture, History, Marker, Output
+from persample.engines.compiled.messages import failed_guard, refusal
 from persample.errors import TorchVersionError
-from persample.inputs.modules import StandIn
 from persample.utils import trees
 from persample.utils.tracing import without_warnings
 from persample.vmap_rules.indexing import getitem_unread
@@ -43,130 +41,6 @@ class UncapturableError(Exception):
 
 class NewError(Exception):
     """Raised for a function of which no capture is valid."""
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """The compilation of one program.
-
-    Args:
-        reductions: the names of the reductions that the program computes.
-        batch_size: the number of samples, or None for any.
-        seconds: the time that it took.
-        reason: what had changed since the compilation before; empty for the first with these reductions.
-    """
-
-    reductions: tuple[str, ...]
-    batch_size: int | None
-    seconds: float
-    reason: str
-
-
-@dataclass
-class History:
-    """What happened to one loss.
-
-    Args:
-        batch_sizes: the sizes of its batches.
-        compilations: the compilations of its programs.
-    """
-
-    batch_sizes: set[int] = field(default_factory=set)
-    compilations: list[Compilation] = field(default_factory=list)
-
-
-class Capture:
-    """The graph of a function, valid as long as Dynamo's guards hold.
-
-    Args:
-        graph: from any tensor of the sample, and the tensors that the function read, to those that it computed.
-        reason: the guard that failed, so that the function was captured once more; empty for the first capture.
-
-    Attributes:
-        programs: what was compiled from the graph.
-        history: what happened to the function.
-        constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
-    """
-
-    def __init__(self, graph: GraphModule, reason: str) -> None:
-        self.graph = graph
-        self.reason = reason
-        self.programs: OrderedDict[Hashable, Any] = OrderedDict()
-        outputs: Any = graph.graph.output_node().args[0]
-        self.num_outputs = len(outputs)
-        self.history = History()
-        self.constants: list[int] = []
-
-    @property
-    def guard(self) -> str:
-        """The guard that failed, without values."""
-        return self.reason.partition(" == ")[0]
-
-    def prepare(self, history: History) -> None:
-        """Rewrite the graph so that torch.func can batch it.
-
-        Args:
-            history: what happened to the function.
-        """
-        make_batchable(self.graph)
-        self.history = history
-
-    def run(self, *inputs: Any) -> Any:
-        """Run the graph; an error gets an attribute ``users_line``, where it names the line that made the operation."""
-        return _Naming(self.graph).run(*inputs)
-
-    def read_values(self) -> bool:
-        """Let programs contain the values that the function reads, and return whether they did not before."""
-        before, self.constants = self.constants, read_inputs(self.graph.graph)
-        return self.constants != before
-
-
-class _Naming(Interpreter):
-    """Runs a graph, and names the user's line where it fails."""
-
-    def __init__(self, graph: GraphModule) -> None:
-        super().__init__(graph)
-        self.extra_traceback = False  # torch's own naming would change the message
-
-    def run_node(self, n: Node) -> Any:
-        """Run one node.
-
-        Args:
-            n: the node.
-        """
-        try:
-            return super().run_node(n)
-        except Exception as error:
-            error.users_line = _line(n.stack_trace or "")  # type: ignore[attr-defined]
-            raise
-
-
-class Marker(StandIn):
-    """Stands for one tensor that a captured function returns.
-
-    Args:
-        capture: the graph.
-        index: the place among the graph's outputs.
-        inputs: the graph's inputs in this call.
-    """
-
-    __slots__ = ("capture", "index", "inputs")
-
-    def __init__(self, capture: Capture, index: int, inputs: tuple[Any, ...]) -> None:
-        self.capture = capture
-        self.index = index
-        self.inputs = inputs
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The place of a tensor among the outputs of a graph.
-
-    Args:
-        index: the place.
-    """
-
-    index: int
 
 
 @dataclass(frozen=True)
@@ -306,7 +180,7 @@ class Entry:
             if self._unread is None and "specialized integer" in str(error):
                 self._unread = _UnreadIndices
                 return self.capture(function, *args)
-            raise UncapturableError(_reason(error)) from error
+            raise UncapturableError(refusal(error)) from error
         if captured.capture is not None:
             captured.capture.prepare(self.history)  # not in the backend, where torch traces
             self.captures.add(captured.capture)
@@ -357,7 +231,6 @@ def forget() -> None:
         _entries.clear()
 
 
-_TORCH = str(Path(torch.__file__).parent)
 _entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -394,30 +267,6 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
 
 
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:
-    made = Capture(graph, _guard(recompile_reason()))
+    made = Capture(graph, failed_guard(recompile_reason()))
     places = range(made.num_outputs)
     return lambda *inputs: [Marker(made, place, inputs) for place in places]
-
-
-def _guard(reason: str) -> str:
-    """Return the guard that Dynamo says failed, and the code that it guards."""
-    first = (reason.splitlines() or [""])[0].partition(": ")[2]
-    return re.sub(r"\s+", " ", first).strip()
-
-
-def _reason(error: BaseException) -> str:
-    """Return Dynamo's reason and the user's line, without its stack and its advice for the developers of torch."""
-    message = str(error)
-    explanation = re.search(r"^ *Explanation: (.*)$", message, re.MULTILINE)
-    said = explanation.group(1) if explanation else (message.strip() or type(error).__name__).splitlines()[0]
-    return said + _line(message)
-
-
-def _line(stack: str) -> str:
-    """Return the last line of a stack of torch's, as the end of a message."""
-    frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', stack, re.MULTILINE)
-    users = [frame for frame in frames if not frame[0].startswith(_TORCH)]
-    if not frames:
-        return ""
-    path, line, name, code = (users or frames)[-1]
-    return f" In {name} ({path}:{line}): `{code}`"

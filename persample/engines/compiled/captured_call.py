@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import buffer_slots
-from persample.engines.compiled.capture import Capture, Captured, Marker, Output, UncapturableError, entry_of
+from persample.engines.compiled.capture import Captured, UncapturableError, entry_of
+from persample.engines.compiled.graph import Capture, Marker, Output
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees

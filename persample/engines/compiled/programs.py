@@ -9,7 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from persample.engines.compiled.capture import Compilation, entries, entry_of, forget
+from persample.engines.compiled.capture import entries, entry_of, forget
+from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError

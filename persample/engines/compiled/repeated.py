@@ -22,8 +22,9 @@ from persample._torch import (
     set_eval_frame,
     set_grad_enabled,
 )
-from persample.engines.compiled.capture import Capture, Entry, NewError, entry_of, first_marker
+from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker
 from persample.engines.compiled.captured_call import parameter, row
+from persample.engines.compiled.graph import Capture
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Task, fixed_fields, live_tensors
 from persample.engines.compiled.trace import Format

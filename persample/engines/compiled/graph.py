@@ -1,0 +1,138 @@
+"""Captured graphs, with the programs that are compiled from them, and the markers that stand for their outputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Interpreter, Node
+
+from persample.engines.compiled.batchable import make_batchable, read_inputs
+from persample.engines.compiled.messages import users_line
+from persample.inputs.modules import StandIn
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The compilation of one program.
+
+    Args:
+        reductions: the names of the reductions that the program computes.
+        batch_size: the number of samples, or None for any.
+        seconds: the time that it took.
+        reason: what had changed since the compilation before; empty for the first with these reductions.
+    """
+
+    reductions: tuple[str, ...]
+    batch_size: int | None
+    seconds: float
+    reason: str
+
+
+@dataclass
+class History:
+    """What happened to one loss.
+
+    Args:
+        batch_sizes: the sizes of its batches.
+        compilations: the compilations of its programs.
+    """
+
+    batch_sizes: set[int] = field(default_factory=set)
+    compilations: list[Compilation] = field(default_factory=list)
+
+
+class Capture:
+    """The graph of a function, valid as long as Dynamo's guards hold.
+
+    Args:
+        graph: from any tensor of the sample, and the tensors that the function read, to those that it computed.
+        reason: the guard that failed, so that the function was captured once more; empty for the first capture.
+
+    Attributes:
+        programs: what was compiled from the graph.
+        history: what happened to the function.
+        constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
+    """
+
+    def __init__(self, graph: GraphModule, reason: str) -> None:
+        self.graph = graph
+        self.reason = reason
+        self.programs: OrderedDict[Hashable, Any] = OrderedDict()
+        outputs: Any = graph.graph.output_node().args[0]
+        self.num_outputs = len(outputs)
+        self.history = History()
+        self.constants: list[int] = []
+
+    @property
+    def guard(self) -> str:
+        """The guard that failed, without values."""
+        return self.reason.partition(" == ")[0]
+
+    def prepare(self, history: History) -> None:
+        """Rewrite the graph so that torch.func can batch it.
+
+        Args:
+            history: what happened to the function.
+        """
+        make_batchable(self.graph)
+        self.history = history
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the graph; an error gets an attribute ``users_line``, where it names the line that made the operation."""
+        return _Naming(self.graph).run(*inputs)
+
+    def read_values(self) -> bool:
+        """Let programs contain the values that the function reads, and return whether they did not before."""
+        before, self.constants = self.constants, read_inputs(self.graph.graph)
+        return self.constants != before
+
+
+class _Naming(Interpreter):
+    """Runs a graph, and names the user's line where it fails."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False  # torch's own naming would change the message
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node.
+
+        Args:
+            n: the node.
+        """
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            error.users_line = users_line(n.stack_trace or "")  # type: ignore[attr-defined]
+            raise
+
+
+class Marker(StandIn):
+    """Stands for one tensor that a captured function returns.
+
+    Args:
+        capture: the graph.
+        index: the place among the graph's outputs.
+        inputs: the graph's inputs in this call.
+    """
+
+    __slots__ = ("capture", "index", "inputs")
+
+    def __init__(self, capture: Capture, index: int, inputs: tuple[Any, ...]) -> None:
+        self.capture = capture
+        self.index = index
+        self.inputs = inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The place of a tensor among the outputs of a graph.
+
+    Args:
+        index: the place.
+    """
+
+    index: int
