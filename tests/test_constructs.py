@@ -157,7 +157,7 @@ def _(w, x):
     return torch.where(x > 0, w * x, (w * x) ** 2).sum()
 
 
-@flow("`torch.cond`", eager=TORCH, compiled=TORCH)
+@flow("`torch.cond`", eager=TORCH)
 def _(w, x):
     return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (w * x,)).sum()
 

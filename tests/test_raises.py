@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
 
 import pytest
@@ -161,12 +160,9 @@ def rule(x):
 
     w, x = torch.randn(3, dtype=F64), torch.randn(4, 3, dtype=F64)
     for _ in range(2):  # the second time it is remembered
-        with pytest.raises(RuntimeError) as raised:
+        expected = (ps.LossError, "loss_fn cannot be compiled: RuntimeError") if blamed else (error, "no attribute")
+        with pytest.raises(expected[0], match=expected[1]):
             per_sample_grads(loss, w, x, ps.Norm(), engine="compiled")
-        assert (type(raised.value) is ps.LossError) is blamed
-        expected = r"loss_fn cannot be compiled" if blamed else r"failed inside of torch.*not to blame.*engine='eager'"
-        assert re.search(expected, str(raised.value))
-        assert error.__name__ in str(raised.value)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -188,5 +184,5 @@ def test_errors_of_torchs_that_a_loss_catches():
 
     w, x = torch.ones(3, dtype=F64), torch.eye(3, dtype=F64)
     assert_trees_close(per_sample_grads(loss, w, x), x * torch.cos(x), 1e-9)
-    with pytest.raises(ps.LossError, match=r"cannot be compiled \(.*size.* In two_shapes"):
+    with pytest.raises(ps.LossError, match=r"cannot be compiled: .*size.* In two_shapes"):
         per_sample_grads(loss, w, x, engine="compiled")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 import persample as ps
@@ -726,12 +726,43 @@ def test_keep_strides():
     assert any("force_stride_order" in str(node.target) for node in graph.graph.nodes)
 
 
-def test_symbol_source():
+def test_symbolic_size():
     env = ShapeEnv()
-    source = _torch.symbol_source("size0")
-    symbol = env.create_symbol(5, source, dynamic_dim=DimDynamic.DYNAMIC)
-    size = env.create_symintnode(symbol, hint=5, source=source)
+    size = _torch.symbolic_size(env, 5)
     assert size + 1 == 6
+    assert not isinstance(size, int)
+
+
+def test_operations_that_take_symbolic_sizes():
+    size = _torch.symbolic_size(ShapeEnv(), 5)
+    with _torch.FakeTensorMode(shape_env=size.node.shape_env):
+        x = torch.empty(size, 3)
+        assert _torch.constant_pad_nd(x, [1, 1]).shape[0] is x.shape[0] or not isinstance(x.shape[0], int)
+        assert _torch.addcmul(x, x, x).shape[1] == 3
+    x = torch.randn(2, 3)
+    assert torch.equal(_torch.constant_pad_nd(x, [1, 1]), nn.functional.pad(x, [1, 1]))
+    assert torch.allclose(_torch.addcmul(x, x, x), torch.addcmul(x, x, x))
+
+
+def test_frames_of_python_are_seen_by_the_callback():
+    before = _torch.get_eval_frame_callback()
+    assert before is None
+    try:
+        _torch.set_eval_frame(False)
+        assert _torch.get_eval_frame_callback() is False
+    finally:
+        _torch.set_eval_frame(before)
+
+
+def test_dynamo_settings():
+    before = _torch.dynamo_settings()
+    with _torch.capture_settings():
+        inside = _torch.dynamo_settings()
+        assert inside != before
+        assert inside["allow_rnn"]
+        _torch.set_dynamo_settings(before)
+        assert _torch.dynamo_settings() == before
+    assert _torch.dynamo_settings() == before
 
 
 # All of them.

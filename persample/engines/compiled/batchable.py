@@ -8,6 +8,7 @@ also records the levels of inner transforms as constants, though these lie above
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,10 +109,18 @@ def _inline(graph: Graph) -> None:
             node.target, node.kwargs = _called, {}
         elif node.target is operators.autograd_function_apply:
             node.target = _applied
+        elif node.target is operators.cond:
+            node.target = _chosen
 
 
 def _called(body: GraphModule, *args: Any) -> Any:
     return body.forward(*args)
+
+
+def _chosen(condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[Any]) -> Any:
+    """Compute both branches of ``torch.cond`` for all samples, as torch's own rule for vmap does."""
+    pairs = zip(if_true.forward(*operands), if_false.forward(*operands), strict=True)
+    return tuple(torch.where(condition, one, other) for one, other in pairs)
 
 
 def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any) -> Any:
