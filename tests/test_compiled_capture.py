@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -523,3 +524,145 @@ def test_out(name):
         expected = per_sample_grads(loss, W, batch, engine="loop")
         assert per_sample_grads(loss, W, batch, engine="compiled", out=out) is out
         assert_trees_close(out, expected, 1e-9)
+
+
+# ---------------------------------------------------------------- what surrounds the call, and what it leaves behind
+
+
+def test_autocast_does_not_reach_the_reductions(monkeypatch):
+    monkeypatch.undo()  # with Inductor
+    w, x = torch.randn(64), torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            agree_exactly(lambda w, x: (w * x).pow(3).sum(), w, x, (ps.Gram(), ps.Dot(w)))
+
+
+def agree_exactly(loss, params, batch, reduce):
+    expected, found = (per_sample_grads(loss, params, batch, reduce, engine=engine) for engine in ("eager", "compiled"))
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(found), strict=True
+    ):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
+def test_negative_views(monkeypatch):
+    monkeypatch.undo()  # with Inductor
+    w, x = torch.randn(3, dtype=F64), torch.randn(5, 3, dtype=F64)
+    closed = torch._neg_view(w)
+    for batch in (x, torch._neg_view(x), x):
+        agree_exactly(lambda w, x: (w @ x) ** 2 + closed @ x * (w @ w), w, batch, ps.Sum())
+    agree_exactly(lambda w, x: (w @ x) ** 2, torch._neg_view(w), x, ps.Sum())
+
+
+def test_weights_that_are_constants():
+    w, x = torch.randn(3, dtype=F64), torch.randn(5, 3, dtype=F64)
+    for factor in (1.0, 2.0):
+        agree_exactly(lambda w, x: (w @ x) ** 2, w, x, ps.WeightedSum(lambda _, factor=factor: factor))
+
+
+def test_values_have_the_range_of_pythons_numbers():
+    w = torch.randn(3, dtype=F64)
+    for dtype, number in ((torch.uint8, 200), (torch.int8, 100), (torch.int16, 30000), (torch.int32, 2**30)):
+        n = torch.tensor([number, number - 1, 3, 0], dtype=dtype)
+        found = per_sample_grads(lambda w, n: w.sum() * (1 - 2 * n.item()), w, n, engine="compiled")
+        expected = per_sample_grads(lambda w, n: w.sum() * (1 - 2 * n.item()), w, n, engine="loop")
+        assert torch.equal(found, expected)
+
+
+def test_values_of_bools_are_refused():
+    with pytest.raises(ps.LossError, match=r"reads values of a sample|\.item\(\) of a bool"):
+        per_sample_grads(
+            lambda w, x: (x > 0).any().item() * w.sum(), torch.ones(3), torch.ones(4, 3), engine="compiled"
+        )
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("n", torch.zeros(()))
+        self.kept = None
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.training:
+            self.n, self.kept = self.n + 1, y
+        return y.sum()
+
+
+def test_a_module_that_stores_in_train_mode_alone():
+    module, x = Counting(), torch.randn(4, 3)
+    buffer = module.n
+    for train in (True, False, False, True, True):
+        module.train(train)
+        agree_exactly(lambda module, x: module(x), module, x, ps.Norm())
+        assert module.n is buffer
+        assert module.kept is None
+
+
+class Listed(ps.reductions.Reduction):
+    uses = ps.Norm.uses
+
+    def __init__(self, field):
+        self.field = field
+
+    def lift(self, gradients):
+        return ps.Norm().lift(gradients)
+
+    def finish(self, merged):
+        return ps.Norm().finish(merged)
+
+
+@pytest.mark.parametrize("field", [[1.0], {"a": 1}, torch.ones(2)])
+def test_fields_of_reductions_that_cannot_be_part_of_a_key(field):
+    with pytest.raises(ps.ArgumentError, match=r"Listed\.field: expected a value that can be hashed.*`live`"):
+        per_sample_grads(lambda w, x: w @ x, torch.ones(3), torch.ones(4, 3), Listed(field), engine="compiled")
+
+
+def test_an_out_of_another_size_is_refused_with_its_own_size():
+    w, x = torch.ones(3), torch.ones(5, 3)
+    loss = lambda w, x: w @ x
+    for size in (5, 4):
+        per_sample_grads(loss, w, x[:size], engine="compiled")
+    with pytest.raises(ps.ArgumentError, match=r"expected shape \[4, 3\]"):
+        per_sample_grads(loss, w, x[:4], engine="compiled", out=torch.zeros(5, 3))
+
+
+def test_where_torch_compile_does_not_run():
+    w, x = torch.ones(3), torch.ones(5, 3)
+    loss = lambda w, x: w @ x
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ps.LossError, match=r"torch\.compile does not run here"),
+    ):
+        per_sample_grads(loss, w, x, engine="compiled")
+    assert torch.equal(per_sample_grads(loss, w, x, engine="compiled"), x)
+
+
+def test_threads_wait_for_a_compilation():
+    warm, w, x = (lambda w, x: (w @ x) ** 2), torch.randn(3, dtype=F64), torch.randn(5, 3, dtype=F64)
+    expected = per_sample_grads(warm, w, x, ps.Norm())
+    per_sample_grads(warm, w, x, ps.Norm(), engine="compiled")
+    errors, done = [], threading.Event()
+
+    def run(number):
+        try:
+            while not done.is_set():
+                assert torch.allclose(per_sample_grads(warm, w, x, ps.Norm(), engine="compiled"), expected)
+        except BaseException as error:  # noqa: BLE001 (shown by the test)
+            errors.append((number, error))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(5):
+        space = {}
+        exec(f"def loss(w, x): return (w @ x) ** {number + 2}", space)
+        agree_exactly(space["loss"], w, x, ps.Norm())
+    clear_cache()
+    agree_exactly(warm, w, x, ps.Norm())
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not errors

@@ -84,6 +84,11 @@ class _Modules:
             (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
         ]
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the modules hold other tensors than ``remember`` noted."""
+        return any(_differ(slots, values) for slots, values in (*self._held, *self._attributes))
+
     def restore(self) -> None:
         """Undo ``swap`` and the effects of a forward pass on modules: changed buffers, tensors in attributes."""
         if not self._held:
@@ -100,8 +105,12 @@ class _Modules:
         self._held = self._attributes = []
 
 
+def _differ(slots: dict[str, Any], held: dict[str, Any]) -> bool:
+    return len(slots) != len(held) or not all(map(operator.is_, slots.values(), held.values()))
+
+
 def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
-    if len(slots) == len(held) and all(map(operator.is_, slots.values(), held.values())):
+    if not _differ(slots, held):
         return
     for name, value in list(slots.items()):
         if isinstance(value, Tensor | StandIn) and value is not held.get(name):
@@ -169,6 +178,11 @@ class ParamTree:
             return loss_fn(args, *sample)
 
         return undone(swapped, inside.restore)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the modules hold other objects than when ``unchanged`` noted them."""
+        return self.inside is not None and self.inside.has_changed
 
     def unchanged(self, body: Callable[[], T]) -> T:
         """Call a function, and undo its effects on the modules."""

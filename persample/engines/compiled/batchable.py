@@ -170,7 +170,13 @@ def _keep_values(graph: Graph) -> None:
 
 
 def _value(x: Tensor | float) -> Tensor | float:
-    return x.detach() if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    if x.dtype == torch.bool:
+        raise RuntimeError(".item() of a bool cannot be computed for all samples at once")
+    # Python's numbers do not overflow, and are more precise than half of a float.
+    wide = torch.float32 if x.is_floating_point() else torch.int64
+    return x.detach() if x.is_complex() or x.dtype.itemsize >= wide.itemsize else x.detach().to(wide)
 
 
 def read_inputs(graph: Graph) -> list[int]:

@@ -35,6 +35,10 @@ from persample.vmap_rules.indexing import getitem_unread
 MOST_CAPTURES = 64
 
 
+# torch traces in one thread at a time, and its captured code refuses to run beside a trace.
+lock = threading.RLock()
+
+
 class UncapturableError(Exception):
     """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
 
@@ -126,6 +130,7 @@ class Entry:
         captures: the captures that are alive.
         calls: the latest calls, whose programs serve later calls like them; for ``repeated.py``.
         history: what happened to them.
+        changes_modules: whether a capture leaves tensors in modules.
     """
 
     def __init__(self, number: int) -> None:
@@ -137,6 +142,7 @@ class Entry:
         self._compiled = compiler(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
+        self.changes_modules = False
         self.history = History()
         self._unread: type[_UnreadIndices] | None = None  # the mode is traced with the loss, which takes longer
 
@@ -150,7 +156,8 @@ class Entry:
         Raises:
             NewError: if there is none.
         """
-        return self._run(function, args, self._unread)
+        with lock:
+            return self._run(function, args, self._unread)
 
     def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
         """Return the capture of a function, recorded now if no other is valid.
@@ -162,29 +169,36 @@ class Entry:
         Raises:
             UncapturableError: if the function cannot be captured as one graph.
         """
-        try:
-            return Captured.of(self.find(function, *args))
-        except NewError:
-            pass
-        if len(self.captures) >= MOST_CAPTURES:
-            guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
-            raise UncapturableError(
-                f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. Pass "
-                "what changes in batch (unbatched, None in in_dims) or as a tensor, or call persample.clear_cache()"
-            )
-        try:
-            captured = self._record(function, args)
-        except TorchVersionError:
-            raise
-        except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
-            if self._unread is None and "specialized integer" in str(error):
-                self._unread = _UnreadIndices
-                return self.capture(function, *args)
-            raise UncapturableError(refusal(error)) from error
-        if captured.capture is not None:
-            captured.capture.prepare(self.history)  # not in the backend, where torch traces
-            self.captures.add(captured.capture)
-        return captured
+        with lock:
+            try:
+                return Captured.of(self.find(function, *args))
+            except NewError:
+                pass
+            if len(self.captures) >= MOST_CAPTURES:
+                guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
+                raise UncapturableError(
+                    f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: "
+                    f"{guard}. "
+                    "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call persample.clear_cache()"
+                )
+            try:
+                captured = self._record(function, args)
+            except TorchVersionError:
+                raise
+            except NewError as error:
+                forget_entry(self)  # torch has marked its code
+                raise UncapturableError(
+                    "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
+                ) from error
+            except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
+                if self._unread is None and "specialized integer" in str(error):
+                    self._unread = _UnreadIndices
+                    return self.capture(function, *args)
+                raise UncapturableError(refusal(error)) from error
+            if captured.capture is not None:
+                captured.capture.prepare(self.history)  # not in the backend, where torch traces
+                self.captures.add(captured.capture)
+            return captured
 
     def _record(
         self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
@@ -211,7 +225,7 @@ def entry_of(function: Any) -> Entry:
     key = getattr(function, "__code__", type(function))
     entry = _entries.get(key)
     if entry is None:
-        with _lock:
+        with lock:
             entry = _entries.setdefault(key, Entry(next(_numbers)))
     return entry
 
@@ -221,9 +235,19 @@ def entries() -> list[Entry]:
     return list(_entries.values())
 
 
+def forget_entry(entry: Entry) -> None:
+    """Drop the captures of one loss.
+
+    Args:
+        entry: the captures.
+    """
+    for key in [key for key, known in _entries.items() if known is entry]:
+        del _entries[key]
+
+
 def forget() -> None:
     """Drop all captures, with Dynamo's guards."""
-    with _lock:
+    with lock:
         for entry in _entries.values():
             entry.calls = []
             for capture in entry.captures:
@@ -233,7 +257,6 @@ def forget() -> None:
 
 _entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
-_lock = threading.Lock()
 
 
 class _UnreadIndices(TorchFunctionMode):

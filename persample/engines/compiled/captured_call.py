@@ -32,18 +32,18 @@ class GraphFunction:
         leaves: for each leaf of what the function returns, an output of the graph, the place of an argument, or a
             constant in a tuple.
         structure: the structure of what the function returns.
+        constants: the constants that the function returns, as text.
         copied: the arguments that the function gets copies of, so that its writes to them are discarded.
         sliced: the place of an argument that has one row per sample.
-        stores: whether a call of the function leaves tensors in modules.
     """
 
     capture: Capture | None
     inputs: tuple[Any, ...]
     leaves: tuple[Any, ...] = field(compare=False)  # the graph determines them
     structure: trees.TreeSpec
+    constants: str
     copied: frozenset[int]
     sliced: int
-    stores: bool
 
     def __call__(self, first: Sequence[Tensor], *rest: Any) -> Any:
         """Return what the function returns for one sample.
@@ -83,11 +83,17 @@ def captured_call(call: Call) -> Call:
     with torch.enable_grad():
         capture = functools.partial(entry_of(loss.fn).capture, loss.fn)
 
-        def captured_and_stored() -> tuple[Captured, set[int]]:
+        def captured_and_stored() -> tuple[Captured, set[int], bool]:
             found = capture(tree.arguments(values), *loss.arguments(sample))
-            return found, _stored(tree.parts.values()) if len(found.returned) < found.num_outputs else set()
+            return (
+                found,
+                _stored(tree.parts.values()) if len(found.returned) < found.num_outputs else set(),
+                tree.has_changed,
+            )
 
-        captured, stored = tree.unchanged(captured_and_stored)
+        captured, stored, changes = tree.unchanged(captured_and_stored)
+        if changes:
+            entry_of(loss.fn).changes_modules = True
     buffers = [x for part in tree.parts.values() for x in part.buffers(recurse=False)]
     split = [*call.params_batched, *call.leaves_batched]
     fn, closed_over = _graph_function(captured, [*values, *sample], split, buffers, stored)
@@ -99,6 +105,11 @@ def captured_call(call: Call) -> Call:
 def parameter(x: Tensor) -> Tensor:
     """Return a tensor of ``params`` as the loss sees it: it requires a gradient, as on the other engines."""
     return x.detach().requires_grad_()
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values: compiled code does not see that a view is negative."""
+    return x.resolve_neg().resolve_conj()
 
 
 def row(x: Tensor) -> Tensor:
@@ -152,8 +163,12 @@ def _graph_function(
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
     sliced = list(batched).index(True)
-    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, copied, sliced, bool(stored))
-    return fn, [x.detach() for x in closed_over]
+    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, _described(leaves), copied, sliced)
+    return fn, [plain(x.detach()) for x in closed_over]
+
+
+def _described(leaves: Sequence[Any]) -> str:
+    return repr([place for place in leaves if isinstance(place, tuple)])
 
 
 def _stored(parts: Iterable[nn.Module]) -> set[int]:

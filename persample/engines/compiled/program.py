@@ -15,6 +15,7 @@ from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
 from persample.outputs import memory
+from persample.utils.dtypes import full_precision
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -80,7 +81,8 @@ def for_one_size(task: Task) -> Program:
     mode = FakeTensorMode()
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
-    run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
+    with full_precision(inputs[0].device):  # autocast applied when the loss was traced
+        run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
     return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
 
 
@@ -104,13 +106,14 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
     with mode:
         inputs = family.inputs(symbolic_size(env, task.call.size))
         inputs += [Format.of(x).empty() for x in traced.captured]
-    try:
-        flat = functional(family.graph, mode, inputs)
-    except RuntimeError:  # some operations of torch refuse symbolic sizes
-        return None
-    if not _allows(env, task.call.size):
-        return None
-    run = lower(family.graph, flat, mode, inputs)
+    with full_precision(inputs[0].device):
+        try:
+            flat = functional(family.graph, mode, inputs)
+        except RuntimeError:  # some operations of torch refuse symbolic sizes
+            return None
+        if not _allows(env, task.call.size):
+            return None
+        run = lower(family.graph, flat, mode, inputs)
 
     def fits(formats: Sequence[Format]) -> bool:
         size = family.size(formats)

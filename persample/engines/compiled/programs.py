@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from persample.engines.compiled.capture import entries, entry_of, forget
+from persample.engines.compiled.capture import entries, entry_of, forget, lock
 from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
@@ -20,7 +19,6 @@ _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
 _SIZES = "sizes, dtypes or strides of params or batch, or an integer that it reads"
-_lock = threading.RLock()
 
 
 @dataclass
@@ -78,7 +76,7 @@ def program_of(task: Task) -> Program:
         UnfinishedError: if torch cannot trace its last step.
     """
     formats = [Format.of(x) for x in task.tensors]
-    with _lock:
+    with lock:
         family = _family(task, (task.structure, _kinds(formats)))
         found = next((p for p in reversed(family.programs) if p.fits(formats)), None)
         if found is None:

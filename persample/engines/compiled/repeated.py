@@ -196,7 +196,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     count = len(flat.params) + len(flat.batch)
     kept = {place for place in (*fn.inputs, *fn.leaves) if isinstance(place, int) and place >= count}
     unpack = type(asked.batch) in (tuple, list)
-    if fn.capture is None or fn.stores or any(task.functions) or not kept <= set(fn.inputs):
+    if fn.capture is None or any(task.functions) or not kept <= set(fn.inputs):
         return
     live, structure = live_tensors(asked.wanted, flat.params[0].device)
     earlier = EarlierCall(
@@ -237,8 +237,9 @@ def _is_same(x: Tensor, y: Any) -> bool:
 
 
 def _is_plain() -> bool:
-    """Return whether no transform and no inference mode surrounds the call."""
-    return peek_interpreter_stack() is None and not torch.is_inference_mode_enabled()
+    """Return whether no transform, inference mode or autocast surrounds the call."""
+    inside = peek_interpreter_stack() is not None or torch.is_inference_mode_enabled()
+    return not (inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 
 def repeated(asked: Asked) -> Any:
@@ -248,7 +249,7 @@ def repeated(asked: Asked) -> Any:
         asked: the arguments of the call.
     """
     entry = entry_of(asked.loss_fn)
-    if not entry.calls or not _is_plain():
+    if not entry.calls or entry.changes_modules or not _is_plain():
         return None
     flat = Flat.of(asked)
     if not all(isinstance(x, Tensor) for x in flat.tensors):

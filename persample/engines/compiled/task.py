@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from persample import pipeline
-from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm
+from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
 from persample.engines.vmap import eager
+from persample.errors import ArgumentError
 from persample.inputs.call import Call
 from persample.outputs import write_into
 from persample.reductions import Reduction
@@ -68,7 +69,7 @@ class Task:
         """The tensors that the program reads."""
         leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
         weights = [] if self.call.weights is None else [self.call.weights]
-        return [*self.call.params, *leaves, *weights, *self._live[0]]
+        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._live[0]]
 
     @property
     def written(self) -> list[Tensor]:
@@ -171,8 +172,19 @@ def fixed_fields(reduction: Reduction) -> Hashable:
 
     Args:
         reduction: the reduction.
+
+    Raises:
+        ArgumentError: if such a field cannot be part of a key.
     """
     changing = {*reduction.live, *reduction.functions_of_a_norm}
+    for name, x in vars(reduction).items():
+        if name not in changing and (isinstance(x, Tensor) or not isinstance(x, Hashable)):
+            raise ArgumentError.about(
+                f"{type(reduction).__name__}.{name}",
+                expected="a value that can be hashed, because the compiled engine takes it for a constant",
+                received=type(x).__name__,
+                fix="List the field in the class attribute `live` if it holds numbers or tensors, or make it a tuple.",
+            )
     return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
 
 
