@@ -73,7 +73,7 @@ class Program:
         """Compile the source; constants are closed over."""
         file = f"<program {self.seed}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
-        space = {**NAMES, "__name__": file}  # functools.wraps reads it
+        space = {**NAMES, "__name__": __name__}  # Dynamo looks its functions up there
         exec(compile(self.source, file, "exec"), space)
         return space["make"](**self.constants) if self.constants else space["loss"]
 

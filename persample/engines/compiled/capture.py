@@ -179,7 +179,8 @@ class Entry:
                 raise UncapturableError(
                     f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: "
                     f"{guard}. "
-                    "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call persample.clear_cache()"
+                    "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call "
+                    "persample.clear_cache()"
                 )
             try:
                 captured = self._record(function, args)
