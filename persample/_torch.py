@@ -328,16 +328,17 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
 
     Args:
         graph: the graph module.
-        mode: the mode of the inputs.
+        mode: the mode of the inputs, with a ``ShapeEnv``.
         inputs: fake tensors like those that the code will be called with.
         prefers_channels_last: whether convolutions may be laid out so, where Inductor would.
 
     Returns:
         A function from a list of tensors, which it empties, to the outputs.
     """
-    config = private("torch._inductor.config")
+    config, guards = private("torch._inductor.config"), private("torch._guards")
     layout = config.layout_optimization and prefers_channels_last
-    with private("torch._inductor.virtualized:V").set_fake_mode(mode), config.patch(layout_optimization=layout):
+    tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
+    with private("torch._inductor.virtualized:V").set_fake_mode(mode), tracing, config.patch(layout_optimization=layout):
         private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         return private("torch._inductor.compile_fx:compile_fx_inner")(graph, list(inputs), is_inference=True)
 

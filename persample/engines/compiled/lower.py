@@ -75,7 +75,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table, in_python = with_torch_kernels(decompositions()), {}
-    if mode.shape_env is not None:
+    if not all(isinstance(size, int) for x in inputs for size in x.shape):
         # Decompositions of products branch on sizes, and some operations in C++ refuse symbolic sizes or fix them.
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
         in_python = {_aten.constant_pad_nd.default: constant_pad_nd, _aten.addcmul.default: addcmul}

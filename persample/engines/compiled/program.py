@@ -78,7 +78,7 @@ def for_one_size(task: Task) -> Program:
     """
     formats = [Format.of(x) for x in task.tensors]
     traced = trace(task, lambda: [f.empty() for f in formats])
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=_shape_env())
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
     with full_precision(inputs[0].device):  # autocast applied when the loss was traced
@@ -99,9 +99,7 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
     family = AnySize.of(task, axes)
     if family is None:
         return None
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    env, traced = ShapeEnv(), family.traced
+    env, traced = _shape_env(), family.traced
     mode = FakeTensorMode(shape_env=env)
     with mode:
         inputs = family.inputs(symbolic_size(env, task.call.size))
@@ -121,6 +119,12 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
 
     program = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
     return program if fits(family.formats) else None
+
+
+def _shape_env() -> ShapeEnv:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # importing it takes half a second
+
+    return ShapeEnv()
 
 
 def _allows(env: ShapeEnv, size: int) -> bool:
