@@ -338,7 +338,11 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
     config, guards = private("torch._inductor.config"), private("torch._guards")
     layout = config.layout_optimization and prefers_channels_last
     tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
-    with private("torch._inductor.virtualized:V").set_fake_mode(mode), tracing, config.patch(layout_optimization=layout):
+    with (
+        private("torch._inductor.virtualized:V").set_fake_mode(mode),
+        tracing,
+        config.patch(layout_optimization=layout),
+    ):
         private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         return private("torch._inductor.compile_fx:compile_fx_inner")(graph, list(inputs), is_inference=True)
 
