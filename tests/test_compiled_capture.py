@@ -14,10 +14,11 @@ from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from traced import without_inductor
 
 import persample as ps
 from persample import per_sample_grads
-from persample.engines.compiled import clear_cache, engine, program
+from persample.engines.compiled import clear_cache, engine
 
 F64 = torch.float64
 
@@ -25,8 +26,7 @@ F64 = torch.float64
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch):
     """Run the traced graph as it is: captures matter here, and Inductor takes seconds."""
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph.forward(*tensors))
-    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    without_inductor(monkeypatch)
     clear_cache()
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from oracle import assert_trees_close, oracle
 from torch.nn import functional as F
+from traced import without_compiling
 
 import persample as ps
 from persample import per_sample_grads
-from persample.engines.compiled import clear_cache, program
+from persample.engines.compiled import clear_cache
 from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
@@ -34,7 +35,7 @@ def _fresh():
 @pytest.fixture
 def _traced_only(monkeypatch):
     """Run the traced graph as it is: enough to see what is noted, and Inductor takes seconds."""
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    without_compiling(monkeypatch)
 
 
 def zeros(*shape):

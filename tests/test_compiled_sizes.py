@@ -8,10 +8,11 @@ import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
+from traced import without_compiling
 
 import persample as ps
 from persample import per_sample_grads, stop_gradient
-from persample.engines.compiled import clear_cache, program, programs
+from persample.engines.compiled import clear_cache, programs
 from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
@@ -27,7 +28,7 @@ def _fresh():
 @pytest.fixture
 def _traced_only(monkeypatch):
     """Run the traced graph as it is: enough to compare numbers at many sizes, and Inductor takes seconds."""
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    without_compiling(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
+from traced import without_inductor
 
 import persample as ps
 from persample import per_sample_grads
@@ -40,8 +41,7 @@ F64 = torch.float64
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch):
     """Run the traced graph as it is: staleness is a matter of the capture and the trace, and Inductor takes seconds."""
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph.forward(*tensors))
-    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    without_inductor(monkeypatch)
     clear_cache()
 
 

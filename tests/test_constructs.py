@@ -22,9 +22,9 @@ from oracle import assert_trees_close, oracle
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from traced import without_inductor
 
 from persample import ArgumentError, Aux, LossError, Stack, per_sample_grads, stop_gradient
-from persample.engines.compiled import program
 
 PAGE = Path(__file__).parents[1] / "docs" / "constructs.md"
 START, END = "<!-- table: python tests/test_constructs.py -->\n", "<!-- end of table -->\n"
@@ -890,8 +890,7 @@ def _(w, x):
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch):
     """Run the traced graph as it is: what is refused is a matter of capture and trace, and Inductor takes seconds."""
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
-    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    without_inductor(monkeypatch)
 
 
 def at(batch, i, keep_batch_dim=False):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from traced import without_inductor
 
 import persample as ps
 from persample import ArgumentError, LossError, explain, per_sample_grads
-from persample.engines.compiled import program
 from persample.factors import cost_model
 
 B = 8
@@ -187,8 +187,7 @@ def test_rows_are_what_the_engine_stores(loss_fn):
 
 
 def test_what_was_compiled(monkeypatch):
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
-    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+    without_inductor(monkeypatch)
     ps.clear_cache()
     scale, w = 1.0, torch.randn(3)
 

@@ -18,9 +18,9 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
+from traced import without_compiling
 
 from persample import ClippedMean, Norm, Stack, clear_cache, composite_grads, per_sample_grads
-from persample.engines.compiled import program
 from persample.utils import interrupts
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
@@ -181,7 +181,7 @@ def test_interrupts_leave_everything_whole():
 
 
 def test_interrupts_of_a_first_call_leave_everything_whole(monkeypatch):
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph(*tensors))
+    without_compiling(monkeypatch)
     model, xs, chosen = Layers(), torch.randn(6, 5), random.Random(2)
 
     def call():

@@ -124,5 +124,4 @@ _SHARED: _States = [
     (_torch.dispatch_flags, _torch.set_dispatch_flags),
     (_torch.forward_levels, _leave_forward_mode),
     (_attention_kernels, _set_attention_kernels),
-    (_torch.dynamo_settings, _torch.set_dynamo_settings),
 ]

@@ -23,18 +23,23 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import capture_settings, recompile_reason, run_captured
+from persample._torch import (
+    capture_settings,
+    dynamo_settings,
+    recompile_reason,
+    run_captured,
+    set_dynamo_settings,
+)
 from persample.engines.compiled.graph import Capture, History, Marker, Output
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.errors import TorchVersionError
 from persample.utils import trees
+from persample.utils.interrupts import undone
 from persample.utils.tracing import without_warnings
 from persample.vmap_rules.indexing import getitem_unread
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64
-
-
 # torch traces in one thread at a time, and its captured code refuses to run beside a trace.
 lock = threading.RLock()
 
@@ -67,7 +72,7 @@ class Captured:
     def of(cls, returned: Any) -> Captured:
         """Split what a captured function returned."""
         leaves, structure = trees.flatten(returned)
-        marker = first_marker(returned)
+        marker = next(filter(_is_marker, leaves), None)
         if marker is None:
             return cls(None, (), leaves, structure)
         return cls(marker.capture, marker.inputs, leaves, structure)
@@ -80,7 +85,7 @@ class Captured:
     @property
     def returned(self) -> set[int]:
         """The outputs that the function returned."""
-        return {x.index for x in self.leaves if isinstance(x, Marker)}
+        return {x.index for x in filter(_is_marker, self.leaves)}
 
     def places(
         self, given: Sequence[Any], batched: Sequence[bool]
@@ -120,7 +125,11 @@ def first_marker(returned: Any) -> Marker | None:
     """Return a marker in what a captured function returned, or None if it computes nothing from tensors."""
     if type(returned) is Marker:  # the usual case
         return returned
-    return next((leaf for leaf in trees.flatten(returned)[0] if isinstance(leaf, Marker)), None)
+    return next(filter(_is_marker, trees.flatten(returned)[0]), None)
+
+
+def _is_marker(x: Any) -> bool:
+    return isinstance(x, Marker)
 
 
 class Entry:
@@ -177,8 +186,7 @@ class Entry:
             if len(self.captures) >= MOST_CAPTURES:
                 guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
                 raise UncapturableError(
-                    f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: "
-                    f"{guard}. "
+                    f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. "
                     "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call "
                     "persample.clear_cache()"
                 )
@@ -204,9 +212,13 @@ class Entry:
     def _record(
         self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
     ) -> Captured:
-        try:
+        def recorded() -> Captured:
             with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
                 return Captured.of(self._compiled(function, args, self._unread))
+
+        before = dynamo_settings()
+        try:
+            return undone(recorded, lambda: set_dynamo_settings(before))  # also after a signal
         except RuntimeError:
             if numbers_are_constants or not self.captures:
                 raise

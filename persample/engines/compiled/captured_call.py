@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 
+_first = operator.itemgetter(0)
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
 
@@ -75,11 +77,12 @@ def captured_call(call: Call) -> Call:
         UncapturableError: if Dynamo cannot capture the loss as one graph.
     """
     loss, tree = call.loss, call.loss.params
-    params, leaves = call.at(0)
+    params, _ = call.at(0)
     pairs = zip(tree.slots, tree.tensors, params, strict=True)
     values = [own if isinstance(slot, str) else parameter(x) for slot, own, x in pairs]
     values = [row(x) if split else x for x, split in zip(values, call.params_batched, strict=True)]
-    sample = [row(x) if split else x for x, split in zip(loss.shaped(leaves), call.leaves_batched, strict=True)]
+    pairs_of_batch = zip(call.leaves, call.leaves_batched, strict=True)
+    sample = [row_taker(x, loss.keep_batch_dim)(x) if split else x for x, split in pairs_of_batch]
     with torch.enable_grad():
         capture = functools.partial(entry_of(loss.fn).capture, loss.fn)
 
@@ -120,6 +123,18 @@ def row(x: Tensor) -> Tensor:
     """
     is_number = x.ndim == 0 and x.dtype in _NUMBERS
     return nn.Parameter(x, requires_grad=x.requires_grad) if is_number else x
+
+
+def row_taker(x: Tensor, keep_batch_dim: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function that takes the first sample's row of a leaf like this one, as Dynamo gets it.
+
+    Args:
+        x: a leaf of the batch, one row per sample.
+        keep_batch_dim: whether each sample keeps a batch axis of 1.
+    """
+    if keep_batch_dim:
+        return lambda x: x[0].unsqueeze(0)
+    return _first if row(x[0]).__class__ is Tensor else lambda x: row(x[0])
 
 
 def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:

@@ -81,7 +81,7 @@ def program_of(task: Task) -> Program:
         found = next((p for p in reversed(family.programs) if p.fits(formats)), None)
         if found is None:
             if family.failure:
-                raise family.failure
+                raise type(family.failure)(*family.failure.args)  # a new one: each raise adds frames to an error
             found = _compiled(family, task, formats)
         return found
 

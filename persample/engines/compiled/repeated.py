@@ -7,7 +7,6 @@ would pass again, and what they prepare would be the same.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ from persample._torch import (
     set_grad_enabled,
 )
 from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker
-from persample.engines.compiled.captured_call import parameter, row
+from persample.engines.compiled.captured_call import parameter, row_taker
 from persample.engines.compiled.graph import Capture
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Task, fixed_fields, live_tensors
 from persample.engines.compiled.trace import Format
+from persample.inputs import check_averages
 from persample.inputs.hooks import is_hooked
 from persample.outputs import is_apart
 from persample.reductions import Reduction
@@ -99,7 +99,8 @@ class EarlierCall:
 
     Args:
         asked: the options, and the reductions without the fields that may change.
-        flat: the names and structures of the arguments.
+        names: the names of the parameters of a module.
+        structures: the structures of params, batch and out.
         guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
         rows: for each leaf of the batch, the function that takes the first sample's row.
         unpack: whether the batch is passed as positional arguments.
@@ -135,7 +136,6 @@ class EarlierCall:
             and self.asked == _compared(asked)
             and self.guards.check(*flat.tensors)
             and not any(map(is_hooked, flat.params))
-            and all(self.size > r.needs_more_than for r in asked.wanted if r.divides_by_weight)
         )
 
     def inputs(self, asked: Asked, flat: Flat, entry: Entry) -> list[Tensor] | None:
@@ -145,7 +145,11 @@ class EarlierCall:
             asked: the arguments of a call that matches this one.
             flat: the same, flattened.
             entry: the captures of its loss.
+
+        Raises:
+            ArgumentError: if an average needs more samples.
         """
+        check_averages(asked.wanted, None, self.size)
         live, structure = live_tensors(asked.wanted, flat.params[0].device)
         if (list(map(Format.of, live)), structure) != self.live:
             return None
@@ -199,12 +203,13 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     if fn.capture is None or any(task.functions) or not kept <= set(fn.inputs):
         return
     live, structure = live_tensors(asked.wanted, flat.params[0].device)
+    pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
         (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
         flat.names,
         flat.structures,
         TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
-        [_taker(x, split, call.loss.keep_batch_dim) for x, split in zip(flat.batch, call.leaves_batched, strict=False)],
+        [row_taker(x, call.loss.keep_batch_dim) if split else Tensor.detach for x, split in pairs],
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
         fn.capture,
@@ -215,16 +220,6 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         program,
     )
     entry.calls = [earlier, *entry.calls][:_MOST]
-
-
-def _taker(x: Tensor, split: bool, keep_batch_dim: bool) -> Callable[[Tensor], Tensor]:
-    """Return the function that takes the first sample's row of a leaf, as ``captured_call`` does."""
-    if not split:
-        return Tensor.detach
-    if keep_batch_dim:
-        return lambda x: x[0].unsqueeze(0)
-    first = operator.itemgetter(0)
-    return first if row(x[0]).__class__ is Tensor else lambda x: row(first(x))
 
 
 def _compared(asked: Asked) -> tuple[Any, ...]:

@@ -1,0 +1,16 @@
+"""Compiled programs without Inductor, which takes seconds: the traced graph runs as it is."""
+
+from __future__ import annotations
+
+from persample.engines.compiled import program
+
+
+def without_compiling(monkeypatch):
+    """Run the traced graphs, functional and decomposed, operation by operation."""
+    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph.forward(*tensors))
+
+
+def without_inductor(monkeypatch):
+    """Run the traced graphs as they are, which takes the least time."""
+    without_compiling(monkeypatch)
+    monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
