@@ -18,8 +18,8 @@ _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     """Compute ``F.linear``, and add a bias that all samples share in place."""
-    # To a vector that is not contiguous torch adds a bias of any dtype.
-    if input.ndim > 1 or input.is_contiguous():
+    # Where the input is no matrix and not contiguous, torch adds a bias of any dtype.
+    if input.ndim == 2 or input.is_contiguous():
         _check_dtype(bias, weight)
     if weight.ndim != 2 or not _fits(bias, weight):
         return F.linear(input, weight, bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,13 +68,52 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+# Under vmap(grad), the gradients of the weights lose their dependence on mean and variance in torch's kernels, so that
+# second derivatives are wrong (torch 2.13). Without weights the kernels are right.
+def _layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return _scaled(F.layer_norm(input, normalized_shape, eps=eps), weight, bias, ())
+
+
+def _scaled_after(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return batch or instance norm whose weights are multiplied by themselves, after it."""
+
+    def function(
+        input: Tensor,  # noqa: A002
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        normalized = norm(input, running_mean, running_var, None, None, *args, **kwargs)
+        return _scaled(normalized, weight, bias, (1,) * (input.ndim - 2))
+
+    return function
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[int, ...]) -> Tensor:
+    """Return a normalized tensor times weight plus bias, which get some more axes of 1 at their end."""
+    out = x if weight is None else x * weight.reshape(*weight.shape, *axes)
+    return (out if bias is None else out + bias.reshape(*bias.shape, *axes)).to(x.dtype)
+
+
 RULES: dict[Any, Callable[..., Any]] = {
-    F.layer_norm: functools.partial(_autocast, F.layer_norm),
-    F.batch_norm: functools.partial(_autocast, F.batch_norm),
-    F.instance_norm: functools.partial(_autocast, F.instance_norm),
+    F.layer_norm: functools.partial(_autocast, _layer_norm),
+    F.batch_norm: functools.partial(_autocast, _scaled_after(F.batch_norm)),
+    F.instance_norm: functools.partial(_autocast, _scaled_after(F.instance_norm)),
     F.group_norm: functools.partial(_autocast, _group_norm_of_copy),
     weight_norm: _weight_norm,
 }
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: functools.partial(_autocast, F.layer_norm),
+    F.batch_norm: functools.partial(_autocast, F.batch_norm),
+    F.instance_norm: functools.partial(_autocast, F.instance_norm),
     F.group_norm: functools.partial(_autocast, _group_norm_by_layer_norm),
 }

@@ -8,6 +8,7 @@ it computes the states, then W h + b for all steps at once, and in the backward 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from persample.vmap_rules.batched import is_batched
 from persample.vmap_rules.derivatives import reject_second_derivative
+from persample.vmap_rules.loops import looped, repeated
 from persample.vmap_rules.samples_as_rows import NotDifferentiated, SamplesAsRows
 
 # (gates of the input, gates of the state, *state) → state, elementwise; W multiplies the first tensor of the state.
@@ -40,7 +42,7 @@ def scan(cell: Cell, gates: Tensor, weight: Tensor, bias: Tensor | None, *initia
     """
     if is_batched(weight) or (bias is not None and is_batched(bias)):
         return unrolled(cell, gates, weight, bias, *initial)
-    states = NotDifferentiated.apply(unrolled, cell, gates, weight, bias, *initial)
+    states = NotDifferentiated.apply(partial(_states, looped), cell, gates, weight, bias, *initial)
     # The states that W multiplies are constants here: right for the first derivative, wrong for a second one.
     before = torch.cat([initial[0].detach(), states[0][:-1]])
     return _Scan.apply(cell, gates, F.linear(before, weight, bias), weight, *initial, *states)
@@ -59,11 +61,21 @@ def unrolled(cell: Cell, gates: Tensor, weight: Tensor, bias: Tensor | None, *in
     Returns:
         The states after each step, ``[T, N, H]`` each.
     """
-    state, states = tuple(x[0] for x in initial), []
-    for x in gates.unbind(0):
-        state = cell(x, F.linear(state[0], weight, bias), *state)
-        states.append(state)
-    return tuple(torch.stack(column) for column in zip(*states, strict=True))
+    return _states(repeated, cell, gates, weight, bias, *initial)
+
+
+def _states(
+    loop: Callable[..., tuple[Tensor, ...]],
+    cell: Cell,
+    gates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *initial: Tensor,
+) -> tuple[Tensor, ...]:
+    def step(state: Sequence[Tensor], row: Sequence[Tensor], *affine: Tensor) -> Sequence[Tensor]:
+        return cell(row[0], F.linear(state[0], *affine), *state)
+
+    return loop(step, [x[0] for x in initial], [gates], *([weight] if bias is None else [weight, bias]))
 
 
 class _Scan(SamplesAsRows):
@@ -93,10 +105,10 @@ def _gradients(cell: Cell, gates: Tensor, products: Tensor, weight: Tensor, *res
     by_gates, by_products, *by_state = _derivatives(cell, gates, products, *before)
     grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(states, grads, strict=True))
     weight = weight.to(gates.dtype)  # under autocast it has another
-    *of_states, first = _reverse_scan(by_products, by_state, grads, weight)
-    whole = [torch.stack(column[::-1]).unsqueeze(-2) for column in zip(*of_states, strict=True)]
+    whole, first = _reverse_scan(by_products, by_state, grads, weight)
+    whole = [x.unsqueeze(-2) for x in whole]
     by_input = _chain(by_gates, whole).flatten(-2)
-    return by_input, _chain(by_products, whole).flatten(-2), *(x[None] for x in first)
+    return by_input, _chain(by_products, whole).flatten(-2), *first
 
 
 def _derivatives(cell: Cell, *inputs: Tensor) -> list[Derivatives]:
@@ -114,22 +126,23 @@ def _derivatives(cell: Cell, *inputs: Tensor) -> list[Derivatives]:
 
 def _reverse_scan(
     by_products: Derivatives, by_state: Sequence[Derivatives], grads: Sequence[Tensor], weight: Tensor
-) -> list[tuple[Tensor, ...]]:
-    """Return the gradients of all states, the last one first: each includes those of the states after it."""
-    incoming = [F.pad(g, (0, 0, 0, 0, 1, 0)).unbind(0) for g in grads]  # zeros for the initial state
-    into_products, *into_state = (_by_step(column, len(grads[0])) for column in (by_products, *by_state))
-    totals = [tuple(g[-1] for g in incoming)]
-    for t in reversed(range(len(grads[0]))):
-        later = totals[-1]
-        signal = _chain(into_products[t], [x.unsqueeze(-2) for x in later]).flatten(-2)
-        first, *others = (_chain(column[t], later, g[t]) for column, g in zip(into_state, incoming, strict=True))
-        totals.append((torch.addmm(first, signal, weight), *others))
-    return totals
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of all states, each with those of the states after it; and those of the initial state."""
+    columns = [by_products, *by_state]
+    earlier = [F.pad(g[:-1], (0, 0, 0, 0, 1, 0)) for g in grads]  # zeros for the initial state
+    sequences = [x for column in columns for x in column.values()]
 
+    def step(later: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor) -> Sequence[Tensor]:
+        parts = iter(row)
+        into_products, *into_state = ({j: next(parts) for j in column} for column in columns)
+        signal = _chain(into_products, [x.unsqueeze(-2) for x in later]).flatten(-2)
+        first, *others = (_chain(column, later, g) for column, g in zip(into_state, parts, strict=True))
+        return torch.addmm(first, signal, weight), *others
 
-def _by_step(column: Derivatives, steps: int) -> list[Derivatives]:
-    rows = {j: x.unbind(0) for j, x in column.items()}
-    return [{j: x[t] for j, x in rows.items()} for t in range(steps)]
+    last = [g[-1] for g in grads]
+    before = looped(step, last, [*sequences, *earlier], weight, reverse=True)
+    whole = [torch.cat([x[1:], g[-1:]]) for x, g in zip(before, grads, strict=True)]
+    return whole, [x[:1] for x in before]
 
 
 def _chain(column: Derivatives, signals: Sequence[Tensor], total: Any = None) -> Tensor:
