@@ -240,6 +240,7 @@ aten_attention_cpu = private("torch:ops.aten._scaled_dot_product_flash_attention
 aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 aten_efficientzerotensor = private("torch:ops.aten._efficientzerotensor.default")  # zeros without memory
 aten_local_scalar_dense = private("torch:ops.aten._local_scalar_dense.default")  # what .item() calls
+aten_cholesky_solve = private("torch:ops.aten._cholesky_solve_helper.default")  # for any size
 aten_to_copy = private("torch:ops.aten._to_copy.default")
 aten_reshape_alias = private("torch:ops.aten._reshape_alias.default")
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
@@ -261,6 +262,7 @@ TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtype
 # Functions in the graphs of Dynamo that open and close the levels of inner transforms, and those that take a level.
 OPENS_LEVEL = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
 CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting"})
+scan = private("torch.ops:higher_order.scan")  # a loop in the graphs of make_fx, which Inductor compiles as a loop
 GET_DATA = "_get_data_attr"  # what reads ``.data`` in the graphs of Dynamo
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
@@ -313,8 +315,7 @@ def recompile_reason() -> str:
     return attribute(metrics, "_metrics")(metrics).get("recompile_reason") or ""
 
 
-addcmul = private("torch._refs:addcmul")  # operations in Python, which take symbolic sizes
-constant_pad_nd = private("torch._refs:constant_pad_nd")
+enable_python_dispatcher = private("torch._dispatch.python:enable_python_dispatcher")  # as make_fx does for symbols
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -336,15 +337,38 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
         A function from a list of tensors, which it empties, to the outputs.
     """
     config, guards = private("torch._inductor.config"), private("torch._guards")
-    layout = config.layout_optimization and prefers_channels_last
+    settings = {
+        "layout_optimization": config.layout_optimization and prefers_channels_last,
+        # The key of Inductor's cache on disk has the bodies of loops, so programs with loops can be cached.
+        "unsafe_marked_cacheable_functions": {f"{scan.__module__}.{scan.__name__}": "its body is in the key"},
+    }
     tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
     with (
         private("torch._inductor.virtualized:V").set_fake_mode(mode),
         tracing,
-        config.patch(layout_optimization=layout),
+        config.patch(settings),
     ):
         private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         return private("torch._inductor.compile_fx:compile_fx_inner")(graph, list(inputs), is_inference=True)
+
+
+def functionalize(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function without in-place writes, but for one into each written input at the end.
+
+    ``torch.func.functionalize`` does the same, but turns the views in loops into copies.
+    """
+
+    def with_inputs(*inputs: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        return function(*inputs), inputs
+
+    def pure(*inputs: torch.Tensor) -> Any:
+        results, after = private("torch._subclasses.functional_tensor:dispatch_functionalize")(with_inputs)(*inputs)
+        for x, written in zip(inputs, after, strict=True):
+            if written is not x:
+                x.copy_(written)
+        return results
+
+    return pure
 
 
 def lacks_cpp_compiler(error: BaseException) -> bool:

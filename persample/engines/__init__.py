@@ -1,11 +1,30 @@
 """How the gradients of a chunk are computed: one function ``(call, required_ops) -> Gradients`` each."""
 
-from persample.engines.compiled import Asked, Compilation, clear_cache, compilations_of, compiled, repeated
+from persample.engines.compiled import (
+    Asked,
+    Compilation,
+    clear_cache,
+    compilations_of,
+    compiled,
+    lift_compiled,
+    repeated,
+)
 from persample.engines.empty import empty
 from persample.engines.loop import loop
 from persample.engines.vmap import eager
 from persample.pipeline import Engine
 
-ENGINES: dict[str, Engine] = {"eager": eager, "loop": loop, "empty": empty}
+# "auto" begins as "eager"; ``fallback.py`` goes on.
+ENGINES: dict[str, Engine] = {"eager": eager, "auto": eager, "loop": loop}
 
-__all__ = ["ENGINES", "Asked", "Compilation", "clear_cache", "compilations_of", "compiled", "repeated"]
+__all__ = [
+    "ENGINES",
+    "Asked",
+    "Compilation",
+    "clear_cache",
+    "compilations_of",
+    "compiled",
+    "empty",
+    "lift_compiled",
+    "repeated",
+]

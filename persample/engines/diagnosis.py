@@ -14,7 +14,7 @@ from persample._torch import NormBase, version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.utils import trees
-from persample.utils.origin import OURS, handled_error, is_users
+from persample.utils.origin import OURS, handled_error, is_raised, is_users
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
@@ -79,7 +79,7 @@ _VMAP_CAUSES = [
 ]
 _CAUSES = [
     (
-        r"same dtype|expected scalar type|Found dtype|expected m1 and m2",
+        r"same dtype|Input type .* and weight type|expected scalar type|Found dtype|expected m1 and m2",
         "mixes dtypes in one operation ({dtypes})",
         "Convert the batch or the params so that they agree, for example x.to(torch.float32).",
     ),
@@ -91,6 +91,14 @@ _CAUSES = [
 ]
 
 
+# torch's messages about tensors of too few axes, and about the sizes that follow from them.
+_SHAPES = (
+    r"shapes cannot be multiplied|must match the size|is invalid for input of size|Dimension out of range"
+    r"|[Ee]xpected \d+D|[Ee]xpected .*(input|target|channels|batch)|Given (groups|normalized_shape|input size)"
+    r"|number of (dimensions|channels)|inconsistent tensor size|size mismatch"
+)
+
+
 @contextmanager
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
     """Explain torch's errors inside the loss: which line, what it did, what to do instead.
@@ -100,32 +108,48 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
         batched: whether the loss runs under vmap.
 
     Raises:
-        LossError: instead of an error whose cause is known. Any other error passes unchanged.
+        LossError: instead of an error whose cause is known. Any other error passes; that of a shape says that the loss
+            sees one sample.
     """
     handled = handled_error()
     try:
         yield
     except LossError:
         raise
-    except RuntimeError as error:
-        if is_users(error, handled):
-            raise
-        text = str(error)
-        module = _norm_module(error.__traceback__)
-        if module and "in-place" in text:
-            text = "num_batches_tracked"
-        for pattern, happened, fix in (_VMAP_CAUSES if batched else []) + _CAUSES:
-            if re.search(pattern, text):
-                facts = {
-                    "module": module,
-                    "dtypes": _formats(call, "dtype"),
-                    "devices": _formats(call, "device"),
-                }
-                where = _user_line(error.__traceback__)
-                raise LossError(
-                    f"{call.loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
-                ) from error
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, RuntimeError) and not is_users(error, handled):
+            _explain(call, error, batched=batched)
+        if re.search(_SHAPES, str(error)) and not is_raised(error):
+            error.args = (f"{error}{_one_sample(call)}",)
         raise
+
+
+def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
+    """Raise a ``LossError`` that explains an error of torch's, if its cause is known."""
+    text = str(error)
+    module = _norm_module(error.__traceback__)
+    if module and "in-place" in text:
+        text = "num_batches_tracked"
+    for pattern, happened, fix in (_VMAP_CAUSES if batched else []) + _CAUSES:
+        if re.search(pattern, text):
+            facts = {"module": module, "dtypes": _formats(call, "dtype"), "devices": _formats(call, "device")}
+            where = _user_line(error.__traceback__)
+            raise LossError(
+                f"{call.loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
+            ) from error
+
+
+def _one_sample(call: Call) -> str:
+    """Return that the loss sees one sample, and how to give it a batch axis."""
+    loss = call.loss
+    rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
+    name, shape = next(((name, list(x.shape[1:])) for name, x, split in rows if split), ("", []))
+    if not name or loss.keep_batch_dim or loss.called != "loss_fn":  # an encoder may take many samples
+        return ""
+    return (
+        f"\nloss_fn sees one sample, without the batch axis: {name} of shape {shape}. If the model needs that axis, "
+        f"pass keep_batch_dim=True: then {name} has the shape {[1, *shape]}."
+    )
 
 
 @contextmanager
@@ -153,9 +177,13 @@ def unwritten(call: Call) -> Iterator[None]:
 
 def _named(call: Call) -> list[tuple[str, Tensor]]:
     """Return the names and the tensors of the arguments of a loss."""
-    batch = trees.paths(trees.unflatten(list(call.leaves), call.loss.batch), call.loss.given)
-    named = [*zip(call.loss.spec.paths, call.params, strict=True), *zip(batch, call.leaves, strict=True)]
+    named = [*zip(call.loss.spec.paths, call.params, strict=True), *zip(_names(call), call.leaves, strict=True)]
     return [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
+
+
+def _names(call: Call) -> list[str]:
+    """Return the names of the leaves of the batch."""
+    return trees.paths(trees.unflatten(list(call.leaves), call.loss.batch), call.loss.given)
 
 
 def _user_line(tb: TracebackType | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import FakeTensorMode
+from persample._torch import FakeTensorMode, transforms
 from persample.errors import LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
@@ -25,7 +25,7 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
     """
     value, (aux, has_aux) = of_fake_sample(call.loss, call)
     return Gradients.dense(
-        trees.tree_map(no_rows, _one(call.params, call.params_batched)),
+        [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
         spec=call.loss.spec,
         losses=no_rows(value),
         aux=trees.tree_map(no_rows, aux),
@@ -44,7 +44,9 @@ def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], c
     Returns:
         The result of the function. Its tensors may be fake: only shapes, dtypes and devices are meaningful.
     """
-    params = [param.requires_grad_() for param in _one(call.params, call.params_batched)]
+    params = _one(call.params, call.params_batched)
+    if not transforms():  # under which torch refuses to make leaves
+        params = [param.requires_grad_() for param in params]
     with torch.enable_grad():  # for losses that differentiate something themselves
         return _fake_call(function, params, _one(call.leaves, call.leaves_batched))
 

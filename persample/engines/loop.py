@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from persample import naive
 from persample.engines.diagnosis import diagnosed
@@ -28,11 +29,16 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001
         LossError: if the loss draws random numbers under "error".
     """
     losses, returned, grads = zip(*_rows(call), strict=True)
+    stacked = _stacked_losses(losses)
     columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
+    lead = stacked.shape[1:]  # [K] of K outputs
     return Gradients.dense(
-        [torch.stack([x.new_zeros(shape) if g is None else g for g in column]) for x, shape, column in columns],
+        [
+            torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
+            for x, shape, column in columns
+        ],
         spec=call.loss.spec,
-        losses=torch.stack(losses),
+        losses=stacked,
         aux=_stacked([aux for aux, _ in returned]),
         has_aux=returned[0][1],
         weights=call.weights,
@@ -44,10 +50,21 @@ def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
     loss, start = call.loss, rng.snapshot()
     for i in rng.replayed(range(call.size), call.randomness):
         with diagnosed(call, batched=False):
-            row = naive.value_and_grad(loss, *call.at(i), like=loss.params.tensors)
+            params, leaves = call.at(i)
+            row = naive.value_and_grad(loss, params, leaves, like=loss.params.tensors, create_graph=call.differentiated)
         if call.randomness == "error" and rng.moved_since(start):
             raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row
+
+
+def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
+    sizes = sorted({len(loss) for loss in losses if loss.ndim})
+    if len(sizes) > 1:
+        raise LossError(
+            f"loss_fn: expected as many outputs from every sample (outputs='rows'), received {sizes}. Return vectors "
+            "of one length, padded with zeros."
+        )
+    return torch.stack(list(losses))
 
 
 def _stacked(aux: list[Any]) -> Any:

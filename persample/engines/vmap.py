@@ -35,7 +35,7 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    if layers.suits(call):
+    if not call.differentiated and layers.suits(call):
         try:
             return layers.gradients(call, required_ops)
         except layers.NotLayersError:
@@ -54,42 +54,62 @@ def by_vmap(call: Call, required_ops: frozenset[str]) -> Gradients:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
     # Placeholders cannot pass through the caller's transforms; and "materialize" needs the gradients written out.
-    in_full = bool(transforms()) or "materialize" in required_ops
-    mode = nullcontext() if in_full else Deferral(required_ops, call.params)
+    in_full = call.differentiated or bool(transforms()) or "materialize" in required_ops
+    plan = call.plan(required_ops)
+    mode = nullcontext() if in_full else Deferral(plan, call.params)
     grads, losses, aux, has_aux = batched_gradients(call, mode)
     with full_precision(losses.device):
-        factors = tuple(factor_of(grad, required_ops) for grad in grads)
-    return Gradients(factors, call.loss.spec, losses, aux, has_aux, call.weights)
+        factors = tuple(factor_of(grad, plan) for grad in grads)
+    facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
+    return Gradients.of(factors, **facts)
 
 
-def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) -> tuple[list[Tensor], Tensor, Any, bool]:
+def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Compute the gradients of all samples at once, written out: without layers, and nothing deferred.
+
+    Args:
+        call: the chunk, not empty.
+        required_ops: ignored.
+
+    Raises:
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
+    """
+    return by_vmap(call, frozenset({"materialize"}))
+
+
+def batched_gradients(
+    call: Call, backward_mode: AbstractContextManager[Any], rules: AbstractContextManager[Any] | None = None
+) -> tuple[list[Tensor], Tensor, Any, bool]:
     """Differentiate the loss of all samples at once.
 
     Args:
         call: the chunk, not empty.
         backward_mode: the context that the backward pass runs in.
+        rules: the context that the loss runs in; None for ``VmapRules``.
 
     Returns:
-        The gradients ``[B, *shape]`` of each parameter, the losses, aux, and whether the loss returned aux.
+        The gradients of each parameter, ``[B, *shape]`` (``[B, K, *shape]`` of K outputs), the losses, aux, and whether
+        the loss returned aux.
 
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    has_aux = False
-    rules = VmapRules()
+    has_aux = one_by_one = False
+    forward_mode = VmapRules() if rules is None else rules
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
-        nonlocal has_aux
-        with rules:
+        nonlocal has_aux, one_by_one
+        with forward_mode:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
+        one_by_one = value.ndim > 0 and _uses_factorizations(value)
         return value, aux
 
     def one(params: list[Tensor], leaves: list[Any]) -> tuple[list[Tensor], Tensor, Any]:
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
-        with backward_mode, torch.no_grad():  # record no graph: the backward pass is never differentiated
-            (grads,) = backward(torch.ones_like(value), retain_graph=False)
+        with backward_mode, nullcontext() if call.differentiated else torch.no_grad():
+            grads = _pulled_back(backward, value, one_by_one=one_by_one)
         return grads, value, aux[0]
 
     start = rng.snapshot() if call.randomness != "error" else None
@@ -99,9 +119,43 @@ def batched_gradients(call: Call, backward_mode: AbstractContextManager[Any]) ->
         except SecondDerivativeError:
             if start is not None:
                 rng.rewind(start)
-            rules = VmapRules(differentiated_by="any")
+            forward_mode = VmapRules(differentiated_by="any")
             grads, losses, aux = vmapped(one, call)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
+
+
+def _pulled_back(backward: Callable[..., Any], value: Tensor, *, one_by_one: bool) -> list[Tensor]:
+    """Return the gradients of a loss; of a vector those of each of its numbers, by one backward pass if that is right.
+
+    Args:
+        backward: the function that ``vjp`` returned.
+        value: the loss.
+        one_by_one: whether each number of a vector takes a backward pass of its own.
+    """
+    if value.ndim == 0:
+        return backward(torch.ones_like(value), retain_graph=False)[0]
+    units = torch.eye(len(value), dtype=value.dtype, device=value.device)
+    if one_by_one:
+        rows = [backward(unit, retain_graph=True)[0] for unit in units]
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+    return vmap(lambda unit: backward(unit, retain_graph=False)[0])(units)
+
+
+def _uses_factorizations(value: Tensor) -> bool:
+    """Return whether a value depends on a solution or determinant, whose backward pass torch batches wrongly twice.
+
+    Under two levels of vmap without grad mode, torch 2.13 gives arbitrary numbers.
+    """
+    seen, stack = set[Any](), [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith(("Linalg", "LuSolve", "TriangularSolve")):
+            return True
+        seen.add(node)
+        stack.extend(parent for parent, _ in node.next_functions)
+    return False
 
 
 def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:

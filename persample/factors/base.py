@@ -64,9 +64,14 @@ class Factor(ABC):
         return sum(x.numel() for x in self.tensors)
 
     @property
-    def is_costly_to_square(self) -> bool:
-        """Whether norms and second moments cost more than those of gradients that are written out already."""
-        return False
+    def operands(self) -> int:
+        """The number of elements that products of this factor read, for all samples together."""
+        return self.stored
+
+    @property
+    def is_product(self) -> bool:
+        """Whether writing a gradient out takes matrix products."""
+        return True
 
     @property
     def norm_operands(self) -> tuple[Tensor, ...]:
@@ -77,20 +82,24 @@ class Factor(ABC):
         """Return B."""
         return self.tensors[0].shape[0]  # len of a tensor takes 2 µs
 
-    def rows(self: F, index: slice) -> F:
+    def rows(self: F, index: slice | Tensor) -> F:
         """Return the factor of some of the samples."""
-        return _with_tensors(self, [x[index] for x in self.tensors])
+        return with_tensors(self, [x[index] for x in self.tensors])
+
+    def to(self: F, device: torch.device) -> F:
+        """Return the factor on a device."""
+        return with_tensors(self, [x.to(device) for x in self.tensors])
 
     def zero_rows(self: F, rows: Tensor) -> F:
         """Return the factor whose gradients are exactly zero where the bool mask ``rows [B]`` holds, NaN or not."""
         masks = ((x, contractions.per_sample(rows, x)) for x in self.tensors)
-        return _with_tensors(self, [x.masked_fill(mask, 0) if x.is_floating_point() else x for x, mask in masks])
+        return with_tensors(self, [x.masked_fill(mask, 0) if x.is_floating_point() else x for x, mask in masks])
 
     def scale_rows(self, scale: Tensor) -> Factor:
         """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, in float32 at least."""
         first, *others = self.tensors
         scaled = first.double() * contractions.per_sample(scale, first)
-        return _with_tensors(self, [scaled.to(dtypes.accumulate_dtype(self.dtype)), *others])
+        return with_tensors(self, [scaled.to(dtypes.accumulate_dtype(self.dtype)), *others])
 
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to ``out [B, *shape]``."""
@@ -108,16 +117,16 @@ class Factor(ABC):
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``, accumulated in ``dtype``."""
         return _total(contractions.second_moment(x, _at(weights, index), dtype, center) for index, x in self._blocks())
 
-    def gram(self, other: Factor | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in float32 at least; the gradients' own Gram matrix without ``other``.
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in ``dtype``, or else float32 at least; without ``other`` the own Gram matrix.
 
         By default the gradients of ``other`` are written out whole, and those of this factor in blocks.
         """
         if other is None:
             values = self.materialize()
-            return contractions.gram(values, values)
+            return contractions.gram(values, values, dtype)
         others = other.materialize()
-        return _concatenated(contractions.gram(block, others) for _, block in self._blocks())
+        return _concatenated(contractions.gram(block, others, dtype) for _, block in self._blocks())
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``, for ``directions [K, *shape]``, in float32 at least."""
@@ -128,13 +137,30 @@ class Factor(ABC):
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``, gᵢ seen as ``[o, rest]``, for ``[K, o]`` and ``[K, rest]``."""
         return _concatenated(contractions.project(block, left, right) for _, block in self._blocks())
 
+    def outputs(self) -> Sequence[Factor]:
+        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]`` of these."""
+        from persample.factors.dense import Dense
+
+        return [Dense(values) for values in self.materialize().unbind(1)]
+
+    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> Factor:
+        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``, in ``dtype``."""
+        from persample.factors.dense import Dense
+
+        return Dense(contractions.scaled_along(self.materialize(), 1, scale, dtype))
+
+    def squared_norms_of_outputs(self) -> Tensor:
+        """Return ‖gₖ‖² for gradients ``[K, *shape]``, ``[B, K]`` float64."""
+        blocks = (norms.squared_norms(block.flatten(0, 1)) for _, block in self._blocks())
+        return _concatenated(blocks).view(len(self), self.shape[0])
+
     @classmethod
     def concatenate(cls: type[F], factors: Sequence[F]) -> Factor | None:
         """Return the factor of the samples of all, or None where they do not fit together."""
         if len({row_format(factor) for factor in factors}) > 1:
             return None
         operands = zip(*(factor.tensors for factor in factors), strict=True)
-        return _with_tensors(factors[0], [torch.cat(rows) for rows in operands])
+        return with_tensors(factors[0], [torch.cat(rows) for rows in operands])
 
     def add(self, other: Factor) -> Factor | None:  # noqa: ARG002
         """Return the factor of gᵢ + hᵢ, or None where one of this kind does not hold it."""
@@ -156,7 +182,8 @@ def tensor_fields(x: Any) -> dict[str, Tensor]:
     return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
 
 
-def _with_tensors(factor: F, tensors: Iterable[Tensor]) -> F:
+def with_tensors(factor: F, tensors: Iterable[Tensor]) -> F:
+    """Return a factor with other tensors in the fields that are tensors."""
     return replace(factor, **dict(zip(tensor_fields(factor), tensors, strict=True)))
 
 

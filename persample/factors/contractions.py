@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from persample.utils import dtypes
+from persample.factors import cost_model
+from persample.utils import dtypes, tracing
 
 # For so few columns MKL takes up to 5 times as long as for as many rows (measured, torch 2.13, AMD EPYC).
 _FEW_COLUMNS = 8
@@ -28,17 +32,37 @@ def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> 
 
 def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None) -> Tensor:
     """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``, accumulated in ``dtype``."""
+    given = [x for x in (values, weights, center) if x is not None]
+    if any(map(tracing.is_recorded, given)):
+        deviations = values.to(dtype) if center is None else values.to(dtype) - center
+        return weighted_sum(deviations * deviations, weights, dtype)
     deviations = values.to(dtype, copy=True)  # the one temporary of this size
     if center is not None:
         deviations.sub_(center)
     return weighted_sum(deviations.mul_(deviations), weights, dtype)
 
 
-def gram(values: Tensor, others: Tensor) -> Tensor:
-    """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in float32 at least."""
-    dtype = dtypes.accumulate_dtype(torch.promote_types(values.dtype, others.dtype))
-    rows = _as_rows(values, dtype)
-    return rows @ (rows if others is values else _as_rows(others, dtype)).T
+def gram(values: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in ``dtype``, by default float32 at least; converted a few columns at a time."""
+    dtype = gram_dtype(values.dtype, others.dtype) if dtype is None else dtype
+    rows = values.reshape(values.shape[0], values.shape[1:].numel())
+    others = rows if others is values else others.reshape(others.shape[0], rows.shape[1])
+    if rows.dtype == others.dtype == dtype:
+        return rows @ others.T
+    width = rows.shape[1]
+    step = cost_model.rows_per_block(width, max(len(rows), len(others)))
+
+    def products() -> Iterator[Tensor]:
+        for start in range(0, max(width, 1), step):
+            block = rows[:, start : start + step].to(dtype)
+            yield block @ (block if others is rows else others[:, start : start + step].to(dtype)).T
+
+    return functools.reduce(Tensor.add_, products())
+
+
+def gram_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype in which inner products of gradients of two dtypes are taken by default."""
+    return dtypes.accumulate_dtype(torch.promote_types(one, other))
 
 
 def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -51,6 +75,13 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def per_sample(x: Tensor, like: Tensor) -> Tensor:
     """Return a view of ``x [B]`` that broadcasts along the other axes of ``like [B, ...]``."""
     return x.view(-1, *[1] * (like.ndim - 1))
+
+
+def scaled_along(x: Tensor, axis: int, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x times ``scale [B, K]``, in a dtype, where an axis of x merges K with what comes after it."""
+    split = x.to(dtype).unflatten(axis, (scale.shape[1], -1))
+    shape = (len(scale), *[1] * (axis - 1), scale.shape[1], *[1] * (split.ndim - axis - 1))
+    return (split * scale.to(dtype).view(shape)).flatten(axis, axis + 1)
 
 
 def _as_rows(values: Tensor, dtype: torch.dtype) -> Tensor:

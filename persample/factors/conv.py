@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample.factors import cost_model
+from persample.factors import contractions, cost_model
 from persample.factors.base import Factor, row_format
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
@@ -23,12 +25,13 @@ _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 class Conv(Factor):
     """Per-sample gradients of a kernel ``[O, C/groups, *k]``, for N images in each sample.
 
-    A transposed convolution is the same with signals and inputs exchanged.
+    A transposed convolution is the same with signals and inputs exchanged. The first axis may be several, with as many
+    channels: the gradients ``[K, O, C, *k]`` of K outputs have K·O.
 
     Args:
         signals: back-propagated signals, ``[B, N, O, *out]``.
         inputs: ``[B, N, C, *in]``.
-        kernel_shape: ``[O, C/groups, *k]``.
+        kernel_shape: ``[O, C/groups, *k]``, or ``[K, O, C, *k]``.
         stride: one number per spatial axis.
         padding: zeros on both sides, one number per spatial axis.
         dilation: one number per spatial axis.
@@ -59,9 +62,16 @@ class Conv(Factor):
         return self.signals.shape[1] * prod(self.signals.shape[3:])
 
     @property
-    def is_costly_to_square(self) -> bool:
-        """Whether inner products of patches cost more than the gradients written out."""
-        return not cost_model.gram_is_cheaper(self.num_terms, self.shape[0] // self.groups, prod(self.shape[1:]))
+    def operands(self) -> int:
+        """The number of elements in the signals and patches of all samples."""
+        channels, *kernel = self._kernel
+        return len(self) * self.num_terms * (channels + self.groups * prod(kernel))
+
+    @property
+    def _kernel(self) -> tuple[int, ...]:
+        """The shape of the kernel with one axis of channels."""
+        axis = len(self.shape) - len(self.stride) - 1
+        return (prod(self.shape[:axis]), *self.shape[axis:])
 
     def patches(self) -> Outer:
         """Return the same gradients as outer products of signals and patches of the images."""
@@ -69,26 +79,23 @@ class Conv(Factor):
         sides = [side for axis in reversed(axes) for side in [self.padding[axis]] * 2]
         patches = pad(self.inputs, sides)
         for axis in axes:
-            size, dilation = self.shape[2 + axis], self.dilation[axis]
+            size, dilation = self._kernel[2 + axis], self.dilation[axis]
             patches = patches.unfold(3 + axis, (size - 1) * dilation + 1, self.stride[axis])[..., ::dilation]
         # [B, N, C, *out, *k] and [B, N, O, *out] become [B, G, N·out, …]
-        kernel = prod(self.shape[1:])
+        channels, kernel = self.shape[: -len(axes) - 1], prod(self._kernel[1:])
         split = patches.flatten(3, 2 + len(axes)).flatten(4).unflatten(2, (self.groups, -1))
         right = split.permute(0, 2, 1, 4, 3, 5).reshape(len(self), self.groups, self.num_terms, kernel)
         signals = self.signals.flatten(3).unflatten(2, (self.groups, -1))
         left = signals.permute(0, 2, 1, 4, 3).reshape(len(self), self.groups, self.num_terms, -1)
         groups = (self.groups,) if self.groups > 1 else ()
-        order = tuple(range(len(groups) + 2))
-        layout = Layout(groups, (self.shape[0] // self.groups,), (kernel,), order, self.shape)
+        rows = (channels[0] // self.groups,) if groups else channels
+        layout = Layout(groups, rows, (kernel,), tuple(range(len(groups) + len(rows) + 1)), self.shape)
         return Outer(left, right, layout, self.dtype)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``, by one convolution with B times as many groups."""
-        if cost_model.is_for_any_size():  # a program for any B cannot have B times as many groups
-            return self.patches().materialize(out)
-        signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (self.signals, self.inputs))
-        shape = (len(self) * self.shape[0], *self.shape[1:])
-        grads = self._correlated(signals, images, shape, len(self) * self.groups).view(len(self), *self.shape)
+        """Return the gradients, ``[B, *shape]``."""
+        each = kernel_grads() if cost_model.is_for_any_size() else _kernel_grads
+        grads = each(self.signals, self.inputs, self._kernel, *self._geometry).view(len(self), *self.shape)
         return grads if out is None else out.copy_(grads)
 
     def scale_rows(self, scale: Tensor) -> Outer:
@@ -97,23 +104,26 @@ class Conv(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        return super().squared_norms() if self.is_costly_to_square else self.patches().squared_norms()
+        return self.patches().squared_norms() if self._squares_by_inner_products else super().squared_norms()
+
+    @property
+    def _squares_by_inner_products(self) -> bool:
+        size = cost_model.Size(self.num_terms, len(self) * prod(self.shape), self.operands, self.device.type)
+        return cost_model.inner_products_are_faster(size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the convolution that computes the batch gradient, on scaled signals."""
         signals = self.signals if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
-        return self._correlated(signals, images, self.shape, self.groups)
+        return _kernel_grad(signals, images, self._kernel, self._geometry).view(self.shape)
 
-    def _correlated(self, signals: Tensor, images: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
-        """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
-        kernel = images.new_empty(shape)  # only its shape is read; an expanded tensor would be copied
-        settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), groups)
-        return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
+    @property
+    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+        return self.stride, self.padding, self.dilation, self.groups
 
-    def gram(self, other: Factor | None = None) -> Tensor:
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
-        return self.patches().gram(other.patches() if isinstance(other, Conv) else other)
+        return self.patches().gram(other.patches() if isinstance(other, Conv) else other, dtype)
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: the signals times the convolution of the images with each direction."""
@@ -121,7 +131,7 @@ class Conv(Factor):
         images, signals = self.inputs.flatten(0, 1).to(dtype), self.signals.to(dtype)
         settings = (None, self.stride, self.padding, self.dilation, self.groups)
         columns = []
-        for kernel in directions.to(dtype):
+        for kernel in directions.to(dtype).reshape(-1, *self._kernel):
             outputs = _convolve[len(self.stride)](images, kernel, *settings).view(signals.shape)
             columns.append((signals * outputs).flatten(1).sum(1))
         return torch.stack(columns, 1)
@@ -129,6 +139,21 @@ class Conv(Factor):
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
         return self.patches().project(left, right)
+
+    def outputs(self) -> Sequence[Factor]:
+        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]``; they share images."""
+        signals = self.signals.unflatten(2, (self.shape[0], -1)).unbind(2)
+        return [replace(self, signals=x, kernel_shape=self.shape[1:]) for x in signals]
+
+    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> Conv:
+        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``: the signals are scaled."""
+        signals = contractions.scaled_along(self.signals, 2, scale, dtype)
+        return replace(self, signals=signals, inputs=self.inputs.to(dtype))
+
+    def squared_norms_of_outputs(self) -> Tensor:
+        """Return ‖gₖ‖² for gradients ``[K, *shape]``, ``[B, K]`` float64."""
+        inner = self._squares_by_inner_products
+        return self.patches().squared_norms_of_outputs() if inner else super().squared_norms_of_outputs()
 
     @classmethod
     def concatenate(cls, factors: Sequence[Conv]) -> Factor | None:
@@ -144,3 +169,36 @@ class Conv(Factor):
             return self.patches().add(other.patches())
         signals, inputs = (torch.cat(pair, 1) for pair in zip(self.tensors, other.tensors, strict=True))
         return replace(self, signals=signals, inputs=inputs)
+
+
+def _kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Any, ...]) -> Tensor:
+    """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
+    kernel = images.new_empty(shape)  # only its shape is read; an expanded tensor would be copied
+    *steps, groups = geometry
+    settings = (*steps, False, (0,) * len(steps[0]), groups)
+    return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
+
+
+def _kernel_grads(  # noqa: PLR0917 - as torch's
+    signals: Tensor,
+    images: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return the gradients ``[B, *shape]`` of each sample, by one convolution with B times as many groups."""
+    size = len(signals)
+    signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (signals, images))
+    geometry = stride, padding, dilation, size * groups
+    grads = _kernel_grad(signals, images, (size * shape[0], *shape[1:]), geometry)
+    return grads.view(size, *shape)
+
+
+@functools.cache
+def kernel_grads() -> Any:
+    """Return the same as an operation that programs for any B call: Inductor fixes the number of groups of its own."""
+    own = torch.library.custom_op("persample::kernel_grads", _kernel_grads, mutates_args=())
+    own.register_fake(lambda signals, images, shape, *_: images.new_empty((signals.shape[0], *shape)))
+    return own

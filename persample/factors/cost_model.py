@@ -1,58 +1,212 @@
-"""The cost model: whether gradients are stored as factors or written out, and how factors compute norms."""
+"""The cost model: the estimated time of each way to store and contract the gradients of one parameter.
+
+A gradient Σₜ lₜ rₜᵀ is kept as a factor, or written out. The time of either way is estimated from multiply-adds in
+products, from numbers read or written, and from the rates of the device. Written-out gradients take memory, which is
+bounded in units of what the factor takes: that is the layer's inputs and output gradients.
+
+    E = B·o·i      numbers in the written-out gradients of all samples (``written``)
+    S = B·T·(o+i)  numbers in the factor (``stored``)
+    T·E            multiply-adds of a product in a batch gradient
+    T·S            multiply-adds of inner products of all pairs of a sample's terms
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from persample.utils.tracing import current_trace
 
-# Gradients of more elements are stored as factors, also where these are a little larger.
-_LARGE = 2**24
 # Blocks of this many elements stay in cache, and are large enough for matrix products at full speed.
 BLOCK = 2**20
-_SMALL = 2 * BLOCK
+# A program for any number of samples writes out no more numbers at once.
+_AT_ONCE = 2**24
+# Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
+_KEPT = 2**23
 
 
-def reason_to_write_out(
-    required_ops: Iterable[str], num_terms: int, written: int, stored: int, *, costly_to_square: bool = False
-) -> str:
-    """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
+class Rates(NamedTuple):
+    """Seconds per elementary operation.
 
-    A factor needs one matrix product for a weighted sum, and with T = 1 only products of small tensors for anything.
-    Otherwise the smaller form is stored; small gradients that are squared beside another operation are written out.
+    Args:
+        product: of a multiply-add in a matrix product in float32.
+        product64: the same in float64.
+        number: to read or write a number.
+    """
+
+    product: float
+    product64: float
+    number: float
+
+
+# Only ratios matter. CPU: least squares over 156 sizes, one core of an Intel Xeon (Sapphire Rapids), torch 2.13.
+# Other devices: NVIDIA's data sheet of the H100 (67 and 34 TFLOPS, 3.35 TB/s), not measured.
+_CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2e-10), Rates(3e-14, 6e-14, 1.2e-12)
+
+
+class Work(NamedTuple):
+    """The work of one operation.
+
+    Args:
+        products: multiply-adds in units of T·E, in float32.
+        products64: the same in float64.
+        inner64: multiply-adds in float64, in units of T·S.
+        written: numbers read or written, in units of E.
+        stored: the same, in units of S.
+    """
+
+    products: float = 0
+    products64: float = 0
+    inner64: float = 0
+    written: float = 0
+    stored: float = 0
+
+
+# Fitted with the rates. Norms accumulate in float64; second moments, and sums beside them, are computed in it.
+_WRITING, _IN_FRESH_MEMORY = Work(products=1, written=1, stored=1), Work(written=4)
+_OF_FACTORS = {
+    "squared_norms": Work(products=1, written=2.5, stored=1),  # in blocks
+    "weighted_sum": Work(products=1, stored=2),
+    "second_moment": Work(products=1, written=8),
+    "sum in float64": Work(products64=1, written=4, stored=7),
+    "dot": Work(products=1, stored=1),
+    "gram": Work(products=1, written=3),
+    "project": Work(products=1, written=2),
+}
+_OF_WRITTEN = {
+    "squared_norms": Work(written=2),
+    "weighted_sum": Work(written=1),
+    "second_moment": Work(written=20),
+    "sum in float64": Work(written=10),
+    "dot": Work(written=1),
+    "gram": Work(written=3),
+    "project": Work(written=2),
+}
+_INNER_PRODUCTS = Work(inner64=1, stored=8)  # norms without blocks
+
+
+class Size(NamedTuple):
+    """The size of the gradients of one parameter.
+
+    Args:
+        num_terms: T.
+        written: E, the number of elements in the written-out gradients of all samples.
+        stored: the number of elements in the factor of all samples.
+        device: the type of the device.
+        operands: S, the number of elements that products read, where these are not the stored ones.
+    """
+
+    num_terms: int
+    written: float
+    stored: float
+    device: str = "cpu"
+    operands: float | None = None
+
+    def seconds(self, *works: Work) -> float:
+        """Return the estimated time of some work."""
+        rates = _CPU if self.device == "cpu" else _GPU
+        products, products64, inner64, written, stored = map(sum, zip(*works, strict=True))
+        terms, operands = self.num_terms, self.stored if self.operands is None else self.operands
+        return (
+            (products * rates.product + products64 * rates.product64) * terms * self.written
+            + inner64 * rates.product64 * terms * operands
+            + (written * self.written + stored * operands) * rates.number
+        )
+
+
+def inner_products_are_faster(size: Size) -> bool:
+    """Return whether norms from inner products of terms take less time than blocks of written-out gradients.
+
+    Args:
+        size: the size of the gradients.
+    """
+    return size.seconds(_INNER_PRODUCTS) < size.seconds(_OF_FACTORS["squared_norms"])
+
+
+class Estimate(NamedTuple):
+    """The estimated seconds of both ways.
+
+    Args:
+        contract: of the operations on the factor.
+        write_out: of writing the gradients out once, and of the operations on them.
+    """
+
+    contract: float
+    write_out: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the gradients of each parameter are stored for some operations.
 
     Args:
         required_ops: the operations of ``Factor`` that the reductions call.
-        num_terms: T.
-        written: the number of elements in the written-out gradients of all samples.
-        stored: the number of elements in the factor of all samples.
-        costly_to_square: see ``Factor.is_costly_to_square``.
+        allowance: written-out gradients may have this many times the elements of their factor.
 
     Examples:
-        >>> ops = {"squared_norms", "weighted_sum"}
-        >>> reason_to_write_out(ops, num_terms=200, written=64 * 64, stored=200 * (64 + 64))
+        >>> plan = Plan(frozenset({"squared_norms", "weighted_sum"}))
+        >>> size = Size(200, written=64 * 64, stored=200 * (64 + 64))
+        >>> plan.reason_to_write_out(size)
         'no larger than its factors'
+        >>> times = plan.estimate(size)
+        >>> round(times.contract / times.write_out, 1)
+        2.0
     """
-    ops = set(required_ops)
-    if "materialize" in ops:
-        return "a reduction asks for the gradients themselves"
-    if ops <= {"weighted_sum"} or num_terms == 1 or written > _LARGE:
-        return ""
-    if written <= stored:
-        return "no larger than its factors"
-    squared = costly_to_square and len(ops) > 1 and ops & {"squared_norms", "second_moment"}
-    return "small, and written out to be squared anyway" if squared and written <= _SMALL else ""
+
+    required_ops: frozenset[str]
+    allowance: float = 2.0
+
+    def estimate(self, size: Size) -> Estimate:
+        """Return the estimated time of the operations on a sum of products, and on the written-out gradients.
+
+        Args:
+            size: the size of the gradients.
+        """
+        ops = sorted(self.required_ops & _OF_FACTORS.keys())
+        if {"second_moment", "weighted_sum"} <= self.required_ops:
+            ops[ops.index("weighted_sum")] = "sum in float64"
+        works = [_OF_FACTORS[op] for op in ops]
+        if "squared_norms" in ops and inner_products_are_faster(size):
+            works[ops.index("squared_norms")] = _INNER_PRODUCTS
+        writing = [_WRITING] if size.written <= _KEPT else [_WRITING, _IN_FRESH_MEMORY]
+        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *(_OF_WRITTEN[op] for op in ops)))
+
+    def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
+        """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
+
+        With T = 1 all operations on a factor are products of small tensors. So are they for lookups in a table.
+
+        Args:
+            size: the size of the gradients.
+            is_product: whether they are sums of matrix products, and not of lookups.
+        """
+        if "materialize" in self.required_ops:
+            return "a reduction asks for the gradients themselves"
+        if self.required_ops <= {"weighted_sum"} or size.num_terms == 1 or size.written > self.allowance * size.stored:
+            return ""
+        if size.written <= size.stored:
+            return "no larger than its factors"
+        times = self.estimate(size)
+        return "one product instead of two" if is_product and times.write_out < times.contract else ""
 
 
-def gram_is_cheaper(num_terms: int, rows: int, columns: int) -> bool:
-    """Return whether T² inner products in float64 (twice the cost of float32) cost less than blocks in float32.
+_USUAL_BYTES = 2**28
+
+
+def allowance(memory: Any, needed: float) -> float:
+    """Return how many times the elements of their factor written-out gradients may have.
 
     Args:
-        num_terms: T.
-        rows: o.
-        columns: i.
+        memory: the bytes that written-out gradients may take; "low" for none beyond the factors; None for 256 MiB, or
+            else twice the factors.
+        needed: the bytes that the written-out gradients of all parameters take.
     """
-    return 2 * num_terms * num_terms * (rows + columns) < num_terms * rows * columns
+    if memory == "low":
+        return 1.0
+    if needed <= (_USUAL_BYTES if memory is None else memory):
+        return math.inf
+    return 2.0 if memory is None else 1.0
 
 
 def rows_per_block(count: int, each: int, num_blocks: int = 1) -> int:
@@ -78,4 +232,4 @@ def is_for_any_size() -> bool:
 
 def fits_at_once(written: float) -> bool:
     """Return whether so many elements may be written out at once."""
-    return written <= _LARGE
+    return written <= _AT_ONCE

@@ -49,6 +49,11 @@ class Embedding(Factor):
         """T, the number of rows looked up in one sample."""
         return self.index.shape[1]
 
+    @property
+    def is_product(self) -> bool:
+        """Whether writing a gradient out takes matrix products."""
+        return False
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         values = self.signals.new_zeros(len(self), *self.shape) if out is None else out.zero_()
@@ -102,18 +107,28 @@ class Embedding(Factor):
         deviation = (values - middle[row]).square() - middle[row].square()
         return (middle.square() * each.sum()).index_add_(0, row, deviation * scale).view(self.shape)
 
-    def gram(self, other: Factor | None = None) -> Tensor:
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g, a few columns at a time."""
         other = self if other is None else other
-        dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
-        used, position = self.index.unique(return_inverse=True)
+        dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
+        used, position = self._used_rows
         opposite = _looked_up(other, used)
         width = self.signals.shape[2]
         mine = Embedding(self.signals, position, (len(used), width))
         step = cost_model.rows_per_block(width, max(len(self), len(other)) * len(used), num_blocks=4)
         columns = [slice(start, start + step) for start in range(0, width, step)]
-        blocks = ((_columns(mine, part).to(dtype), _columns(opposite, part).to(dtype)) for part in columns)
-        return functools.reduce(torch.add, (contractions.gram(*pair) for pair in blocks))
+        blocks = ((_columns(mine, part), _columns(opposite, part)) for part in columns)
+        return functools.reduce(torch.add, (contractions.gram(*pair, dtype) for pair in blocks))
+
+    @property
+    def _used_rows(self) -> tuple[Tensor, Tensor]:
+        """Sorted rows of the table, among them all that were looked up, and the first place of each lookup in them."""
+        if self.index.device.type == "cpu":
+            return self.index.unique(return_inverse=True)
+        # Their number is a value. Without it, rows may be repeated, or not be looked up.
+        whole = torch.arange(self.shape[0], device=self.index.device)
+        used = whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
+        return used, torch.searchsorted(used, self.index.contiguous())
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""

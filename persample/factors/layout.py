@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
@@ -84,6 +84,26 @@ class Layout:
         order = self._sorted()
         moved = x if order == sorted(order) else x.permute(0, *(axis + 1 for axis in order), x.ndim - 1)
         return moved.reshape(len(x), self.block[0], size, x.shape[-1]).transpose(2, 3)
+
+    def without_first(self) -> tuple[int, Layout] | None:
+        """Return which axes the first one of the shape is merged with, and the layout of the other axes.
+
+        Returns:
+            0 for groups, 1 for rows, 2 for columns; and the layout. None if the first axis is part of another one.
+        """
+        if self.shape[0] == 1:  # any operand has an axis of size 1
+            return 1, replace(self, shape=self.shape[1:])
+        kinds = [self.groups, self.rows, self.columns]
+        starts = [0, len(self.groups), len(self.groups) + len(self.rows)]
+        if not self.order or self.order[0] not in starts:
+            return None
+        first = next(kind for kind, start in enumerate(starts) if self.order[0] == start and kinds[kind])
+        if kinds[first][0] != self.shape[0]:
+            return None
+        kinds[first] = kinds[first][1:]
+        order = tuple(place - (place > self.order[0]) for place in self.order[1:])
+        groups, rows, columns = kinds
+        return first, Layout(groups, rows, columns, order, self.shape[1:])
 
     def _sorted(self) -> list[int]:
         return sorted(range(len(self.order)), key=self.order.__getitem__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -92,11 +93,17 @@ class Outer(Factor):
         if self.num_terms == 1:
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
-        if not cost_model.gram_is_cheaper(self.num_terms, *self.layout.block[1:]):
+        if not self._squares_by_inner_products:
             return super().squared_norms()
         # The T² terms cancel: float32 would lose per cents.
         left, right = self.left.double(), self.right.double()
         return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)
+
+    @property
+    def _squares_by_inner_products(self) -> bool:
+        written, operands = len(self) * prod(self.shape), self.left.numel() + self.right.numel()
+        size = cost_model.Size(self.num_terms, written, operands, self.device.type)
+        return cost_model.inner_products_are_faster(size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
@@ -109,13 +116,16 @@ class Outer(Factor):
         if left.shape[1] == 1:  # mm is faster than bmm
             product = contractions.sum_of_products(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
-        return self.layout.restore((_folded(left).mT @ _folded(right))[None])[0]
+        return self.layout.restore((folded(left).mT @ folded(right))[None])[0]
 
-    def _balanced(self) -> Outer:
+    def balanced(self) -> Outer:
         """Return the same gradients with operands of like norms, where the squares of one operand might overflow."""
         dtype = dtypes.accumulate_dtype(self.dtype)
+        if dtype == torch.float64:
+            return self
         left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
-        if dtype == torch.float64 or not any(norms.has_extreme(x, 1e10) for x in (left, right)):
+        # A GPU balances faster than it answers.
+        if left.device.type == "cpu" and not any(norms.has_extreme(x, 1e10) for x in (left, right)):
             return self
         regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
         ratio = torch.where(regular, right / left, 1).sqrt().sqrt().view(-1, 1, 1, 1)
@@ -125,7 +135,7 @@ class Outer(Factor):
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
         if self.num_terms > 1 or (center is not None and dtype != torch.float64):
             return super().second_moment(weights, dtype, center)
-        balanced = self._balanced()
+        balanced = self.balanced()
         squares = replace(self, left=balanced.left.to(dtype).square(), right=balanced.right.to(dtype).square())
         moment = squares.weighted_sum(weights, dtype)
         if center is not None:  # float64 keeps 6 digits of this difference at mean/std = 1e5
@@ -133,23 +143,27 @@ class Outer(Factor):
             moment = moment - 2 * center * self.weighted_sum(weights, dtype) + center.square() * total
         return moment.clamp_min(0)
 
-    def gram(self, other: Factor | None = None) -> Tensor:
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         other = self if other is None else other
         if not isinstance(other, Outer) or other.layout != self.layout:
-            return super().gram(other)
-        dtype = dtypes.accumulate_dtype(torch.promote_types(self.dtype, other.dtype))
+            return super().gram(other, dtype)
+        dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
         if self.num_terms == other.num_terms == 1:
-            pairs = _pairs(self._balanced(), other._balanced())
-            left, right = (_folded(a.to(dtype)) @ _folded(b.to(dtype)).mT for a, b in pairs)
-            return (left * right).sum(0)
-        return functools.reduce(torch.add, (contractions.gram(a, b) for a, b in _written_out(self, other, dtype)))
+            # float64 holds the products of all float32 numbers.
+            pairs = _pairs(self, other) if dtype == torch.float64 else _pairs(self.balanced(), other.balanced())
+            left, right = (folded(a.to(dtype)) @ folded(b.to(dtype)).mT for a, b in pairs)
+            return left[0] * right[0] if len(left) == 1 else (left * right).sum(0)
+        blocks = _written_out(self, other, contractions.gram_dtype(self.dtype, other.dtype))
+        return functools.reduce(torch.add, (contractions.gram(a, b, dtype) for a, b in blocks))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: Σₜ lₜᵀ Dₖ rₜ."""
         dtype = dtypes.accumulate_dtype(self.dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
         matrices = self.layout.blocks(directions.to(dtype))
+        if self.layout.block[1] < self.layout.block[2]:  # the smaller side is multiplied elementwise
+            left, right, matrices = right, left, matrices.mT
         return torch.stack([((left @ matrix) * right).sum((1, 2, 3)) for matrix in matrices], 1)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
@@ -159,6 +173,42 @@ class Outer(Factor):
         dtype = dtypes.accumulate_dtype(self.dtype)
         signals, inputs = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
         return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(1)
+
+    def outputs(self) -> Sequence[Factor]:
+        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]``; they share inputs."""
+        found = self.layout.without_first()
+        if found is None:
+            return super().outputs()
+        (kind, layout), count = found, self.shape[0]
+        parts = [
+            [x] * count if axis is None else x.unflatten(axis, (count, -1)).unbind(axis)
+            for x, axis in zip((self.left, self.right), _AXES[kind], strict=True)
+        ]
+        return [replace(self, left=left, right=right, layout=layout) for left, right in zip(*parts, strict=True)]
+
+    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> Factor:
+        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``: one operand is scaled."""
+        found = self.layout.without_first()
+        if found is None:
+            return super().scale_outputs(scale, dtype)
+        left, right, (axis, other) = self.left.to(dtype), self.right.to(dtype), _AXES[found[0]]
+        if axis is not None:
+            left = contractions.scaled_along(left, axis, scale, dtype)
+        elif other is not None:
+            right = contractions.scaled_along(right, other, scale, dtype)
+        return replace(self, left=left, right=right, out_dtype=dtype)
+
+    def squared_norms_of_outputs(self) -> Tensor:
+        """Return ‖gₖ‖² for gradients ``[K, *shape]``, ``[B, K]`` float64."""
+        found = self.layout.without_first()
+        if found is None:
+            return super().squared_norms_of_outputs()
+        if found[0] == 1 and self.num_terms == self.left.shape[1] == 1:
+            left, right = norms.squared_norms_of_each([self.left.reshape(len(self) * self.shape[0], -1), self.right])
+            return left.view(len(self), self.shape[0]) * right[:, None]
+        if self.num_terms == 1 or self._squares_by_inner_products:
+            return torch.stack([factor.squared_norms() for factor in self.outputs()], 1)
+        return super().squared_norms_of_outputs()
 
     @classmethod
     def concatenate(cls, factors: Sequence[Outer]) -> Outer | None:
@@ -180,7 +230,11 @@ class Outer(Factor):
         return replace(self, left=left, right=right)
 
 
-def _folded(x: Tensor) -> Tensor:
+# The axes of the operands that an axis among the groups, rows or columns of a layout is merged in.
+_AXES = ((1, 1), (3, None), (None, 3))
+
+
+def folded(x: Tensor) -> Tensor:
     """Return ``[G, B·T, n]`` from ``[B, G, T, n]``: samples and terms become one axis."""
     return x.transpose(0, 1).flatten(1, 2)
 
@@ -195,5 +249,5 @@ def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple
     step = cost_model.rows_per_block(rows, max(len(one), len(other)) * groups * columns, num_blocks=4)
     for start in range(0, rows, step):
         index = slice(start, start + step)
-        first, second = (x.left[..., index].mT.to(dtype) @ x.right.to(dtype) for x in (one, other))
-        yield first, second
+        first = one.left[..., index].mT.to(dtype) @ one.right.to(dtype)
+        yield first, first if other is one else other.left[..., index].mT.to(dtype) @ other.right.to(dtype)

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 
-from persample.factors import cost_model
 from persample.factors.base import Factor
+from persample.factors.cost_model import Plan, Size
 from persample.factors.dense import Dense
 
 
-def choose_storage(factor: Factor, required_ops: Iterable[str]) -> Factor:
-    """Return the factor, or its gradients written out, whichever the cost model prefers.
+def choose_storage(factor: Factor, plan: Plan) -> Factor:
+    """Return the factor, or its gradients written out, as planned.
 
     Args:
         factor: the gradients of one parameter.
-        required_ops: the operations of ``Factor`` that the reductions call.
+        plan: what the cost model decides by.
     """
-    return Dense(factor.materialize()) if reason_to_write_out(factor, required_ops) else factor
+    return Dense(factor.materialize()) if reason_to_write_out(factor, plan) else factor
 
 
-def reason_to_write_out(factor: Factor, required_ops: Iterable[str]) -> str:
+def reason_to_write_out(factor: Factor, plan: Plan) -> str:
     """Return why the gradients of a factor are written out, or "" where the factor stays.
 
     Args:
         factor: the gradients of one parameter.
-        required_ops: the operations of ``Factor`` that the reductions call.
+        plan: what the cost model decides by.
     """
-    written, costly = len(factor) * prod(factor.shape), factor.is_costly_to_square
-    return cost_model.reason_to_write_out(
-        required_ops, factor.num_terms, written, factor.stored, costly_to_square=costly
-    )
+    return plan.reason_to_write_out(size_of(factor), is_product=factor.is_product)
+
+
+def size_of(factor: Factor) -> Size:
+    """Return the size of the gradients of a factor.
+
+    Args:
+        factor: the gradients of one parameter.
+    """
+    written, device = len(factor) * prod(factor.shape), factor.device.type
+    return Size(factor.num_terms, written, factor.stored, device, factor.operands)

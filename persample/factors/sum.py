@@ -52,7 +52,12 @@ class SumFactor(Factor):
         """T, over all parts."""
         return sum(part.num_terms for part in self.parts)
 
-    def rows(self, index: slice) -> SumFactor:
+    @property
+    def is_product(self) -> bool:
+        """Whether writing a gradient out takes matrix products."""
+        return any(part.is_product for part in self.parts)
+
+    def rows(self, index: slice | Tensor) -> SumFactor:
         """Return the factor of some of the samples."""
         return SumFactor(tuple(part.rows(index) for part in self.parts))
 
@@ -71,6 +76,10 @@ class SumFactor(Factor):
         for part in self.parts:
             part.add_to(out)
 
+    def to(self, device: torch.device) -> SumFactor:
+        """Return the factor on a device."""
+        return SumFactor(tuple(part.to(device) for part in self.parts))
+
     def zero_rows(self, rows: Tensor) -> SumFactor:
         """Return the factor whose gradients are exactly zero where the mask ``[B]`` holds, NaN or not."""
         return SumFactor(tuple(part.zero_rows(rows) for part in self.parts))
@@ -83,11 +92,11 @@ class SumFactor(Factor):
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)
 
-    def gram(self, other: Factor | None = None) -> Tensor:
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, of all parts with all parts."""
         other = self if other is None else other
         others = other.parts if isinstance(other, SumFactor) else (other,)
-        return _added(_cross(mine, theirs) for mine in self.parts for theirs in others)
+        return _added(_cross(mine, theirs, dtype) for mine in self.parts for theirs in others)
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
@@ -96,6 +105,14 @@ class SumFactor(Factor):
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
         return _added(part.project(left, right) for part in self.parts)
+
+    def outputs(self) -> Sequence[Factor]:
+        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]`` of these."""
+        return [SumFactor(parts) for parts in zip(*(part.outputs() for part in self.parts), strict=True)]
+
+    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> SumFactor:
+        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``, in ``dtype``."""
+        return SumFactor(tuple(part.scale_outputs(scale, dtype) for part in self.parts))
 
     @classmethod
     def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
@@ -124,9 +141,9 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
     return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
 
 
-def _cross(one: Factor, other: Factor) -> Tensor:
+def _cross(one: Factor, other: Factor, dtype: torch.dtype | None) -> Tensor:
     # A table compares only the rows that it looked up with any other factor.
-    return other.gram(one).T if isinstance(other, Embedding) else one.gram(other)
+    return other.gram(one, dtype).T if isinstance(other, Embedding) else one.gram(other, dtype)
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
 
-def isolated(params: Any, body: Callable[[], T]) -> T:
+def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) -> T:
     """Call the body of a public function without a graph, and restore the modules and torch's state of this thread.
 
     The modules are locked: other threads wait for them. Everything is restored even if a signal interrupts the call.
@@ -28,6 +28,7 @@ def isolated(params: Any, body: Callable[[], T]) -> T:
     Args:
         params: a pytree, perhaps with modules among its leaves.
         body: the function.
+        keep_graph: whether to record a graph where the caller's grad mode does.
 
     Returns:
         What ``body`` returns.
@@ -36,7 +37,8 @@ def isolated(params: Any, body: Callable[[], T]) -> T:
     def unrecorded() -> T:
         # Tensors made in inference mode cannot be differentiated.
         inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
+        grad_mode = torch.set_grad_enabled(keep_graph and torch.is_grad_enabled())
+        with torch.inference_mode(False) if inference else nullcontext(), grad_mode:
             return body()
 
     return in_same_state(lambda: _locked(params, unrecorded))

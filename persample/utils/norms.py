@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import storage_id
 from persample.utils.dtypes import accumulate_dtype
-from persample.utils.tracing import holds, is_traced, is_wrapped
+from persample.utils.tracing import holds, is_free_to_read, is_recorded, is_wrapped
 
 # Long enough to be as fast as one flat norm, short enough that float32 loses nothing inside a block: over 30 million
 # elements a flat float32 norm errs by 14 000 eps, blocks of this length by less than 0.2 (measured, torch 2.13, CPU).
@@ -42,15 +43,29 @@ def squared_norms_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     all_rows = [_rows(x) for x in tensors]
     checked: dict[Any, tuple[Tensor, Tensor]] = {}
     for rows in all_rows:
-        if not _needs_no_check(rows) and _memory(rows) not in checked:
-            checked[_memory(rows)] = rows, _blockwise(rows)
+        if not _needs_no_check(rows) and memory_of_rows(rows) not in checked:
+            checked[memory_of_rows(rows)] = rows, _blockwise(rows)
     _recompute_extreme_rows(list(checked.values()))
-    return [_unchecked(rows) if _needs_no_check(rows) else checked[_memory(rows)][1] for rows in all_rows]
+    return [_unchecked(rows) if _needs_no_check(rows) else checked[memory_of_rows(rows)][1] for rows in all_rows]
+
+
+def root(squared: Tensor) -> Tensor:
+    """Return the square roots of squared norms, with a derivative of 0 at 0, as ``torch.linalg.vector_norm`` has.
+
+    Examples:
+        >>> x = torch.tensor([0.0, 4.0], requires_grad=True)
+        >>> torch.autograd.grad(root(x).sum(), x)
+        (tensor([0.0000, 0.2500]),)
+    """
+    if not is_recorded(squared):
+        return squared.sqrt()
+    zero = squared == 0
+    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
 def has_extreme(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether ``x [B]`` has an entry, other than 0, larger than a bound or smaller than the bound's inverse."""
-    if not x.numel() or is_wrapped(x) or (not is_traced(x) and _within(x, 1 / bound, bound)):  # the usual case: fast
+    if not x.numel() or is_wrapped(x) or (is_free_to_read(x) and _within(x, 1 / bound, bound)):  # the usual case: fast
         return False
     return holds(((x != 0) & ~((x.abs() > 1 / bound) & (x.abs() < bound))).any())
 
@@ -60,16 +75,19 @@ def _rows(x: Tensor) -> Tensor:
     return rows.to(accumulate_dtype(x.dtype))
 
 
-def _memory(rows: Tensor) -> Any:
-    return rows.data_ptr(), rows.shape, rows.stride(), rows.dtype
+def memory_of_rows(rows: Tensor) -> Any:
+    """Return a key that tensors share if they are the same part of memory; it is valid as long as ``rows`` is alive."""
+    place = id(rows) if is_wrapped(rows) else (storage_id(rows.untyped_storage()), rows.storage_offset())
+    return place, rows.shape, rows.stride(), rows.dtype
 
 
 def _needs_no_check(rows: Tensor) -> bool:
-    return is_wrapped(rows) or is_traced(rows) or not rows.numel() or (len(rows) > 1 and rows.stride(0) == 0)
+    return is_recorded(rows) or not is_free_to_read(rows) or not rows.numel() or (len(rows) > 1 and rows.stride(0) == 0)
 
 
 def _unchecked(rows: Tensor) -> Tensor:
-    if is_wrapped(rows) or (is_traced(rows) and rows.dtype == torch.float32):  # float64 holds all squares of float32
+    if is_recorded(rows) or (rows.dtype == torch.float32 and not is_free_to_read(rows)):
+        # float64 holds all squares of float32
         return rows.double().square().sum(1)
     if len(rows) > 1 and rows.stride(0) == 0:  # one row for all samples
         return squared_norms(rows[:1]).expand(len(rows))

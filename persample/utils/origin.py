@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
-OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+from persample.errors import ArgumentError, LossError
+
+LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
+OURS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY)
+_AROUND = (*OURS, contextlib.__file__)  # what may call the user's code
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
@@ -48,6 +55,46 @@ def is_users(error: BaseException, handled: BaseException | None) -> bool:
     return all(map(_is_users, raised_since(handled, error)))
 
 
+def users_depth() -> int:
+    """Return the ``stacklevel`` by which a warning of the caller's names the user's line that called the library."""
+    frame, depth = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def fold(error: BaseException, handled: BaseException | None) -> None:
+    """Take the frames before the user's own out of the traceback of an error, and of those that led to it.
+
+    What stays is the user's code and the functions of torch that it calls; of an error that this library raises on
+    purpose, the user's call. A traceback of a fault of ours stays as it is.
+
+    Args:
+        error: the error, as caught by the public function.
+        handled: ``handled_error()`` before the ``try``.
+    """
+    on_purpose = isinstance(error, ArgumentError | LossError)
+    for link in raised_since(handled, error):
+        frames = list(_frames(link.__traceback__))
+        files = [frame.tb_frame.f_code.co_filename for frame in frames]
+        if not frames:
+            continue
+        first = next((place for place, file in enumerate(files) if not file.startswith(_AROUND)), len(frames))
+        passed_on = not files[-1].startswith(LIBRARY) or frames[-1].tb_frame.f_code.co_name == "__torch_function__"
+        if (first < len(frames) and (on_purpose or passed_on)) or isinstance(link, ArgumentError | LossError):
+            tb = None
+            for frame, file in reversed(list(zip(frames, files, strict=True))[first:]):
+                if not file.startswith(LIBRARY):
+                    tb = TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+            link.__traceback__ = tb
+
+
+def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
 def raised_since(handled: BaseException | None, error: BaseException | None) -> Iterator[BaseException]:
     """Follow an error back to the errors that were handled when it was raised.
 
@@ -67,12 +114,12 @@ def _is_users(error: BaseException) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames or frames[-1][0].f_code.co_filename.startswith(OURS):
         return False
-    return not isinstance(error, RuntimeError | Warning) or _is_raised(error)
+    return not isinstance(error, RuntimeError | Warning) or is_raised(error)
 
 
-def _is_raised(error: BaseException) -> bool:
-    """Return whether a ``raise`` statement raised an error, rather than a function called in that line."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    return tb is not None and tb.tb_frame.f_code.co_code[tb.tb_lasti] == _RAISE
+def is_raised(error: BaseException) -> bool:
+    """Return whether a ``raise`` statement of the user's raised an error, rather than a function that it calls."""
+    frames = list(_frames(error.__traceback__))
+    if not frames or frames[-1].tb_frame.f_code.co_filename.startswith(OURS):
+        return False
+    return frames[-1].tb_frame.f_code.co_code[frames[-1].tb_lasti] == _RAISE

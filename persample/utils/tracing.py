@@ -15,7 +15,10 @@ from persample._torch import (
     disable_current_modes,
     fake_tensor_log,
     get_dispatch_mode_stack,
+    get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
+    temporarily_clear_interpreter_stack,
 )
 
 
@@ -64,9 +67,31 @@ def holds(exceptional: Tensor) -> bool:
 is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Return whether the caller's vmap, or a derivative of the caller's, acts on a tensor.
+
+    Then it is computed by plain arithmetic: no decision depends on its values, and nothing is written into it.
+    """
+    return x.requires_grad or is_wrapped(x)
+
+
+def is_hidden(x: object) -> bool:
+    """Return whether a value is a tensor of the caller's vmap, which has another value for each of its rows."""
+    while isinstance(x, Tensor) and is_wrapped(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
 def is_traced(x: Tensor) -> bool:
     """Return whether a tensor has no values because it is traced, so that no decision can depend on them."""
     return isinstance(x, FakeTensor)
+
+
+def is_free_to_read(x: Tensor) -> bool:
+    """Return whether the values of a tensor can be read without waiting for a device."""
+    return x.device.type == "cpu" and not is_traced(x)
 
 
 @contextmanager
@@ -87,6 +112,6 @@ def without_warnings() -> Iterator[None]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Compute with real tensors inside of a trace."""
-    with disable_current_modes():
+    """Compute with real tensors inside of a trace, and with tensors of their own inside of the caller's transforms."""
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
         yield

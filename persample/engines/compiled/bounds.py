@@ -26,6 +26,8 @@ class Bounds(TorchDispatchMode):
         noted: the list that 0-d bool flags are appended to. If one flag is true, the program's results are invalid.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, noted: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted

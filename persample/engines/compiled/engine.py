@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from persample import pipeline
-from persample._torch import peek_interpreter_stack
 from persample.engines.compiled.capture import UncapturableError
-from persample.engines.compiled.program import DoubtfulError
+from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, UnfinishedError
@@ -39,16 +38,28 @@ def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: 
     Raises:
         LossError: if the eager engine rejects the loss, or if the loss cannot be captured or traced.
     """
-    if peek_interpreter_stack() is not None:  # tensors under the caller's vmap or grad cannot be traced
-        return pipeline.run(call, pipeline.lift_by(eager, reductions), reductions, chunk_size)
     if call.size > (chunk_size or call.size):
-        return pipeline.run(call, functools.partial(_lifted, reductions=reductions), reductions, chunk_size)
-    results = _computed(Task(reductions, call, finishes=True, container=asked.container, out=out), asked)
-    return results if results is not None else trees.leaves_like(out, asked.container) or []
+        return pipeline.run(call, functools.partial(lift_compiled, reductions=reductions), reductions, chunk_size)
+    container = cast("trees.TreeSpec", asked.container)
+    results = _computed(Task(reductions, call, finishes=True, container=container, out=out), asked)
+    return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def _lifted(call: Call, reductions: Reductions) -> Any:
-    return _computed(Task(reductions, call, finishes=False))
+def lift_compiled(call: Call, reductions: Reductions, asked: Asked | None = None) -> Any:
+    """Compute the mergeable leaves of one chunk by compiled code, as ``pipeline.lift_by`` does with other engines.
+
+    Args:
+        call: the chunk, at least one sample.
+        reductions: the reductions of the call.
+        asked: the user's arguments, if they may be recognized in the next call; without a container.
+
+    Returns:
+        What ``Reductions.lift`` returns.
+
+    Raises:
+        LossError: as ``compiled`` does.
+    """
+    return _computed(Task(reductions, call, finishes=False), asked)
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Any:
@@ -66,16 +77,23 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
         captured = task.captured()
         program = program_of(captured)
     except UnfinishedError:
-        return _finish(task, _lifted(task.call, task.reductions))
+        return _finish(task, lift_compiled(task.call, task.reductions))
     except (UncapturableError, TraceError) as error:
         if captured is not None and captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)
-        task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))  # a loss that is wrong raises its error
-        raise LossError(
-            f"loss_fn cannot be compiled: {error}. A compiled loss must not branch on values (use torch.where), nor "
-            "write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux). Or pass "
-            "engine='eager', which computes the same, or engine='loop', which takes any loss."
-        ) from error
+        refusal = error
+    else:
+        return _run(program, captured, task, asked)
+    # Outside of the block above, so that the error of a loss that is wrong is its own.
+    task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))
+    raise LossError(
+        f"loss_fn cannot be compiled: {refusal}. A compiled loss must not branch on values (use torch.where), nor "
+        "write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux). Or pass "
+        "engine='eager', which computes the same, or engine='loop', which takes any loss."
+    ) from refusal
+
+
+def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> Any:
     if task.out is not None and not is_apart(task.out, captured.read):
         return _computed(replace(task, out=None), asked)
     with full_precision(task.call.params[0].device):

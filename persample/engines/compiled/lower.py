@@ -13,11 +13,11 @@ from torch.fx import GraphModule, Node
 from persample._torch import (
     FakeTensorMode,
     OpOverload,
-    addcmul,
     aten_unsafe_index_put,
     compile_graph,
-    constant_pad_nd,
     decompositions,
+    enable_python_dispatcher,
+    functionalize,
     lacks_cpp_compiler,
     schema,
 )
@@ -74,14 +74,12 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table, in_python = with_torch_kernels(decompositions()), {}
-    if not all(isinstance(size, int) for x in inputs for size in x.shape):
-        # Decompositions of products branch on sizes, and some operations in C++ refuse symbolic sizes or fix them.
+    table = with_torch_kernels(decompositions())
+    if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
-        in_python = {_aten.constant_pad_nd.default: constant_pad_nd, _aten.addcmul.default: addcmul}
-    with mode:
+    with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
         writes, run = any(map(_is_write, graph.graph.nodes)), _forward(graph)
-        pure = make_fx(torch.func.functionalize(run) if writes else run, decomposition_table=in_python)(*inputs)
+        pure = make_fx(functionalize(run) if writes else run)(*inputs)
         for node in pure.graph.nodes:
             # Decompositions may change the strides of a result, so that `view` would fail where `reshape` copies.
             if node.target is _aten.view.default:
@@ -90,7 +88,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
                 with pure.graph.inserting_before(node):
                     node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
-        return make_fx(_forward(pure), decomposition_table={**table, **in_python})(*inputs)
+        return make_fx(_forward(pure), decomposition_table=table)(*inputs)
 
 
 def _is_write(node: Node) -> bool:
@@ -118,7 +116,9 @@ def _known_strides(node: Any) -> list[int]:
 
 
 def _is_grouped(node: Node) -> bool:
-    return node.target is _aten.convolution_backward.default and bool(node.args[9] != 1)
+    if node.target is _aten.convolution_backward.default:
+        return bool(node.args[9] != 1)
+    return str(node.target) == "persample.kernel_grads.default"
 
 
 def _advice(error: Exception) -> str:

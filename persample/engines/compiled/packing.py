@@ -45,7 +45,7 @@ class Outline:
         structure: the structure of the tree.
     """
 
-    leaves: list[Any]
+    leaves: tuple[Any, ...]
     structure: trees.TreeSpec
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
@@ -91,7 +91,7 @@ def pack(tree: Any) -> tuple[list[Tensor], Outline]:
         return x
 
     leaves, structure = trees.flatten(tree)
-    return tensors, Outline(list(map(taken, leaves)), structure)
+    return tensors, Outline(tuple(map(taken, leaves)), structure)
 
 
 def drop_failed(graph: GraphModule) -> None:

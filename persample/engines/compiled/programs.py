@@ -8,17 +8,24 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from persample.engines.compiled.capture import entries, entry_of, forget, lock
 from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import Format, TraceError
+from persample.errors import LossError, TorchVersionError
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
 _OFTEN = 8
 _SIZES = "sizes, dtypes or strides of params or batch, or an integer that it reads"
+
+
+class FaultError(Exception):
+    """Raised for a program whose compilation failed before: it would fail again, after as long a time."""
 
 
 @dataclass
@@ -29,12 +36,14 @@ class Family:
         programs: the programs, the latest last.
         seen: the formats of the inputs that each program was compiled for.
         failure: the error that says why there is no program, or None.
+        faults: for inputs at which this library or Inductor failed, the error.
         takes_any_size: whether one program may serve all batch sizes; False once tracing has shown that none does.
     """
 
     programs: list[Program] = field(default_factory=list)
     seen: list[list[Format]] = field(default_factory=list)
     failure: TraceError | UnfinishedError | None = None
+    faults: dict[tuple[Format, ...], str] = field(default_factory=dict)
     takes_any_size: bool = True
 
 
@@ -74,6 +83,7 @@ def program_of(task: Task) -> Program:
     Raises:
         TraceError: if torch cannot trace the task.
         UnfinishedError: if torch cannot trace its last step.
+        FaultError: if the same compilation has failed before.
     """
     formats = [Format.of(x) for x in task.tensors]
     with lock:
@@ -82,6 +92,8 @@ def program_of(task: Task) -> Program:
         if found is None:
             if family.failure:
                 raise type(family.failure)(*family.failure.args)  # a new one: each raise adds frames to an error
+            if fault := family.faults.get(tuple(formats)):
+                raise FaultError(fault)
             found = _compiled(family, task, formats)
         return found
 
@@ -112,6 +124,12 @@ def _compiled(family: Family, task: Task, formats: list[Format]) -> Program:
             program = for_one_size(task)
     except (TraceError, UnfinishedError) as error:
         family.failure = type(error)(str(error))  # without the traceback, which would keep the batch alive
+        raise
+    except (LossError, TorchVersionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if len(family.faults) < _MOST_PROGRAMS:
+            family.faults[tuple(formats)] = f"{type(error).__name__}: {error}"
         raise
     _notice(task, family, program, time.perf_counter() - start)
     family.programs = [*family.programs, program][-_MOST_PROGRAMS:]

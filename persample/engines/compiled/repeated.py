@@ -24,6 +24,7 @@ from persample._torch import (
 from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker
 from persample.engines.compiled.captured_call import parameter, row_taker
 from persample.engines.compiled.graph import Capture
+from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Task, fixed_fields, live_tensors
 from persample.engines.compiled.trace import Format
@@ -44,7 +45,7 @@ class Asked(NamedTuple):
         params: the parameters.
         batch: the batch.
         wanted: the reductions.
-        container: the structure of the container of the reductions.
+        container: the structure of the container of the reductions; None if their mergeable leaves are asked.
         out: a previous result, or None.
         options: all other arguments.
     """
@@ -53,7 +54,7 @@ class Asked(NamedTuple):
     params: Any
     batch: Any
     wanted: Sequence[Reduction]
-    container: trees.TreeSpec
+    container: trees.TreeSpec | None
     out: Any
     options: tuple[Any, ...]
 
@@ -109,7 +110,7 @@ class EarlierCall:
         places: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
             size in a tuple. Empty where all are tensors made for this call, which nothing else can be.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
-        live: the formats of the numbers and tensors of reductions that may change, and their structure.
+        live: the formats of the numbers and tensors of reductions that may change, and where they belong.
         size: the number of samples.
         program: the program.
     """
@@ -124,7 +125,7 @@ class EarlierCall:
     capture: Capture
     places: list[Any]
     closed_over: list[int]
-    live: tuple[list[Format], trees.TreeSpec]
+    live: tuple[list[Format], Outline]
     size: int
     program: Program
 
@@ -149,9 +150,10 @@ class EarlierCall:
         Raises:
             ArgumentError: if an average needs more samples.
         """
-        check_averages(asked.wanted, None, self.size)
-        live, structure = live_tensors(asked.wanted, flat.params[0].device)
-        if (list(map(Format.of, live)), structure) != self.live:
+        if asked.container is not None:  # else they are checked over all batches
+            check_averages(asked.wanted, None, self.size)
+        live, outline = live_tensors(asked.wanted, flat.params[0].device)
+        if (list(map(Format.of, live)), outline) != self.live:
             return None
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
@@ -202,7 +204,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     unpack = type(asked.batch) in (tuple, list)
     if fn.capture is None or any(task.functions) or not kept <= set(fn.inputs):
         return
-    live, structure = live_tensors(asked.wanted, flat.params[0].device)
+    live, outline = live_tensors(asked.wanted, flat.params[0].device)
     pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
         (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
@@ -215,7 +217,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         fn.capture,
         list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
         [fn.inputs.index(place) for place in sorted(kept)],
-        (list(map(Format.of, live)), structure),
+        (list(map(Format.of, live)), outline),
         call.size,
         program,
     )
@@ -237,11 +239,14 @@ def _is_plain() -> bool:
     return not (inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 
-def repeated(asked: Asked) -> Any:
-    """Return the result of a call by the program of an earlier one like it, or None if there is none.
+def repeated(asked: Asked) -> tuple[Any, int] | None:
+    """Return the result of a call by the program of an earlier one like it, and the number of its samples.
 
     Args:
         asked: the arguments of the call.
+
+    Returns:
+        The result, or the mergeable leaves, and the number of samples; None if there is no such program.
     """
     entry = entry_of(asked.loss_fn)
     if not entry.calls or entry.changes_modules or not _is_plain():
@@ -255,10 +260,16 @@ def repeated(asked: Asked) -> Any:
         for call in entry.calls:
             if call.matches(asked, flat) and (inputs := call.inputs(asked, flat, entry)) is not None:
                 results = call.program(inputs)
-                return trees.unflatten(results, asked.container) if asked.out is None else asked.out
+                return _answer(asked, results), call.size
     except DoubtfulError:
         pass
     finally:
         set_grad_enabled(recording)
         set_eval_frame(callback)
     return None
+
+
+def _answer(asked: Asked, results: Any) -> Any:
+    if asked.container is None:
+        return results
+    return trees.unflatten(results, asked.container) if asked.out is None else asked.out

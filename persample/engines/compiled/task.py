@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from persample import pipeline
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
+from persample.engines.compiled.packing import Outline, pack
 from persample.engines.vmap import eager
 from persample.errors import ArgumentError
+from persample.factors import Factor
 from persample.inputs.call import Call
 from persample.outputs import write_into
 from persample.reductions import Reduction
@@ -94,12 +96,10 @@ class Task:
         return tuple((name, graph) for functions in self.functions for name, (graph, _) in functions.items())
 
     @cached_property
-    def _live(self) -> tuple[list[Tensor], trees.TreeSpec]:
+    def _live(self) -> tuple[list[Tensor], Outline]:
         kept = [{name: kept for name, (_, kept) in functions.items()} for functions in self.functions]
         fields = list(map(_live_fields, self.reductions.reductions))
-        numbers, structure = trees.flatten((fields, kept))
-        device = self.call.params[0].device
-        return [_as_input(x, device) for x in numbers], structure
+        return _as_inputs((fields, kept), self.call.params[0].device)
 
     @property
     def structure(self) -> Hashable:
@@ -107,9 +107,9 @@ class Task:
         call, loss = self.call, self.call.loss
         return (
             (loss.fn, tuple(map(fixed_fields, self.reductions.reductions)), self._graphs),
-            (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim),
+            (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
-            (call.randomness, self.finishes, self._live[1]),
+            (call.randomness, call.allowance, self.finishes, self._live[1]),
             (self.container, self.out is None or trees.structure(self.out)),
         )
 
@@ -122,16 +122,18 @@ class Task:
         Returns:
             The mergeable leaves unless ``self.finishes``; else the results, or None if they were written into ``out``.
         """
-        given, (live, structure) = iter(tensors), self._live
+        given, (live, outline) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
         weights = None if self.call.weights is None else next(given)
-        fields = trees.unflatten([next(given) for _ in live], structure)
+        fields = outline.filled([next(given) for _ in live])
         new = zip(self.reductions.reductions, *fields, self.functions, strict=True)
         reductions = Reductions([_changed(*parts) for parts in new], keep_factored=True)
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
-        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights)
+        # The plan is that of the sizes for which the program is made; the sizes of tracing may be others.
+        allowance = self.call.allowance
+        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=allowance)
         lifted = pipeline.lift_chunks([call], eager, reductions)
         if not self.finishes:
             return lifted
@@ -150,21 +152,29 @@ def _finished(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
         raise UnfinishedError(str(error)) from error
 
 
-def _as_input(x: Any, device: torch.device) -> Tensor:
-    if isinstance(x, Tensor):
-        return x.detach().to(device)
-    return torch.tensor(x, dtype=torch.float64, device=device)
+def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline]:
+    def as_input(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().to(device)
+        return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
+
+    return pack(trees.tree_map(as_input, fields))
 
 
-def live_tensors(reductions: Sequence[Reduction], device: torch.device) -> tuple[list[Tensor], trees.TreeSpec]:
-    """Return the numbers and tensors of reductions that may change, as inputs of a program, and their structure.
+@cache  # each repeated call asks
+def _nothing() -> tuple[list[Tensor], Outline]:
+    return pack([])
+
+
+def live_tensors(reductions: Sequence[Reduction], device: torch.device) -> tuple[list[Tensor], Outline]:
+    """Return the numbers and tensors of reductions that may change, as inputs of a program, and where they belong.
 
     Args:
         reductions: the reductions.
         device: the device of the parameters.
     """
-    numbers, structure = trees.flatten([_live_fields(r) for r in reductions if r.live])
-    return [_as_input(x, device) for x in numbers], structure
+    fields = [_live_fields(r) for r in reductions if r.live]
+    return _as_inputs(fields, device) if fields else _nothing()
 
 
 def fixed_fields(reduction: Reduction) -> Hashable:
@@ -176,7 +186,7 @@ def fixed_fields(reduction: Reduction) -> Hashable:
     Raises:
         ArgumentError: if such a field cannot be part of a key.
     """
-    changing = {*reduction.live, *reduction.functions_of_a_norm}
+    changing = {*_live_fields(reduction), *reduction.functions_of_a_norm}
     for name, x in vars(reduction).items():
         if name not in changing and (isinstance(x, Tensor) or not isinstance(x, Hashable)):
             raise ArgumentError.about(
@@ -189,7 +199,7 @@ def fixed_fields(reduction: Reduction) -> Hashable:
 
 
 def _live_fields(reduction: Reduction) -> dict[str, Any]:
-    return {name: getattr(reduction, name) for name in reduction.live}
+    return {name: x for name in reduction.live if (x := getattr(reduction, name)) is not None and not callable(x)}
 
 
 def _changed(

@@ -82,6 +82,8 @@ class _Constants(TorchDispatchMode):
     operations on zero tensors return broken fake tensors, or end the process.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -124,7 +126,7 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 
-    outline, noted, handled = Outline([], trees.structure([])), False, handled_error()
+    outline, noted, handled = Outline((), trees.structure([])), False, handled_error()
     state = Trace(any_size)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -162,7 +164,8 @@ def said(error: Exception) -> str:
 
 def _lifted(graph: GraphModule) -> list[Tensor]:
     """Turn the constant tensors of a graph into its last inputs, and return them."""
-    nodes = {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    constants = {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    nodes = {node: x for node, x in constants.items() if isinstance(x, Tensor)}  # others are the bodies of loops
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     inputs: dict[int, tuple[Any, Tensor]] = {}
     for node, tensor in nodes.items():

@@ -9,35 +9,51 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from persample._torch import scan
 from persample.utils import trees
 
 
-def unified(graphs: Sequence[GraphModule], sizes: Sequence[int], axis: tuple[int, int]) -> GraphModule | None:
+def unified(
+    graphs: Sequence[GraphModule], sizes: Sequence[int], axis: tuple[int, int] | None = None
+) -> GraphModule | None:
     """Return the graph for all sizes, or None if the graphs differ in more than integers of the form a + b · size.
 
     Args:
         graphs: one graph per size.
         sizes: the sizes, at least three.
-        axis: the (input, axis) that has the size.
+        axis: the (input, axis) that has the size; without one, the size becomes the last input of the graph.
     """
     rows = list(zip(*(graph.graph.nodes for graph in graphs), strict=False))
     if len({len(graph.graph.nodes) for graph in graphs}) > 1:
         return None
-    result, known = Graph(), [dict[Node, Node]() for _ in graphs]
+    result, root, known = Graph(), torch.nn.Module(), [dict[Node, Node]() for _ in graphs]
     inputs = [node for node in graphs[0].graph.nodes if node.op == "placeholder"]
     size: Node | None = None
     for row in rows:
-        if row[0].op != "placeholder" and size is None:
-            size = result.call_function(torch.ops.aten.sym_size.int, (known[0][inputs[axis[0]]], axis[1]))
+        first = row[0]
+        if first.op != "placeholder" and size is None:
+            size = result.placeholder("size") if axis is None else _size(result, known[0][inputs[axis[0]]], axis[1])
         if len({(node.op, node.target) for node in row}) > 1:
             return None
+        if first.op == "get_attr":  # the body of a loop
+            body = unified([getattr(graph, str(first.target)) for graph in graphs], sizes)
+            if body is None:
+                return None
+            root.add_module(str(first.target), body)
         arguments = _merged(row, known, _Formulas(result, size, sizes))
         if arguments is None:
             return None
-        new = result.create_node(row[0].op, row[0].target, *arguments, name=row[0].name)
+        if first.target is scan:
+            (*loop, shared), _ = arguments
+            arguments = (*loop, (*shared, size)), {}
+        new = result.create_node(first.op, first.target, arguments[0], arguments[1], name=first.name)
         for node, nodes in zip(row, known, strict=True):
             nodes[node] = new
-    return GraphModule(torch.nn.Module(), result)
+    return GraphModule(root, result)
+
+
+def _size(graph: Graph, tensor: Node, axis: int) -> Node:
+    return graph.call_function(torch.ops.aten.sym_size.int, (tensor, axis))
 
 
 class _Formulas:

@@ -7,38 +7,41 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from persample.engines.deferred.buffer import PendingBuffers, storage_key
+from persample.engines.deferred.copies import OutputCopies
 from persample.engines.deferred.offsets import SampleOffsets
 from persample.engines.deferred.placeholder import Placeholder, defer
 from persample.engines.deferred.terms import DeferredTerm
-from persample.factors import cost_model
+from persample.factors.cost_model import Plan, Size
 
 
 class DeferralContext:
     """The state of one deferred backward pass: pending buffers, known offsets of samples, and what is worth deferring.
 
     Args:
-        required_ops: the operations of ``Factor`` that the reductions call.
+        plan: how gradients are stored.
         params: the parameters: products with them are signals, not gradients, and are never deferred.
     """
 
-    def __init__(self, required_ops: Iterable[str], params: Iterable[Tensor]) -> None:
-        self.pending, self.offsets = PendingBuffers(), SampleOffsets()
-        self._required_ops = frozenset(required_ops)
+    def __init__(self, plan: Plan, params: Iterable[Tensor]) -> None:
+        self.pending, self.offsets, self.copies = PendingBuffers(), SampleOffsets(), OutputCopies()
+        self._plan = plan
         self._params = {storage_key(param) for param in params}
 
-    def defers(self, num_terms: int, written: int, *operands: Tensor) -> bool:
+    def defers(self, num_terms: int, written: int, *operands: Tensor, is_product: bool = True) -> bool:
         """Return whether a product is better deferred than computed.
 
         Args:
             num_terms: T.
             written: the number of elements in the product.
             *operands: the operands of the product.
+            is_product: whether it is a matrix product, and not a sum of rows.
         """
         is_real = all(x.dtype.is_floating_point and x.dtype == operands[0].dtype and x.numel() for x in operands)
         if not written or not is_real or any(storage_key(x) in self._params for x in operands):
             return False
         stored = sum(x.numel() for x in operands)
-        return not cost_model.reason_to_write_out(self._required_ops, num_terms, written, stored)
+        size = Size(num_terms, written, stored, operands[0].device.type)
+        return not self._plan.reason_to_write_out(size, is_product=is_product)
 
     def placeholder(self, term: DeferredTerm, like: Tensor) -> Placeholder:
         """Return the placeholder of one term.

@@ -57,6 +57,9 @@ class ConvTerm(SignalTerm):
         split = self._split(samples)
         if self.shape[1:] == split.shape:
             return split
+        lead = len(self.shape) - len(split.shape)  # the axes before C: (O), or (K, O) of K outputs
+        if self.groups == samples and lead > 0 and self.shape[lead + 1 :] == split.shape[1:]:
+            return replace(split, kernel_shape=self.shape[1:])
         patches = split.patches()
         return replace(patches, layout=replace(patches.layout, shape=self.shape[1:]))
 

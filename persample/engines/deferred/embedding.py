@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample.engines.deferred.terms import SignalTerm
 from persample.factors.embedding import Embedding
+from persample.factors.output_list import OutputList
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,40 @@ class EmbeddingTerm(SignalTerm):
         """Return the tables in another shape."""
         return replace(self, shape=tuple(shape))
 
+    def permute(self, dims: Sequence[int]) -> OutputsEmbeddingTerm | None:
+        """Return the tables of K outputs, whose columns stand side by side, one after the other."""
+        if tuple(dims[:3]) != (0, 2, 1) or len(dims) < 4 or self.shape[:2] != (len(self.signals), self.num_rows):
+            return None
+        shape = tuple(self.shape[dim] for dim in dims)
+        return OutputsEmbeddingTerm(shape, self.signals, self.index, self.num_rows)
+
     def without(self, row: int) -> EmbeddingTerm:
         """Return the tables with one row of each set to zero (padding)."""
         return replace(self, signals=self.signals.masked_fill((self.index == row)[..., None], 0))
+
+
+@dataclass(frozen=True)
+class OutputsEmbeddingTerm(SignalTerm):
+    """The gradients of K outputs by embeddings: signals added to rows of K tables for each of S samples.
+
+    Args:
+        shape: ``[S, K, V, *columns]``.
+        signals: the values that are added to rows, those of all outputs side by side, ``[S, T, K·D]``.
+        index: for each value, the row of the sample's tables, ``[S, T]``.
+        num_rows: V, the number of rows of one table.
+    """
+
+    index: Tensor
+    num_rows: int
+
+    def compute(self, dtype: torch.dtype) -> Tensor:
+        """Return the tables."""
+        return self.factor(dtype).materialize()
+
+    def factor(self, dtype: torch.dtype) -> OutputList:
+        """Return the factor of K tables per sample."""
+        signals = self.signals.to(dtype).unflatten(2, (self.shape[1], -1)).unbind(2)
+        return OutputList(tuple(Embedding(x, self.index, self.shape[2:]) for x in signals))
 
 
 @dataclass(frozen=True)

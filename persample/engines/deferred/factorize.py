@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from persample.engines.deferred.placeholder import Placeholder
 from persample.factors.base import Factor
+from persample.factors.cost_model import Plan
 from persample.factors.dense import Dense
 from persample.factors.storage import choose_storage
 from persample.factors.sum import sum_factors
 from persample.utils.dtypes import as_real
 
 
-def factor_of(grad: Tensor, required_ops: Iterable[str]) -> Factor:
-    """Return the factor of one parameter, in the storage that the cost model chooses.
+def factor_of(grad: Tensor, plan: Plan) -> Factor:
+    """Return the factor of one parameter, stored as planned.
 
     Args:
         grad: the gradients ``[B, *shape]``, a placeholder or not.
-        required_ops: the operations of ``Factor`` that the reductions call.
+        plan: how gradients are stored.
     """
     factor = _deferred_factor(grad) if isinstance(grad, Placeholder) else None
     if factor is not None:
-        return choose_storage(factor, required_ops)
+        return choose_storage(factor, plan)
     return Dense(as_real(grad.value("the result") if isinstance(grad, Placeholder) else grad))
 
 

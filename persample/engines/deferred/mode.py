@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import UnguardedDispatchMode, schema
+from persample._torch import OpOverload, UnguardedDispatchMode, schema
 from persample.engines.deferred.context import DeferralContext
-from persample.engines.deferred.placeholder import Placeholder
+from persample.engines.deferred.placeholder import Placeholder, values_of
 from persample.engines.deferred.producers import PRODUCERS, index_put
 from persample.engines.deferred.rules import apply
+from persample.factors.cost_model import Plan
 
 
 class Deferral(UnguardedDispatchMode):
@@ -23,19 +24,21 @@ class Deferral(UnguardedDispatchMode):
     products are not the gradient of a parameter; the operations that need them compute them.
 
     Args:
-        required_ops: the operations of ``Factor`` that the reductions call.
+        plan: how gradients are stored.
         params: the parameters: products with them are signals, not gradients, and are never deferred.
     """
 
-    def __init__(self, required_ops: Iterable[str], params: Iterable[Tensor]) -> None:
+    supports_higher_order_operators = True  # of the compiler: its loops
+
+    def __init__(self, plan: Plan, params: Iterable[Tensor]) -> None:
         super().__init__()
-        self._context = DeferralContext(required_ops, params)
+        self._context = DeferralContext(plan, params)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer a product, apply a rule to placeholders, or call the operation.
 
         Args:
-            func: an operation of aten.
+            func: an operation of aten, or a loop.
             types: the tensor subclasses among the arguments.
             args: the arguments of the operation.
             kwargs: the keyword arguments of the operation.
@@ -44,6 +47,8 @@ class Deferral(UnguardedDispatchMode):
             The result of the operation, a placeholder if it is deferred.
         """
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*values_of(list(args), str(func)), **kwargs)
         if self._context.pending.is_computing:
             return func(*args, **kwargs)
         producer, written_arguments = _lookup(func)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import aten_efficientzerotensor
+from persample._torch import aten_efficientzerotensor, aten_unsafe_view
 from persample.engines.deferred.context import DeferralContext
 from persample.engines.deferred.conv import ConvTerm
-from persample.engines.deferred.embedding import EmbeddingTerm, SharedEmbeddingTerm
+from persample.engines.deferred.embedding import EmbeddingTerm, OutputsEmbeddingTerm, SharedEmbeddingTerm
 from persample.engines.deferred.placeholder import Placeholder, defer, values_of
 from persample.engines.deferred.product import ProductTerm
 
@@ -21,9 +21,14 @@ aten = torch.ops.aten
 
 
 def _bmm(context: DeferralContext, left: Tensor, right: Tensor) -> Placeholder | None:
-    if not context.defers(left.shape[2], left.shape[0] * left.shape[1] * right.shape[2], left, right):
+    source, count = context.copies.source(right)
+    if not context.defers(left.shape[2], left.shape[0] * left.shape[1] * right.shape[2], left, source):
         return None
-    return context.placeholder(ProductTerm.of(left.unsqueeze(2), right.mT.unsqueeze(1)), left)
+    if count == 1:
+        return context.placeholder(ProductTerm.of(left.unsqueeze(2), right.mT.unsqueeze(1)), left)
+    split = left.unflatten(0, (len(source), count))
+    term = ProductTerm.of(split.unsqueeze(3), source.mT.unsqueeze(1).unsqueeze(1))
+    return context.placeholder(term.reshape((len(left), left.shape[1], right.shape[2])), left)
 
 
 def _mm(context: DeferralContext, left: Tensor, right: Tensor) -> Placeholder | None:
@@ -69,7 +74,7 @@ def _embedding(  # noqa: PLR0917 (as torch's)
     context: DeferralContext, grad: Tensor, index: Tensor, tables: int, padding: int, by_frequency: bool
 ) -> Placeholder | None:
     """Defer the gradient of the tables of all samples, which vmap looks up as one table."""
-    if padding >= 0 or not context.defers(2, tables * grad.shape[-1], grad):
+    if padding >= 0 or not context.defers(2, tables * grad.shape[-1], grad, is_product=False):
         return None
     shape = (tables, grad.shape[-1])
     samples, rows = context.offsets.sizes(index, index_added=True)
@@ -98,16 +103,18 @@ def index_put(
         accumulate: whether equal places add up.
     """
     is_zero = isinstance(zeros, Placeholder) and zeros.terms() == [] and zeros.ndim > 1
-    if not is_zero or not accumulate or len(index) != 2 or None in index or index[1].dtype == torch.bool:
+    axis = len(index) - 1  # of the rows: 1, or 2 after that of K outputs
+    known = axis in {1, 2} and [place for place, x in enumerate(index) if x is None] == list(range(1, axis))
+    if not is_zero or not accumulate or not known or index[axis].dtype == torch.bool:
         return None
     samples, step = context.offsets.sizes(index[0], index_added=False)
     if samples != zeros.shape[0] or step != 1:
         return None
-    places = index[1].expand(torch.broadcast_shapes(index[0].shape, index[1].shape)).reshape(samples, -1)
+    places = index[axis].expand(torch.broadcast_shapes(index[0].shape, index[axis].shape)).reshape(samples, -1)
     values = values_of(values, "aten.index_put")
     signals = values.reshape(samples, places.shape[1], -1)
-    term = EmbeddingTerm(tuple(zeros.shape), signals, places % zeros.shape[1], zeros.shape[1])
-    return context.placeholder(term, values)
+    kind, rows = (EmbeddingTerm, OutputsEmbeddingTerm)[axis - 1], zeros.shape[axis]
+    return context.placeholder(kind(tuple(zeros.shape), signals, places % rows, rows), values)
 
 
 def _zeros_like(context: DeferralContext, like: Tensor, shape: Any = None, **options: Any) -> Placeholder | None:
@@ -129,6 +136,11 @@ def _follow(func: Any, context: DeferralContext, *args: Any, **kwargs: Any) -> T
     return context.offsets.follow(func, *args, **kwargs)
 
 
+def _view(func: Any, context: DeferralContext, x: Tensor, shape: Any) -> Tensor | None:
+    viewed = context.copies.viewed(func, x, shape)
+    return context.offsets.follow(func, x, shape) if viewed is None else viewed
+
+
 PRODUCERS: dict[Any, Callable[..., Any]] = {
     aten.bmm.default: _bmm,
     aten.mm.default: _mm,
@@ -144,6 +156,8 @@ PRODUCERS: dict[Any, Callable[..., Any]] = {
     ),
     **{
         func: functools.partial(_follow, func)
-        for func in (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.add.Tensor)
+        for func in (aten.unsqueeze.default, aten.expand.default, aten.add.Tensor)
     },
+    **{func: functools.partial(_view, func) for func in (aten.view.default, aten_unsafe_view)},
+    aten.clone.default: lambda context, x, **kwargs: context.copies.copied(aten.clone.default, x, **kwargs),
 }

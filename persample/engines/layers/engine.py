@@ -26,6 +26,7 @@ from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.errors import LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
+from persample.inputs.derivatives import NestedCallError
 from persample.inputs.loss import NotConnectedError
 from persample.utils.dtypes import is_autocast
 from persample.utils.interrupts import interrupts_first
@@ -46,7 +47,7 @@ def suits(call: Call) -> bool:
         call: the chunk, not empty.
     """
     first = call.params[0]
-    if call.randomness != "error" or transforms():
+    if call.randomness != "error" or transforms() or call.loss.outputs == "rows":
         return False
     if any(call.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
@@ -79,6 +80,8 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
             return _gradients(call, required_ops)
     except (LossError, TorchVersionError):
         raise
+    except NestedCallError as error:  # under vmap(vjp) the call inside of the loss can be differentiated
+        raise NotLayersError(str(error)) from error
     except (RuntimeError, Warning) as error:
         if is_users(error, handled):
             raise
@@ -86,7 +89,7 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 
 def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
-    recorder = LayerRecorder(call.params, call.size, required_ops)
+    recorder = LayerRecorder(call.params, call.size, call.plan(required_ops))
     params, losses, aux, has_aux = _forward(call, recorder)
     if not losses.requires_grad:
         raise NotConnectedError

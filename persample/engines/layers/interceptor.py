@@ -23,6 +23,7 @@ from persample.engines.layers.rows import linear_rows, lookup_rows
 from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.utils.dtypes import is_autocast
 from persample.utils.tracing import is_wrapped
+from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.linear import linear
 
 
@@ -83,6 +84,23 @@ class LayerInterceptor:
         is_matrix = isinstance(right, Tensor) and right.ndim > 1
         return self.linear(right.mT, left).mT if is_matrix else self.linear(right, left)
 
+    def addmm(self, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Compute ``bias + left @ right`` as a linear layer of a parameter."""
+        if right.ndim == 2 and self.params.get(right) is not None and bias.shape == right.shape[1:]:
+            return self.linear(left, self.params.transpose(right), bias)
+        if right.ndim == 1 and self.params.get(left) is not None and bias.shape == left.shape[:1]:
+            return self.linear(right, left, bias)
+        raise NotLayersError("the loss adds a product with a parameter to a tensor that is no bias")
+
+    def einsum(self, equation: str, *operands: Any) -> Tensor:
+        """Compute ``torch.einsum`` of a matrix and one other tensor as a linear layer of a parameter."""
+        place = next((place for place, x in enumerate(operands) if self.params.get(x) is not None), None)
+        layer = None if place is None or not isinstance(equation, str) else linear_einsum(equation, place)
+        if place is None or layer is None:
+            raise NotLayersError("the loss calls torch.einsum with a parameter, and not as a linear layer")
+        weight = self.params.transpose(operands[place]) if layer.transposed else operands[place]
+        return self.linear(operands[1 - place].movedim(layer.contracted, -1), weight).movedim(-1, layer.made)
+
     def embedding(  # noqa: PLR0917 - as torch's
         self,
         input: Tensor,  # noqa: A002
@@ -138,6 +156,9 @@ _READS = {
 _LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),
+    torch.einsum: LayerInterceptor.einsum,
     **dict.fromkeys((torch.t, Tensor.t, *_getters("T", "mT")), lambda self, x: self.params.transpose(x)),
     Tensor.__getitem__: lambda self, x, index: self.params.part(x, index),
 }

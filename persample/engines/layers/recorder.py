@@ -12,6 +12,7 @@ from torch import Tensor
 
 from persample.engines.layers.rows import Callback
 from persample.factors import Dense, Embedding, Factor, Outer, choose_storage, sum_factors
+from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
 from persample.vmap_rules.linear import is_small
 
@@ -38,11 +39,11 @@ class LayerRecorder:
     Args:
         params: the parameters.
         size: B.
-        required_ops: the operations of ``Factor`` that the reductions call.
+        plan: how gradients are stored.
     """
 
-    def __init__(self, params: Sequence[Tensor], size: int, required_ops: frozenset[str]) -> None:
-        self._params, self._size, self._required_ops = params, size, required_ops
+    def __init__(self, params: Sequence[Tensor], size: int, plan: Plan) -> None:
+        self._params, self._size, self._plan = params, size, plan
         self._num_calls: Counter[int | None] = Counter()  # of layers, by the place of their weight
         self._products: dict[int, list[Factor]] = defaultdict(list)
         self._bias_grads: dict[int, list[Tensor]] = defaultdict(list)
@@ -69,7 +70,7 @@ class LayerRecorder:
         if not (dense or products):
             return Dense.zeros(self._size, param.shape, param.dtype, param.device)
         total = [Dense(functools.reduce(torch.add, dense))] if dense else []
-        return choose_storage(sum_factors([*products, *total]), self._required_ops) if products else total[0]
+        return choose_storage(sum_factors([*products, *total]), self._plan) if products else total[0]
 
     def _record_linear(self, layer: LayerParams, signals: Tensor, rows: Tensor) -> None:
         if layer.weight is not None:
@@ -90,7 +91,7 @@ class LayerRecorder:
     def _add(self, place: int, factor: Factor) -> None:
         # If no other call adds to the gradients, choose their storage now, while they are in cache.
         only = self._num_calls[place] == 1
-        self._products[place].append(choose_storage(factor, self._required_ops) if only else factor)
+        self._products[place].append(choose_storage(factor, self._plan) if only else factor)
 
     def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool) -> Factor:
         if of_vectors and 1 in param.shape and is_small(self._size, param):

@@ -1,0 +1,166 @@
+"""Calls that an optimization fails are answered without it; with ``engine="auto"``, those that vmap cannot take, too.
+
+An answer comes from vmap under the rules of ``vmap_rules``, with gradients written out, or else from plain
+autograd, sample after sample. It never comes from vmap without those rules, which batches some operations wrongly. But
+where that takes a loss, the loss can be batched, and the error came from a rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from persample._torch import transforms
+from persample.engines.loop import loop
+from persample.engines.vmap import batched_gradients, eager, unfactored
+from persample.errors import ArgumentError, FallbackWarning, LossError, TorchVersionError
+from persample.factors import Factor
+from persample.inputs.call import Call
+from persample.pipeline import Engine
+from persample.utils import rng, trees
+from persample.utils.interrupts import interrupts_first
+from persample.utils.origin import LIBRARY, handled_error, is_users, users_depth
+
+T = TypeVar("T")
+_MOST = 5  # names of parameters in a message
+
+
+def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engine], T]) -> T:
+    """Answer a call; where an optimization raises an error, without it, and with a warning.
+
+    Args:
+        call: the call, at least one sample.
+        engine: the name of the engine that the user asked for.
+        first: computes the answer by that engine.
+        by: computes the answer by another engine.
+
+    Returns:
+        The answer.
+
+    Raises:
+        Exception: what the loss raises under plain autograd; or what ``first`` raised, where no optimization is at
+            fault.
+    """
+    handled = handled_error()
+    start = None if call.randomness == "error" else rng.Streams.now()
+    try:
+        with interrupts_first():
+            return first()
+    except Exception as error:
+        if engine == "loop" or _is_final(error, handled) or (_is_refusal(error) and engine != "auto"):
+            raise
+        start = rng.Streams.now() if start is None else start
+        try:
+            found = _otherwise(call, engine, error, by, start)
+        except Exception as users:
+            raise users from users.__cause__  # without the error before it, which says less
+        if found is None:
+            raise
+        result, reason = found
+    warnings.warn(reason, FallbackWarning, stacklevel=users_depth())
+    return result
+
+
+def _is_final(error: Exception, handled: BaseException | None) -> bool:
+    """Return whether every engine would raise an error."""
+    on_purpose = (ArgumentError, TorchVersionError, MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, on_purpose) or (not isinstance(error, LossError) and is_users(error, handled))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether an error says on purpose what is wrong with the loss.
+
+    Errors of torch's that ``diagnosis.py`` explained do not: they may come from a rule.
+    """
+    return isinstance(error, LossError) and not isinstance(error.__cause__, RuntimeError)
+
+
+def _otherwise(
+    call: Call, engine: str, error: Exception, by: Callable[[Engine], T], start: rng.Streams
+) -> tuple[T, str] | None:
+    """Return the answer and why it is not the engine's; or None if no optimization is at fault.
+
+    Args:
+        call: the call.
+        engine: the name of the engine that the user asked for.
+        error: the error that it raised.
+        by: computes the answer by another engine.
+        start: the state of the random streams before the call.
+
+    Raises:
+        Exception: what the loss raises under plain autograd.
+    """
+
+    def tried(way: Callable[[], Any]) -> Any:
+        start.go_back()
+        with suppress(Exception), interrupts_first():
+            return way()
+        return None
+
+    is_plain = not transforms()  # plain autograd cannot handle the caller's transforms
+    is_batchable = False
+    if not _is_refusal(error):
+        if is_plain and not isinstance(error, LossError):
+            start.go_back()
+            loop(next(call.chunks(1)), frozenset())  # raises the error if any way would
+        for way in (eager, unfactored) if engine == "compiled" else (unfactored,):
+            if (result := tried(functools.partial(by, way))) is not None:
+                return result, _fault(error, call)
+        is_batchable = tried(lambda: batched_gradients(call, nullcontext(), nullcontext())) is not None
+    start.go_back()
+    if not is_plain or not (is_batchable or engine == "auto"):
+        return None
+    return by(loop), _fault(error, call) if is_batchable else _not_batchable(error, call)
+
+
+def _fault(error: Exception, call: Call) -> str:
+    operation, names, line = _place(error if error.__cause__ is None else error.__cause__, call)
+    return (
+        f"An optimization of persample failed at {operation} of {names} ({line}): "
+        f"{type(error).__name__}: {_first_line(error)}. The call was answered without it: the same results, slower, "
+        "each time. This is a bug of persample: please report this message, loss_fn and the shapes of its arguments."
+    )
+
+
+def _not_batchable(error: Exception, call: Call) -> str:
+    return (
+        f"engine='auto' computed {call.size} samples one after another, because vmap cannot batch the loss. This costs "
+        f"about as much as {call.size} calls with one sample, and a failed attempt before. Pass engine='loop' to save "
+        f"the attempt, or change the loss: {_first_line(error)}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or "?").splitlines()[0]
+
+
+def _place(error: BaseException, call: Call) -> tuple[str, str, str]:
+    """Return the operation at which an error was raised, the parameters of its shapes, and our line."""
+    operation, shapes, line = "a call", set[tuple[int, ...]](), ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file, values = frame.f_code.co_filename, frame.f_locals
+        if not file.startswith(LIBRARY):
+            continue
+        line = f"persample{os.sep}{file.removeprefix(LIBRARY)}:{number}"
+        factor = values.get("self")
+        if isinstance(factor, Factor):
+            operation, shapes = f"{type(factor).__name__}.{frame.f_code.co_name}", {tuple(factor.shape)}
+        elif "func" in values:
+            operation, shapes = resolve_name(values["func"]) or str(values["func"]), set(_shapes(values.get("args")))
+    paths = call.loss.spec.paths
+    pairs = zip(paths, call.loss.spec.shapes, strict=True)
+    found = [path for path, shape in pairs if {tuple(shape), (call.size, *shape)} & shapes]
+    return operation, ", ".join(found[:_MOST]) or f"one of {', '.join(paths[:_MOST])}", line
+
+
+def _shapes(args: Any) -> Iterator[tuple[int, ...]]:
+    return (tuple(x.shape) for x in trees.flatten(args)[0] if isinstance(x, Tensor))
