@@ -20,8 +20,8 @@ class Reduction:
     Attributes:
         uses: the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call. Per-sample gradients are
             materialized for all samples only if "materialize" is one of them, or if that takes less memory.
-        live: the fields whose numbers and tensors may change between calls without a new program of the compiled
-            engine.
+        live: the fields whose numbers, tensors and factors may change between calls without a new program of the
+            compiled engine; None or a function in such a field is a constant.
         functions_of_a_norm: the fields that are functions from one norm to a number; what they close over may change.
             What else a field refers to must be hashable, and must not change.
         divides_by_weight: whether the result is an average. A call is then rejected, before anything is computed, if a

@@ -47,38 +47,52 @@ class Dot(PerSample):
 
     def check(self, spec: ParamSpec) -> None:
         """Raise an error if the direction is not a tree like the parameters."""
-        leaves = leaves_like(self.direction, spec.structure)
-        if leaves is None:
-            raise self._rejected(f"the structure {spec.structure}", f"{structure(self.direction)}")
-        count: list[int] | None = None
-        for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):
-            if not isinstance(leaf, Tensor):
-                raise self._rejected(f"a tensor for {path}", type(leaf).__name__)
-            if leaf.is_complex() and not dtype.is_complex:
-                raise self._rejected(f"real numbers for {path}", f"{leaf.dtype}")
-            lead = list(leaf.shape[: leaf.ndim - len(shape)]) if self.stacked else []
-            count = lead if count is None else count
-            if len(lead) != self.stacked or lead != count or leaf.shape[len(lead) :] != shape:
-                known = len(count) == self.stacked
-                expected = (
-                    f"shape {[*count, *shape]}" if known else f"K directions of one common K, [K, *{list(shape)}],"
-                )
-                raise self._rejected(f"{expected} for {path}", f"shape {list(leaf.shape)}")
-
-    @staticmethod
-    def _rejected(expected: str, received: str) -> ArgumentError:
         fix = "Pass a tree like the parameters (of a module: a dict by name); K directions on axis 0 need stacked=True."
-        return ArgumentError.about("Dot(direction)", expected=expected, received=received, fix=fix)
+        check_directions(self.direction, spec, stacked=self.stacked, argument="Dot(direction)", fix=fix)
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the inner products, summed over the parameters."""
         total: Any = 0
         spec, device = gradients.spec, gradients.losses.device
         leaves = leaves_like(self.direction, spec.structure) or []
-        for factor, dtype, leaf in zip(gradients.factors, spec.dtypes, leaves, strict=True):
-            direction = leaf.detach().to(device, dtype if dtype.is_complex else leaf.dtype)
+        for factor, dtype, leaf in zip(gradients.factors_by_row, spec.dtypes, leaves, strict=True):
+            direction = leaf.to(device, dtype if dtype.is_complex else leaf.dtype)
             total = total + factor.dot(as_real(direction if self.stacked else direction[None]))
-        return Stacked(total if self.stacked else total.squeeze(1))
+        return Stacked(gradients.by_sample(total if self.stacked else total.squeeze(1)))
+
+
+def check_directions(direction: Any, spec: ParamSpec, *, stacked: bool, argument: str, fix: str) -> None:
+    """Check that a direction is a tree like the parameters, of their shapes.
+
+    Args:
+        direction: the tree.
+        spec: the structure, names, shapes and dtypes of the parameters.
+        stacked: whether the leaves hold K directions each, stacked on axis 0.
+        argument: the name of the argument, for messages.
+        fix: what to do, for messages.
+
+    Raises:
+        ArgumentError: if it is not.
+    """
+
+    def rejected(expected: str, received: str) -> ArgumentError:
+        return ArgumentError.about(argument, expected=expected, received=received, fix=fix)
+
+    leaves = leaves_like(direction, spec.structure)
+    if leaves is None:
+        raise rejected(f"the structure {spec.structure}", f"{structure(direction)}")
+    count: list[int] | None = None
+    for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise rejected(f"a tensor for {path}", type(leaf).__name__)
+        if leaf.is_complex() and not dtype.is_complex:
+            raise rejected(f"real numbers for {path}", f"{leaf.dtype}")
+        lead = list(leaf.shape[: leaf.ndim - len(shape)]) if stacked else []
+        count = lead if count is None else count
+        if len(lead) != stacked or lead != count or leaf.shape[len(lead) :] != shape:
+            known = len(count) == stacked
+            expected = f"shape {[*count, *shape]}" if known else f"K directions of one common K, [K, *{list(shape)}],"
+            raise rejected(f"{expected} for {path}", f"shape {list(leaf.shape)}")
 
 
 @dataclass(frozen=True)
@@ -119,16 +133,17 @@ class Project(PerSample):
         """Return the projections, summed over the parameters."""
         total: Any = 0
         spec, device = gradients.spec, gradients.losses.device
-        for factor, path, shape, dtype in zip(gradients.factors, spec.paths, spec.shapes, spec.dtypes, strict=True):
+        columns_of_spec = spec.paths, spec.shapes, spec.dtypes
+        for factor, path, shape, dtype in zip(gradients.factors_by_row, *columns_of_spec, strict=True):
             rows = shape[0] if shape else 1
             columns = shape[1:].numel() * (2 if dtype.is_complex else 1)
-            left, right = (signs.to(device) for signs in self._signs(path, rows, columns))
+            left, right = self._signs(path, rows, columns, device)
             total = total + factor.project(left, right)
-        return Stacked(total / sqrt(self.dim))
+        return Stacked(gradients.by_sample(total / sqrt(self.dim)))
 
-    def _signs(self, path: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def _signs(self, path: str, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()
         with untraced():  # signs are constants of a compiled program
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             left, right = (torch.randint(0, 2, (self.dim, n), generator=generator) for n in (rows, columns))
-            return left * 2.0 - 1.0, right * 2.0 - 1.0
+            return (left * 2.0 - 1.0).to(device), (right * 2.0 - 1.0).to(device)

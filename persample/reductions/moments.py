@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,8 +20,17 @@ from persample.utils.trees import flatten, tree_map
 def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:
     """Return the weight, mean and squared deviations of each parameter; the last elementwise, or their sum."""
     pairs = zip(gradients.moments, gradients.spec.dtypes, strict=True)
-    n = gradients.total_weight
-    return [Moments(n, mean, m2 if elementwise else m2.sum(), dtype) for (mean, m2), dtype in pairs]
+    n, total = gradients.total_weight, torch.sum if gradients.losses.ndim == 1 else _sum_of_each
+    return [Moments(n, mean, m2 if elementwise else total(m2), dtype) for (mean, m2), dtype in pairs]
+
+
+def _sum_of_each(x: Tensor) -> Tensor:
+    """Return the sums over the elements of each of K outputs, ``[K, 1, …]``, which broadcast with ``x [K, …]``."""
+    return _by_output(x, len(x)).sum(1).view(-1, *[1] * (x.ndim - 1))
+
+
+def _by_output(x: Tensor, outputs: int) -> Tensor:
+    return x.reshape(outputs, x.numel() // outputs)
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,12 @@ class SecondMoment(Average):
 class Variance(Reduction):
     """Σ wᵢ (gᵢ − ḡ)² / (n − correction), n = Σ wᵢ: the variance over samples, elementwise; a tree like the parameters.
 
-    Weight k means that the sample was seen k times. Contracted in float64, chunks merged by Chan's formula.
+    With ``total``, its sum over all parameters: tr Σ = Σ wᵢ ‖gᵢ − ḡ‖² / (n − correction), one number. Weight k means
+    that the sample was seen k times. Contracted in float64, chunks merged by Chan's formula.
 
     Args:
         correction: as in ``torch.var``: 1 for the unbiased estimate, 0 for the biased one.
+        total: return one number instead of a tree, in the parameters' real dtype, float32 at least.
 
     Raises:
         ArgumentError: if ``correction`` is negative or not a number, or (when used) if n does not exceed it.
@@ -64,9 +76,13 @@ class Variance(Reduction):
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 3.0]), Variance())
         tensor(2.)
+        >>> x = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, Variance(total=True))  # 2 + 8
+        tensor(10.)
     """
 
     correction: float = 1
+    total: bool = False
     uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
     live: ClassVar[tuple[str, ...]] = ("correction",)
     divides_by_weight = True
@@ -84,15 +100,18 @@ class Variance(Reduction):
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the moments of one chunk."""
-        return gradients.spec.tree(_moments(gradients, elementwise=True))
+        return gradients.spec.tree(_moments(gradients, elementwise=not self.total))
 
     def finish(self, merged: Any) -> Any:
-        """Return the variances in the dtypes of the parameters."""
+        """Return the variances in the dtypes of the parameters, or their sum."""
+        if self.total:
+            leaves = flatten(merged)[0]
+            return _trace(leaves, self.correction).to(_dtype(leaves))
         return tree_map(lambda leaf: restore(leaf.m2 / (leaf.n - self.correction), leaf.dtype), merged)
 
 
 class NoiseScaleEstimate(NamedTuple):
-    """The result of ``NoiseScale``; three 0-d tensors.
+    """The result of ``NoiseScale``; three 0-d tensors, or ``[K]`` for losses with K outputs.
 
     Attributes:
         covariance_trace: tr Σ, the summed variance of one sample's gradient (unbiased).
@@ -137,8 +156,17 @@ class NoiseScale(Reduction):
     def finish(self, merged: Any) -> NoiseScaleEstimate:
         """Return the estimate."""
         leaves: list[Moments] = flatten(merged)[0]
-        n = leaves[0].n
-        trace = torch.stack([leaf.m2 for leaf in leaves]).sum() / (n - 1)
-        squared_mean = torch.stack([leaf.mean.square().sum() for leaf in leaves]).sum() - trace / n
-        dtype = widest(leaf.dtype for leaf in leaves if leaf.dtype is not None)
-        return NoiseScaleEstimate(*(x.to(dtype) for x in (trace, squared_mean, trace / squared_mean)))
+        n, trace = leaves[0].n, _trace(leaves, 1)
+        squares = [_by_output(leaf.mean.square(), leaf.m2.numel()).sum(1).view(trace.shape) for leaf in leaves]
+        squared_mean = torch.stack(squares).sum(0) - trace / n
+        return NoiseScaleEstimate(*(x.to(_dtype(leaves)) for x in (trace, squared_mean, trace / squared_mean)))
+
+
+def _trace(leaves: Sequence[Moments], correction: float) -> Tensor:
+    """Return the summed variances, 0-d, or ``[K]`` of K outputs."""
+    outputs = leaves[0].m2.shape[:1]
+    return torch.stack([leaf.m2.view(outputs) for leaf in leaves]).sum(0) / (leaves[0].n - correction)
+
+
+def _dtype(leaves: Sequence[Moments]) -> torch.dtype:
+    return widest(leaf.dtype for leaf in leaves if leaf.dtype is not None)

@@ -1,8 +1,7 @@
-"""Inner products and cosines of all pairs of samples."""
+"""Inner products and cosines of all pairs of samples, of one batch or of two."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,44 +9,111 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from persample.errors import ArgumentError
 from persample.factors import Factor
-from persample.gradients import Gradients
+from persample.factors.gram import summed_gram
+from persample.factors.norms import squared_norms_per_factor
+from persample.factors.outputs import by_row, sizes
+from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
+from persample.utils.norms import root
+from persample.utils.trees import flatten, leaves_like, structure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gram(Reduction):
     """⟨gᵢ, gⱼ⟩: the ``[B, B]`` matrix of inner products over all parameters, real, in float32 at least.
 
-    Pairs span chunks, so the factors of all samples are kept until the end.
+    Of losses with K outputs ``[B, K, B, K]``: the empirical neural tangent kernel.
+
+    With the gradients hⱼ of another batch, or of another loss, ⟨gᵢ, hⱼ⟩, ``[B, B']``. Pairs span chunks, so the factors
+    of all samples are kept until the end.
+
+    Args:
+        other: the hⱼ, as ``Factored()`` returns them for the same parameters; None for the gⱼ.
+
+    Raises:
+        ArgumentError: (when used) if ``other`` is not a tree of factors like the parameters.
 
     Examples:
         >>> import torch
-        >>> from persample import per_sample_grads
-        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Gram())
+        >>> from persample import Factored, per_sample_grads
+        >>> def loss(w, x):
+        ...     return w * x
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0])
+        >>> per_sample_grads(loss, w, x, Gram())
         tensor([[1., 2.],
                 [2., 4.]])
+        >>> test = per_sample_grads(loss, w, torch.tensor([3.0]), Factored())
+        >>> per_sample_grads(loss, w, x, Gram(test))
+        tensor([[3.],
+                [6.]])
     """
 
+    other: Any = None
     uses: ClassVar[frozenset[str]] = frozenset({"gram"})
+    live: ClassVar[tuple[str, ...]] = ("other",)
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if ``other`` are not factors of gradients of the parameters."""
+        if self.other is None:
+            return
+        leaves = leaves_like(self.other, spec.structure)
+        if leaves is None:
+            raise self._rejected(f"the structure {spec.structure}", f"{structure(self.other)}")
+        for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):
+            if not isinstance(leaf, Factor):
+                raise self._rejected(f"a factor for {path}", type(leaf).__name__)
+            expected = (*shape, 2) if dtype.is_complex else tuple(shape)
+            if by_row(leaf).shape != expected:
+                raise self._rejected(f"shape {list(expected)} for {path}", f"shape {list(leaf.shape)}")
+
+    def _rejected(self, expected: str, received: str) -> ArgumentError:
+        fix = "Pass what per_sample_grads returns for the other batch, the same parameters, and Factored()."
+        return ArgumentError.about(f"{type(self).__name__}(other)", expected=expected, received=received, fix=fix)
 
     def lift(self, gradients: Gradients) -> Any:
         """Return the factors."""
-        return [Stacked(factor) for factor in gradients.factors]
+        return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
 
     def finish(self, merged: Any) -> Tensor:
         """Return the inner products, summed over the parameters."""
-        return _summed_gram([stacked.concatenated() for stacked in merged])
+        return summed_gram(self.factors(merged), others=self._others(merged))
+
+    def block(self, left: Any, right: Any) -> Tensor:
+        """Return the pairs of some samples with others, ``[B, B']``.
+
+        Args:
+            left: the merged leaves of some samples.
+            right: those of the others.
+        """
+        return summed_gram(self.factors(left), others=self.factors(right))
+
+    def factors(self, merged: Any) -> list[Factor]:
+        """Return the factors whose inner products are the result."""
+        return [leaf.concatenated() for leaf in flatten(merged)[0]]
+
+    def _others(self, merged: Any) -> list[Factor] | None:
+        """Return the factors of the other batch, in the order of the parameters; None without one."""
+        if self.other is None:
+            return None
+        mine, structure = flatten(merged)
+        others = leaves_like(self.other, structure) or []
+        return [other.to(leaf.rows.device) for other, leaf in zip(others, mine, strict=True)]
 
 
-def _summed_gram(factors: Sequence[Factor]) -> Tensor:
-    return functools.reduce(torch.add, (factor.gram() for factor in factors))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CosineSimilarity(Gram):
     """⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖): the ``[B, B]`` matrix of cosines, 0 where a gradient is zero.
+
+    With the gradients hⱼ of another batch, or of another loss, ⟨gᵢ, hⱼ⟩ / (‖gᵢ‖ ‖hⱼ‖), ``[B, B']``.
+
+    Args:
+        other: the hⱼ, as ``Factored()`` returns them for the same parameters; None for the gⱼ.
+
+    Raises:
+        ArgumentError: (when used) if ``other`` is not a tree of factors like the parameters.
 
     Examples:
         >>> import torch
@@ -65,9 +131,19 @@ class CosineSimilarity(Gram):
         """Return the factors, and the norms."""
         return {"factors": super().lift(gradients), "norms": Stacked(gradients.norms)}
 
-    def finish(self, merged: Any) -> Tensor:
-        """Return the cosines."""
-        norms = merged["norms"].finish()
-        inverse = torch.where(norms == 0, 0, 1 / norms)
-        # Factors are scaled before the product, which may underflow for small float32 gradients.
-        return _summed_gram([stacked.concatenated().scale_rows(inverse) for stacked in merged["factors"]])
+    def factors(self, merged: Any) -> list[Factor]:
+        """Return the factors of the gradients scaled to length 1, because products of small ones may underflow."""
+        return _of_unit_norm(super().factors(merged["factors"]), merged["norms"].finish())
+
+    def _others(self, merged: Any) -> list[Factor] | None:
+        others = super()._others(merged["factors"])
+        if others is None:
+            return None
+        squared = torch.stack(squared_norms_per_factor(list(map(by_row, others)))).sum(0)
+        return _of_unit_norm(others, root(squared).view(sizes(others[0])))
+
+
+def _of_unit_norm(factors: Sequence[Factor], norms: Tensor) -> list[Factor]:
+    zero = norms == 0
+    inverse = torch.where(zero, 0, 1 / torch.where(zero, 1, norms))
+    return [factor.scale_rows(inverse) for factor in factors]

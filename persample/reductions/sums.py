@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.gradients import Gradients
+from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, SumOverSamples
+from persample.reductions.bounds import Bound, check_bounds, clip_scales, group_names
 from persample.utils.dtypes import accumulate_dtype
 
 
@@ -35,27 +35,22 @@ class _ScaledSum(SumOverSamples):
 
 @dataclass(frozen=True)
 class _Clipped(_ScaledSum):
-    max_norm: float | Tensor
+    max_norm: Bound | Mapping[str, Bound]
     per_param: bool = False
     uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
     live: ClassVar[tuple[str, ...]] = ("max_norm",)
 
     def __post_init__(self) -> None:
-        number = isinstance(self.max_norm, Real) or (isinstance(self.max_norm, Tensor) and self.max_norm.ndim == 0)
-        if not number or not self.max_norm >= 0:
-            fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
-            expected = "a number >= 0"
-            raise ArgumentError.about("max_norm", expected=expected, received=repr(self.max_norm), fix=fix)
+        check_bounds(self.max_norm)
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if bounds by name do not name every parameter."""
+        if isinstance(self.max_norm, Mapping):
+            group_names(list(self.max_norm), spec.paths)
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped (C = ∞, or a zero gradient)."""
-        if self.per_param:
-            return [self._scale(norms) for norms in gradients.norms_per_param]
-        return [self._scale(gradients.norms)] * len(gradients.factors)
-
-    def _scale(self, norms: Tensor) -> Tensor:
-        bound = torch.as_tensor(self.max_norm, dtype=norms.dtype, device=norms.device)
-        return torch.where(norms <= bound, 1, bound / norms)
+        """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped."""
+        return clip_scales(gradients, self.max_norm, per_param=self.per_param)
 
 
 @dataclass(frozen=True)
@@ -92,23 +87,30 @@ class ClippedSum(_Clipped):
     """Σ wᵢ gᵢ min(1, C/‖gᵢ‖): the sum of per-sample gradients, each clipped to norm C first.
 
     Returns a tree like the parameters. One sample of weight 1 contributes at most C (to 4 eps of the output dtype).
-    Adding or removing it changes the sum by at most C, and replacing it by at most 2C. C = 0 gives zeros, C = ∞ the
-    plain sum, and zero gradients stay zero. A NaN gradient of non-zero weight makes the result NaN.
+    Adding or removing it changes the sum by at most C, and replacing it by at most 2C. (With bounds by name, C is here
+    the root of the sum of their squares.) C = 0 gives zeros, C = ∞ the plain sum, and zero gradients stay zero. A NaN
+    gradient of non-zero weight makes the result NaN.
 
     Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
 
     Args:
-        max_norm: the bound C, a number or 0-d tensor in [0, ∞].
+        max_norm: the bound C, a number or 0-d tensor in [0, ∞]; or bounds by name, such as ``{"head": 0.1, "": 1.0}``.
+            A name stands for a parameter or for a module (or subtree) with all its parameters, whose gradients are
+            clipped together; "" for all that no other name has; the longest name decides.
         per_param: clip the gradient of each parameter to C by itself, instead of all of them together.
 
     Raises:
-        ArgumentError: if ``max_norm`` is negative or NaN.
+        ArgumentError: if ``max_norm`` is negative or NaN, or (when used) if names and parameters do not match.
 
     Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedSum(1.0))
         tensor(1.5000)
+        >>> params, x = {"body": torch.zeros(2), "head": torch.tensor(0.0)}, torch.tensor([[3.0, 4.0]])
+        >>> by_name = ClippedSum({"body": 5.0, "head": 0.5})  # gradients (3, 4) and 1
+        >>> per_sample_grads(lambda p, x: p["body"] @ x + p["head"], params, x, by_name)
+        {'body': tensor([3., 4.]), 'head': tensor(0.5000)}
     """
 
 
@@ -119,11 +121,13 @@ class ClippedMean(_Clipped, Average):
     Returns a tree like the parameters. The bounds are those of ClippedSum, the rules for weights those of Mean.
 
     Args:
-        max_norm: the bound C, a number or 0-d tensor in [0, ∞].
+        max_norm: the bound C, a number or 0-d tensor in [0, ∞]; or bounds by name, such as ``{"head": 0.1, "": 1.0}``.
+            A name stands for a parameter or for a module (or subtree) with all its parameters, whose gradients are
+            clipped together; "" for all that no other name has; the longest name decides.
         per_param: clip the gradient of each parameter to C by itself, instead of all of them together.
 
     Raises:
-        ArgumentError: if ``max_norm`` is negative or NaN.
+        ArgumentError: if ``max_norm`` is negative or NaN, or (when used) if names and parameters do not match.
 
     Examples:
         >>> import torch
@@ -164,16 +168,16 @@ class WeightedSum(_ScaledSum):
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return f(‖gᵢ‖)."""
-        norms = gradients.norms
+        norms = gradients.norms.flatten()
         if len(norms) == 0:  # vmap rejects an empty batch
-            return [norms] * len(gradients.factors)
+            return [gradients.norms] * len(gradients.factors)
         try:
             scale = torch.vmap(lambda norm: torch.as_tensor(self.weight_fn(norm), device=norm.device))(norms)
         except (RuntimeError, TypeError, ValueError) as error:
             raise self._rejected(f"a function that fails: {error}") from error
         if scale.shape != norms.shape or scale.is_complex():
             raise self._rejected(f"a function that returns shape {list(scale.shape[1:])}, {scale.dtype}")
-        return [scale.to(norms)] * len(gradients.factors)
+        return [scale.to(norms).view_as(gradients.norms)] * len(gradients.factors)
 
     @staticmethod
     def _rejected(received: str) -> ArgumentError:
