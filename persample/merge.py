@@ -7,16 +7,19 @@ reductions share it, for chunks, batches and processes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.dtypes import restore
 from persample.utils.trees import leaf, tree_map
+
+_BLOCK = 2**16  # numbers that are added at a time: torch converts them first, and so many stay in the cache
 
 
 @leaf
@@ -34,7 +37,25 @@ class Summed:
 
     def merge(self, other: Summed) -> Summed:
         """Return the sum over the samples of both leaves."""
+        _check_shapes(self.value.shape, other.value.shape)
         return Summed(self.value + other.value, self.dtype)
+
+    def widened(self) -> Summed:
+        """Return a copy whose memory is its own, in float64, to which many parts can be added."""
+        wide = torch.float64 if self.value.is_floating_point() else self.value.dtype
+        value = self.value.to(wide, copy=True, memory_format=torch.contiguous_format)
+        return Summed(value, self.dtype or self.value.dtype)
+
+    def absorb(self, other: Summed) -> Summed:
+        """Add the sum of another leaf to this one, in its memory, and return this leaf."""
+        _check_shapes(self.value.shape, other.value.shape)
+        if other.value.numel() <= _BLOCK:
+            self.value.add_(other.value)
+            return self
+        totals, parts = self.value.view(-1).split(_BLOCK), other.value.reshape(-1).split(_BLOCK)
+        for total, part in zip(totals, parts, strict=True):
+            total.add_(part)
+        return self
 
     def finish(self, divisor: Tensor | None = None) -> Tensor:
         """Return the sum, divided before it is converted to its final dtype."""
@@ -51,7 +72,8 @@ class Moments:
     Args:
         n: the total weight, 0-d.
         mean: the weighted mean over the samples.
-        m2: the weighted sum of squared deviations from the mean, elementwise, or summed over all elements (shape []).
+        m2: the weighted sum of squared deviations from the mean, elementwise, or summed over all elements (shape []),
+            or over those of each output (shape [K, 1, …]).
         dtype: the dtype of the finished result, as in Summed.
     """
 
@@ -62,11 +84,36 @@ class Moments:
 
     def merge(self, other: Moments) -> Moments:
         """Return the moments over the samples of both leaves."""
-        n = self.n + other.n
-        share = torch.where(n > 0, other.n / n, 0)  # n = 0 if both leaves are empty
-        delta = other.mean - self.mean
+        _check_shapes(self.mean.shape, other.mean.shape)
+        n, delta = self.n + other.n, other.mean - self.mean
+        share = other.n / torch.where(n > 0, n, 1)  # n = 0 if both leaves are empty
         between = (delta.square() * (self.n * share)).sum_to_size(self.m2.shape)
         return Moments(n, self.mean + delta * share, self.m2 + other.m2 + between, self.dtype)
+
+    def widened(self) -> Moments:
+        """Return a copy whose memory is its own, into which many parts can be merged."""
+        return Moments(self.n.clone(), self.mean.clone(), self.m2.clone(), self.dtype)
+
+    def absorb(self, other: Moments) -> Moments:
+        """Merge another leaf into this one as ``merge`` does, in its memory, and return this leaf."""
+        _check_shapes(self.mean.shape, other.mean.shape)
+        n, delta = self.n + other.n, other.mean - self.mean
+        share = other.n / torch.where(n > 0, n, 1)
+        self.mean.addcmul_(delta, share)
+        self.m2.add_(other.m2).add_(delta.square_().mul_(self.n * share).sum_to_size(self.m2.shape))
+        self.n.copy_(n)
+        return self
+
+    def around(self, n: Tensor, total: Tensor) -> Moments:
+        """Return the part of this leaf in the moments of many: their n and mean, and what it adds to their m2.
+
+        Args:
+            n: the total weight of all leaves.
+            total: the sum of n · mean of all leaves.
+        """
+        mean = torch.where(n > 0, total / n, 0)
+        between = ((self.mean - mean).square() * self.n).sum_to_size(self.m2.shape)
+        return Moments(n, mean, self.m2 + between, self.dtype)
 
 
 @leaf
@@ -86,6 +133,7 @@ class Stacked:
 
     def merge(self, other: Stacked) -> Stacked:
         """Return the rows of this leaf, followed by those of the other."""
+        _check_shapes(_row_shape(self.rows), _row_shape(other.rows))
         return Stacked(self.rows, self.dtype, (*self.tail, other.rows, *other.tail))
 
     def concatenated(self) -> Any:
@@ -97,7 +145,7 @@ class Stacked:
 
     def fits(self, out: Any) -> bool:
         """Return whether ``out`` is a tensor of the shape, dtype and device of the finished rows."""
-        shape = self.rows.shape[1:] if isinstance(self.rows, Tensor) else self.rows.shape
+        shape = _row_shape(self.rows)
         dtype = self.rows.dtype if self.dtype is None else self.dtype
         size = sum(map(len, (self.rows, *self.tail)))
         expected = (size, *(shape[:-1] if dtype.is_complex else shape)), dtype, self.rows.device
@@ -110,6 +158,19 @@ class Stacked:
             return restore(rows, self.dtype)
         target = out if rows.dtype == self.dtype and self.fits(out) else None
         return restore(rows.materialize(target), self.dtype)
+
+
+def _check_shapes(one: Sequence[int], other: Sequence[int]) -> None:
+    """Reject results of several shapes, whose sums would broadcast."""
+    if tuple(one) != tuple(other):
+        raise LossError(
+            f"loss_fn: expected results of one shape for all samples, received shapes {list(one)} and {list(other)}. "
+            "Return as many outputs (outputs='rows'), and aux of the same shapes, from every sample."
+        )
+
+
+def _row_shape(rows: Tensor | Factor) -> Sequence[int]:
+    return rows.shape[1:] if isinstance(rows, Tensor) else rows.shape
 
 
 @dataclass(frozen=True)

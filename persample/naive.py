@@ -20,32 +20,57 @@ def value_and_grad(
     params: Sequence[Tensor],
     *sample: Any,
     like: Sequence[Tensor] | None = None,
+    create_graph: bool = False,
 ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
     """Differentiate the loss of one sample with plain autograd.
 
     Args:
-        loss_fn: from (params, *sample) to (0-d loss, aux).
+        loss_fn: from (params, *sample) to (0-d loss, aux), or to (K losses ``[K]``, aux).
         params: the tensors to differentiate, any shapes.
         *sample: the other arguments.
         like: one tensor per parameter: where it is an ``nn.Parameter``, the loss receives one too. Default: ``params``.
+        create_graph: whether the results have a graph, so that they can be differentiated again.
 
     Returns:
-        The detached loss, the detached aux, and one gradient per parameter: None where the loss does not depend on it.
+        The loss, aux, and one gradient per parameter: None where the loss does not depend on it. The gradients of K
+        losses are stacked on axis 0. All are detached, unless ``create_graph``.
 
     Examples:
         >>> value_and_grad(lambda p, x: ((p[0] * x) ** 2, ()), [torch.tensor(2.0)], torch.tensor(3.0))
         (tensor(36.), (), (tensor(36.),))
     """
     with torch.enable_grad():
-        leaves = [_leaf(*pair) for pair in zip(params, params if like is None else like, strict=True)]
+        pairs = zip(params, params if like is None else like, strict=True)
+        leaves = [_leaf(*pair, create_graph=create_graph) for pair in pairs]
         loss, aux = loss_fn(leaves, *sample)
     grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if loss.requires_grad:
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = (
+            torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=create_graph)
+            if loss.ndim == 0
+            else _grads_of_each(loss, leaves, create_graph=create_graph)
+        )
+    if create_graph:
+        return loss, aux, grads
     return loss.detach(), trees.map_tensors(torch.Tensor.detach, aux), grads
 
 
-def _leaf(param: Tensor, like: Tensor) -> Tensor:
+def _grads_of_each(losses: Tensor, leaves: Sequence[Tensor], *, create_graph: bool) -> tuple[Tensor | None, ...]:
+    units = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    options = {"allow_unused": True, "retain_graph": True, "create_graph": create_graph}
+    rows = [torch.autograd.grad(losses, leaves, unit, **options) for unit in units]
+    columns = zip(leaves, zip(*rows, strict=True), strict=True)
+    return tuple(
+        None
+        if all(g is None for g in column)
+        else torch.stack([torch.zeros_like(x) if g is None else g for g in column])
+        for x, column in columns
+    )
+
+
+def _leaf(param: Tensor, like: Tensor, *, create_graph: bool) -> Tensor:
+    if create_graph and param.requires_grad:
+        return param.view_as(param)  # the gradient leaves out what else of the sample depends on the parameter
     # Only an nn.Parameter is replaced by one: a module would register any other as a parameter of its own.
     return nn.Parameter(param.detach()) if isinstance(like, nn.Parameter) else param.detach().requires_grad_()
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from persample import inputs, pipeline
-from persample.engines import ENGINES, Asked, compiled, repeated
+from persample._torch import transforms
+from persample.engines import ENGINES, Asked, compiled, empty, repeated
 from persample.engines.diagnosis import unwritten
-from persample.inputs import Engine, Randomness
+from persample.engines.fallback import answered
+from persample.inputs import Engine, Outputs, Randomness
 from persample.outputs import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
 from persample.utils import trees
 from persample.utils.isolation import isolated
+from persample.utils.origin import fold, handled_error
 
 
 def per_sample_grads(
@@ -28,18 +31,22 @@ def per_sample_grads(
     in_dims: tuple[Any, Any] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
+    outputs: Outputs = "scalar",
     chunk_size: int | None = None,
+    memory: int | Literal["low"] | None = None,
     engine: Engine = "eager",
     out: Any = None,
+    differentiable: bool = False,
 ) -> Any:
     """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, and reduce them.
 
-    Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. Results never require grad: plain autograd
-    treats them as constants. A call may stand inside ``torch.func.vmap``, but not inside ``torch.func.grad``.
+    Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. Results never require grad, unless
+    ``differentiable``. Inside of ``torch.func.grad``, ``vjp``, ``jvp``, ``jacrev``, ``jacfwd``, ``hessian`` and
+    ``vmap`` a call gives what plain ``vmap(grad(loss_fn))`` with the same arithmetic gives.
 
     Args:
-        loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss, or
-            exactly ``(loss, aux)`` with aux any pytree of tensors.
+        loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss (a
+            vector with ``outputs="rows"``), or exactly ``(loss, aux)`` with aux any pytree of tensors.
         params: a pytree of floating or complex tensors, or an ``nn.Module`` (also modules inside the pytree):
             then ``loss_fn`` receives the module itself, and results are keyed by parameter name. Of a module only
             parameters with ``requires_grad`` are differentiated; a tied parameter counts once. Writes to the module's
@@ -51,7 +58,8 @@ def per_sample_grads(
         reduce: a reduction, or a dict, tuple or list of reductions, all computed in one pass. None means ``Stack()``,
             the gradients themselves. There are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
             ``Norm``, ``Gram``, ``CosineSimilarity``, ``Dot``, ``Project``; ``SecondMoment``, ``Variance``,
-            ``NoiseScale``; ``Loss``, ``Aux``, ``Factored``; and those you write (``persample.reductions.Reduction``).
+            ``NoiseScale``; ``NaturalGradient``, ``Leverage``; ``Loss``, ``Aux``, ``Factored``; and those you write
+            (``persample.reductions.Reduction``).
         weights: ``[B]``, real or bool: a sample of weight k counts k times. Weights apply after clipping, and to
             reductions over samples only. Weight 0 removes a sample entirely, even if its gradient is NaN.
         in_dims: ``(params_dims, batch_dims)``: an int, None (shared by all samples) or a tree prefix for each;
@@ -60,12 +68,21 @@ def per_sample_grads(
         keep_batch_dim: pass each sample with a leading axis of 1, for models that require a batch axis.
         randomness: as in ``torch.func.vmap``: random operations in the loss raise an error ("error"), or draw the
             "same" or "different" numbers for the samples.
+        outputs: "scalar" if the loss of one sample is a number; "rows" if it is a vector ``[K]``: then a sample has K
+            gradients: ``Stack`` gives ``[B, K, *shape]``, ``Norm`` ``[B, K]``, ``Gram`` ``[B, K, B, K]``, sums
+            ``[K, *shape]``. The loss runs once for all K.
         chunk_size: the number of samples processed at a time, which bounds memory; None for all.
+        memory: the bytes that gradients written out for speed may take together; ``"low"`` for none beyond what their
+            factors take; None for 256 MiB, beyond which each may take twice its factors. Does not change results.
         engine: "eager" (``vmap``), "compiled" (the fastest, after seconds of compilation, which repeats when the loss
             or the sizes change), or "loop" (plain autograd, one sample at a time; takes ``.item()``, branches on
-            values, and checkpoints, too). All engines give the same results.
+            values, and checkpoints, too), or "auto" ("eager", and for a loss that vmap cannot batch "loop", with a
+            ``FallbackWarning`` that says why). All engines give the same results.
         out: a previous result of the same call, to be overwritten and returned. Reuse it in loops, because fresh memory
             costs more than the gradients themselves.
+        differentiable: give the results a graph for plain autograd, back to parameters, batch, weights, fields of
+            reductions and what the loss closes over, where these require grad: for meta-gradients and gradient
+            penalties. Gradients are written out then, ``[B, *shape]``, operation by operation (also with "compiled").
 
     Returns:
         A tree like ``params`` with leaves ``[B, *shape]`` if ``reduce`` is None; the result of the reduction; or a
@@ -73,7 +90,7 @@ def per_sample_grads(
 
     Raises:
         ArgumentError: if an argument is invalid; the message names the argument and the fix. Also if the call stands
-            inside of a derivative, or of a loss that is differentiated, where its results would be constants.
+            inside of a loss that plain autograd differentiates, and is not ``differentiable``.
         LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
 
     Examples:
@@ -91,7 +108,7 @@ def per_sample_grads(
 
         Several reductions from one pass:
 
-        >>> from persample import ClippedMean, Mean, Norm
+        >>> from persample import ClippedMean, Gram, Mean, Norm
         >>> per_sample_grads(td_loss, theta, batch, {"update": ClippedMean(1.0), "norms": Norm()})
         {'update': tensor([-0.6667, -0.3333,  0.6667]), 'norms': tensor([10.8000])}
 
@@ -110,14 +127,34 @@ def per_sample_grads(
         >>> options = {"in_dims": (None, (None, 0)), "weights": [1.0, 3.0]}
         >>> per_sample_grads(loss, torch.zeros(2), (torch.tensor(2.0), torch.eye(2)), Mean(), **options)
         tensor([0.5000, 1.5000])
+
+        The derivative of the largest norm, by plain autograd:
+
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> norms = per_sample_grads(lambda w, x: (w @ x) ** 2, w, torch.eye(2), Norm(), differentiable=True)
+        >>> torch.autograd.grad(norms.max(), w)
+        (tensor([1., 1.]),)
+
+        The gradients of two outputs of each sample, and all their inner products (the empirical neural tangent kernel):
+
+        >>> def predictions(w, x):
+        ...     return w @ x  # [2]
+        >>> w, x = torch.zeros(2, 3), torch.eye(3)[:2]
+        >>> wanted = {"jacobians": None, "ntk": Gram()}
+        >>> found = per_sample_grads(predictions, w, x, wanted, outputs="rows")
+        >>> {name: list(result.shape) for name, result in found.items()}
+        {'jacobians': [2, 2, 2, 3], 'ntk': [2, 2, 2, 2]}
     """
-    inputs.check_derivatives("per_sample_grads")
-    inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size)
+    differentiated = inputs.is_differentiated("per_sample_grads", requested=differentiable)
+    inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
     wanted, container = inputs.reductions(reduce)
-    options = in_dims, keep_batch_dim, randomness, chunk_size
+    inputs.check_out(out, differentiated=differentiated)
+    if engine == "compiled" and (differentiated or transforms()):
+        engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
+    options = in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory
     asked = Asked(loss_fn, params, batch, wanted, container, out, options)
-    if engine == "compiled" and weights is None and (result := repeated(asked)) is not None:
-        return result
+    if engine == "compiled" and weights is None and (found := repeated(asked)) is not None:
+        return found[0]
 
     def compute() -> Any:
         call = inputs.normalize(
@@ -129,16 +166,29 @@ def per_sample_grads(
             in_dims=in_dims,
             keep_batch_dim=keep_batch_dim,
             randomness=randomness,
+            differentiated=differentiated,
+            outputs=outputs,
+            memory=memory,
         )
         into = out if out is not None and is_apart(out, call.tensors) else None
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
+
+        def by(way: pipeline.Engine) -> list[Any]:
+            return pipeline.run(call, pipeline.lift_by(way, reductions), reductions, chunk_size)
+
+        def first() -> list[Any]:
+            if engine == "compiled":
+                return compiled(call, reductions, chunk_size, asked, into)
+            return by(ENGINES[engine])
+
         with unwritten(call):
-            if engine == "compiled" and call.size:
-                results = compiled(call, reductions, chunk_size, asked, into)
-            else:
-                lift = pipeline.lift_by(ENGINES[engine if call.size else "empty"], reductions)
-                results = pipeline.run(call, lift, reductions, chunk_size)
+            results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)
         return result if out is None else write_into(out, result)
 
-    return isolated(params, compute)
+    handled = handled_error()
+    try:
+        return isolated(params, compute, keep_graph=differentiated)
+    except Exception as error:
+        fold(error, handled)
+        raise

@@ -73,13 +73,14 @@ def _is_tensordict(node: Any) -> bool:
     return hasattr(type(node), "auto_batch_size_")  # tensordict is no dependency of ours
 
 
-def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
+def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool = False) -> tuple[Any, bool]:
     """Return a leaf with its batch axis first, and whether it has one.
 
     Args:
         path: the name of the leaf.
         leaf: a tensor, or a leaf that is not sliced: None, a string, a number, or anything of dim None.
         dim: the batch axis, or None.
+        keep_graph: whether derivatives pass through the leaf.
 
     Raises:
         ArgumentError: if the leaf has no such axis.
@@ -95,7 +96,7 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None) -> tuple[Any, bool]:
         fix = "Convert it with .to_dense()."
         raise ArgumentError.about(path, expected="a dense tensor", received=f"layout {leaf.layout}", fix=fix)
     # Autograd rejects inference tensors, but not their clones.
-    leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
+    leaf = leaf.clone() if leaf.is_inference() else leaf if keep_graph else leaf.detach()
     if dim is None:
         return leaf, False
     if not -leaf.ndim <= dim < leaf.ndim:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from persample.factors import cost_model
 from persample.inputs.loss import SampleLoss
+from persample.utils.tracing import is_recorded
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Call:
         leaves_batched: for each of ``leaves``, whether it holds one row per sample, on axis 0.
         weights: ``[B]`` float64, or None for ones.
         randomness: "error", "same" or "different", as in ``torch.func.vmap``.
+        differentiated: whether the caller differentiates the results.
+        memory: the bytes that written-out gradients may take, "low" or None; or the allowance of ``Plan``, a float.
     """
 
     loss: SampleLoss
@@ -34,14 +39,34 @@ class Call:
     leaves_batched: tuple[bool, ...]
     weights: Tensor | None = None
     randomness: str = "error"
+    differentiated: bool = False
+    memory: Any = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that the loss is called with."""
         return [x for x in (*self.params, *self.leaves) if isinstance(x, Tensor)]
 
+    @property
+    def allowance(self) -> float:
+        """How many times the elements of their factor written-out gradients may have."""
+        if isinstance(self.memory, float):
+            return self.memory
+        if self.loss.outputs == "rows":  # K is not known yet
+            return cost_model.allowance(self.memory, math.inf)
+        pairs = zip(self.params, self.params_batched, strict=True)
+        return cost_model.allowance(self.memory, sum(x.nbytes * (1 if split else self.size) for x, split in pairs))
+
+    def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
+        """Return how gradients are stored.
+
+        Args:
+            required_ops: the operations of ``Factor`` that the reductions call.
+        """
+        return cost_model.Plan(required_ops, self.allowance)
+
     def chunks(self, chunk_size: int | None) -> Iterator[Call]:
-        """Split the call into chunks of at most ``chunk_size`` samples, in order.
+        """Split the call into chunks of at most ``chunk_size`` samples, in order; not if weights are differentiated.
 
         Args:
             chunk_size: the number of samples in a chunk, or None for all.
@@ -50,11 +75,17 @@ class Call:
             The chunks; one empty chunk if there are no samples.
         """
         step = chunk_size or self.size
-        if step >= self.size:
+        # A chunk whose weights are all 0 has no mean that could be merged with derivatives by its weights.
+        has_recorded_weights = self.weights is not None and is_recorded(self.weights)
+        if step >= self.size or has_recorded_weights:
             yield self
             return
         for start in range(0, self.size, step):
             yield self._chunk(slice(start, min(start + step, self.size)))
+
+    def none(self) -> Call:
+        """Return the chunk without samples."""
+        return self._chunk(slice(0, 0))
 
     def _chunk(self, rows: slice) -> Call:
         params, leaves = self.at(rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 from persample.errors import LossError
 from persample.gradients import ParamSpec
 from persample.inputs.modules import ParamTree
+from persample.inputs.options import Outputs
 from persample.utils import trees
 from persample.utils.flags import inside
 
@@ -27,6 +28,7 @@ class SampleLoss:
         batched: for each leaf of the batch, whether it holds one row per sample.
         unpack: whether the batch is a plain tuple or list, passed as positional arguments.
         keep_batch_dim: whether each sample is passed with a leading axis of 1.
+        outputs: "scalar", or "rows" if the loss of one sample is a vector ``[K]``.
         called: the name of the function's argument, for messages.
         given: the name of the batch's argument, for messages.
     """
@@ -38,6 +40,7 @@ class SampleLoss:
     batched: tuple[bool, ...]
     unpack: bool
     keep_batch_dim: bool
+    outputs: Outputs = "scalar"
     called: str = "loss_fn"
     given: str = "batch"
 
@@ -61,13 +64,14 @@ class SampleLoss:
         """Return the loss of one sample, and the pair (aux, whether the loss returned aux)."""
         returned = self.returned(params, leaves)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
-        _check_loss(loss, returned)
+        _check_loss(loss, returned, self.outputs)
         if returned is not loss:
             _check_aux(aux)
         return loss, (aux, isinstance(returned, tuple))
 
 
-def _check_loss(loss: Any, returned: Any) -> None:
+def _check_loss(loss: Any, returned: Any, outputs: Outputs) -> None:
+    expected = "one real scalar tensor" if outputs == "scalar" else "one real vector [K] (outputs='rows')"
     if not isinstance(loss, Tensor):
         received = type(loss).__name__ if loss is returned else f"a 2-tuple that starts with {type(loss).__name__}"
         if isinstance(returned, tuple | list):
@@ -75,12 +79,17 @@ def _check_loss(loss: Any, returned: Any) -> None:
         fix = "Return the tensor itself (no .item(), no float()), and with more to return exactly (loss, aux)."
     elif not loss.is_floating_point():
         received, fix = f"dtype {loss.dtype}", "Compute a real floating loss (.float(), or .abs() of a complex one)."
-    elif loss.ndim:
+    elif outputs == "rows" and (loss.ndim != 1 or not len(loss)):
+        received = f"shape {list(loss.shape)}"
+        fix = "Return the K outputs of one sample, for example by .flatten(); for one output leave outputs='scalar'."
+    elif outputs == "scalar" and loss.ndim:
         received = f"shape {list(loss.shape)}"
         fix = "loss_fn sees one sample: reduce what is left, for example with .sum(), .mean() or .squeeze()."
+        if loss.ndim == 1:
+            fix += " Or pass outputs='rows' for the gradient of each number."
     else:
         return
-    raise LossError(f"loss_fn: expected to return one real scalar tensor, received {received}. {fix}")
+    raise LossError(f"loss_fn: expected to return {expected}, received {received}. {fix}")
 
 
 def _check_aux(aux: Any) -> None:

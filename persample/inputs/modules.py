@@ -231,7 +231,7 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
     return ParamTree(tuple(tensors), result_spec, paths, tuple(leaves), spec, tuple(slots), inside)
 
 
-def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
+def set_grads(module: nn.Module, grads: Mapping[str, Tensor], accumulate: bool = False) -> None:
     """Put reduced gradients into ``.grad``, so that any ``torch.optim`` optimizer can step on them.
 
     Args:
@@ -239,9 +239,11 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
         grads: a tensor of the parameter's shape for every parameter with ``requires_grad``, by name: what
             ``per_sample_grads(loss_fn, module, batch, Mean())`` returns. A tensor is converted if its dtype or device
             differs from the parameter's, and otherwise not copied.
+        accumulate: add to the gradients that are there, as ``.backward()`` does, instead of replacing them.
 
     Raises:
-        ArgumentError: if a trainable parameter is missing, a name is unknown, or a shape differs.
+        ArgumentError: if ``module`` is no module, a trainable parameter is missing, a name is unknown, or a shape
+            differs.
 
     Examples:
         >>> import torch
@@ -249,6 +251,9 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
         >>> set_grads(linear, {"weight": torch.ones(1, 2)})
         >>> torch.optim.SGD(linear.parameters(), lr=0.1).step()
     """
+    if not isinstance(module, nn.Module):
+        fix = "Pass the module that the gradients are of; then call optimizer.step()."
+        raise ArgumentError.about("module", expected="an nn.Module", received=type(module).__name__, fix=fix)
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not isinstance(grads, Mapping):
         fix = "Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module."
@@ -269,7 +274,9 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor]) -> None:
             fix = "Reduce over the samples first, for example with Mean()."
             raise ArgumentError.about(f"grads[{name!r}]", expected=expected, received=received, fix=fix)
     for name, param in params.items():
-        param.grad = grads[name].detach().to(param)
+        grad = grads[name].detach().to(param)
+        # Not in place: the gradient that is there may be a result that the caller keeps.
+        param.grad = param.grad + grad if accumulate and param.grad is not None else grad
 
 
 def add_grads(params: ParamTree, grads: Any) -> None:

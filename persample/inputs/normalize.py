@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -13,6 +14,7 @@ from persample.inputs.batch import as_tensor, batch_axis_first, common_size, sam
 from persample.inputs.call import Call
 from persample.inputs.in_dims import split_in_dims, spread_dims
 from persample.inputs.loss import SampleLoss
+from persample.inputs.options import Outputs
 from persample.inputs.params import check_params
 from persample.inputs.weights import check_averages, check_weights
 from persample.reductions import Reduction
@@ -29,9 +31,13 @@ def normalize(
     in_dims: Any,
     keep_batch_dim: bool,
     randomness: str = "error",
+    outputs: Outputs = "scalar",
+    memory: Any = None,
     called: str = "loss_fn",
     given: str = "batch",
     batch_statistics: bool = False,
+    is_part: bool = False,
+    differentiated: bool = False,
 ) -> Call:
     """Return the call in the form that engines take.
 
@@ -44,9 +50,13 @@ def normalize(
         in_dims: the batch axes of ``params`` and ``batch``.
         keep_batch_dim: whether each sample keeps a leading axis of 1.
         randomness: as in ``torch.func.vmap``.
+        outputs: what the loss of one sample returns, a scalar or a vector.
+        memory: the bytes that written-out gradients may take, "low" or None.
         called: the name of the function's argument, for messages.
         given: the name of the batch's argument, for messages.
         batch_statistics: whether modules may normalize with the statistics of a batch.
+        is_part: whether other samples follow, so that averages cannot be checked yet.
+        differentiated: whether the caller differentiates the results.
 
     Raises:
         ArgumentError: if an argument is invalid.
@@ -59,7 +69,8 @@ def normalize(
     names = [*tree.paths, *batch_names]
     leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
     dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
-    values, batched = zip(*map(batch_axis_first, names, [*tree.tensors, *tensors], dims), strict=True)
+    rows = functools.partial(batch_axis_first, keep_graph=differentiated)
+    values, batched = zip(*map(rows, names, [*tree.tensors, *tensors], dims), strict=True)
     size = common_size(names, values, batched, given)
 
     count = len(tree.tensors)
@@ -67,13 +78,26 @@ def normalize(
     spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
     unpack = type(batch) in (tuple, list)
     sample = sample_structure(batch, structure, leaf_dims, keep_batch_dim=keep_batch_dim)
-    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, called, given)
+    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, outputs, called, given)
     _check_signature(called, loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
     for reduction in wanted:
         reduction.check(spec)
-    weights = check_weights(weights, size, values[0].device)
-    check_averages(wanted, weights, size)
-    return Call(loss, size, values[:count], batched[:count], values[count:], batched[count:], weights, randomness)
+    weights = check_weights(weights, size, keep_graph=differentiated)
+    if not is_part:
+        check_averages(wanted, weights, size)
+    weights = None if weights is None else weights.to(values[0].device)
+    return Call(
+        loss,
+        size,
+        values[:count],
+        batched[:count],
+        values[count:],
+        batched[count:],
+        weights,
+        randomness,
+        differentiated,
+        memory,
+    )
 
 
 def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:

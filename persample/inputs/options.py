@@ -1,4 +1,4 @@
-"""The options ``engine``, ``randomness`` and ``chunk_size``."""
+"""The options ``engine``, ``randomness``, ``chunk_size``, ``memory`` and ``outputs``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any, Literal, TypeAlias, get_args
 from persample._torch import transforms
 from persample.errors import ArgumentError
 
-Engine: TypeAlias = Literal["eager", "compiled", "loop"]
+Engine: TypeAlias = Literal["eager", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
-_ENGINES, _RANDOMNESS = get_args(Engine), get_args(Randomness)
+Outputs: TypeAlias = Literal["scalar", "rows"]
+_ENGINES, _RANDOMNESS, _OUTPUTS = (get_args(x) for x in (Engine, Randomness, Outputs))
 
 
-def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
+def check_options(
+    *, engine: Any, randomness: Any, chunk_size: Any, memory: Any = None, outputs: Any = "scalar"
+) -> None:
     """Reject invalid options.
 
     Args:
         engine: the name of an engine.
         randomness: how random operations draw for the samples.
         chunk_size: the number of samples processed at a time.
+        memory: the bytes that written-out gradients may take.
+        outputs: what the loss of one sample returns.
 
     Raises:
         ArgumentError: if an option has none of its allowed values.
@@ -28,6 +33,11 @@ def check_options(*, engine: Any, randomness: Any, chunk_size: Any) -> None:
     check_loop(engine)
     check_choice("randomness", randomness, _RANDOMNESS)
     check_chunk_size(chunk_size)
+    check_choice("outputs", outputs, _OUTPUTS)
+    is_word = memory is None or (isinstance(memory, str) and memory == "low")
+    if not is_word and not (type(memory) is int and memory >= 0):
+        fix = "Pass the bytes that written-out gradients may take, 'low' for as few as possible, or None."
+        raise ArgumentError.about("memory", expected="bytes, 'low' or None", received=repr(memory), fix=fix)
 
 
 def check_loop(engine: str) -> None:
@@ -42,7 +52,26 @@ def check_loop(engine: str) -> None:
     around = transforms() if engine == "loop" else []
     if around:
         expected = f"an engine that works under torch.func.{around[0]}"
-        raise ArgumentError.about("engine", expected=expected, received="'loop'", fix="Pass engine='eager'.")
+        fix = (
+            "Pass engine='eager'; or differentiate by plain autograd, outside of torch.func, with differentiable=True."
+        )
+        raise ArgumentError.about("engine", expected=expected, received="'loop'", fix=fix)
+
+
+def check_out(out: Any, *, differentiated: bool) -> None:
+    """Reject ``out`` where derivatives or transforms of the caller's act on the results.
+
+    Args:
+        out: the argument.
+        differentiated: whether the caller differentiates the results.
+
+    Raises:
+        ArgumentError: if there is memory to write into.
+    """
+    if out is not None and (differentiated or transforms()):
+        around = "torch.func's transforms" if transforms() else "differentiable=True"
+        fix = "Leave it out: memory that is written again cannot be part of a graph or of a larger batch."
+        raise ArgumentError.about("out", expected=f"None with {around}", received="a previous result", fix=fix)
 
 
 def check_chunk_size(chunk_size: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
         ArgumentError: if there are no leaves, if a leaf is not a floating tensor or has a hook, or if a module cannot
             be used sample by sample.
     """
+    if isinstance(params, Iterator):
+        fix = "Pass the module itself, or dict(model.named_parameters())."
+        raise ArgumentError.about(name, expected="a module, or a tree of tensors", received="an iterator", fix=fix)
     tree = take_apart(params, name)
     for path, part in tree.parts.items():
         _check_script(name, path.partition(".")[2], part)
@@ -34,6 +38,14 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
         if is_lazy(leaf):
             fix = "Run one forward pass first, so that lazy modules learn their shapes."
             raise ArgumentError.about(path, expected="a tensor", received="an uninitialized one", fix=fix)
+        if hasattr(leaf, "full_tensor"):  # importing DTensor takes a second
+            raise ArgumentError.about(
+                path,
+                expected="a tensor that this process holds whole, as a sample's gradient is that of whole tensors",
+                received=f"a {type(leaf).__name__} of fully_shard or of tensor parallelism, which holds a part",
+                fix="Pass {name: p.full_tensor().detach() for name, p in model.named_parameters()}, gathered on every "
+                "process at once, and call a module without shards by torch.func.functional_call.",
+            )
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
             _check_hooks(path, leaf)
             continue

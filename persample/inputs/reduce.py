@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from persample.errors import ArgumentError
 from persample.reductions import Reduction, Stack
 from persample.utils import trees
@@ -23,7 +26,11 @@ def reductions(reduce: Any) -> tuple[list[Reduction], trees.TreeSpec]:
         if leaf is not None and not isinstance(leaf, Reduction):
             named = isinstance(leaf, type) and issubclass(leaf, Reduction)
             fix = f"Call it: {leaf.__name__}(…)." if named else "Pass for example Mean(), or {'update': Mean()}."
-            raise ArgumentError.about("reduce", expected="reductions such as Mean()", received=repr(leaf), fix=fix)
+            received = repr(leaf)
+            if isinstance(leaf, Tensor | np.ndarray):
+                received = f"a tensor of shape {list(leaf.shape)}"
+                fix = "All that the loss takes of a sample is one argument, batch: pass (x, y), not x, y."
+            raise ArgumentError.about("reduce", expected="reductions such as Mean()", received=received, fix=fix)
     if not leaves:
         fix = "Name at least one, or pass None for the per-sample gradients."
         raise ArgumentError.about("reduce", expected="a reduction", received=f"an empty {reduce!r}", fix=fix)

@@ -1,0 +1,164 @@
+"""Several processes as one: rows are gathered, and an error of one process is raised on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from persample.errors import ArgumentError, LossError
+from persample.utils import trees
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a group, or this one alone.
+
+    Args:
+        group: a process group; None for this process alone.
+        device: the device of this process's tensors.
+        called: the public function that communicates, for messages.
+    """
+
+    group: Any = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it is immutable)
+    called: str = "composite_grads"
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Explain the error of a collective that another process does not answer.
+
+        Raises:
+            LossError: instead of torch's error.
+        """
+        try:
+            yield
+        except LossError:
+            raise
+        except RuntimeError as error:
+            raise LossError(
+                f"{self.called}: another process of the group has ended, or did not answer within the group's timeout; "
+                f"its own error says why. torch said: {error}"
+            ) from error
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return the objects of all processes, by rank."""
+        if self.group is None:
+            return [own]
+        objects = [None] * self.size
+        dist.all_gather_object(objects, own, group=self.group)
+        return objects
+
+    def together(self, step: Callable[[], T], alike: Callable[[], dict[str, str]] = dict) -> T:
+        """Run a step on every process; an error of one process is raised on all, so that no process waits for it.
+
+        Args:
+            step: a function without communication.
+            alike: returns the arguments of the call that must be the same on all processes, in words, by name.
+
+        Returns:
+            The result of this process.
+
+        Raises:
+            LossError: if the step failed on another process; an error of this process is raised unchanged.
+            ArgumentError: if an argument differs.
+        """
+        if self.group is None:
+            return step()
+        try:
+            result, arguments = step(), alike()
+        except Exception as error:
+            self.raise_failures(f"{type(error).__name__}: {error}")
+            raise
+        self.raise_failures(None, arguments)
+        return result
+
+    def raise_failures(self, own: str | None, arguments: Mapping[str, str] | None = None) -> None:
+        """Raise an error if a process has failed, or has other arguments; all processes call this at once.
+
+        Args:
+            own: how this process failed; None if it did not.
+            arguments: what must be the same on all processes, in words, by name.
+
+        Raises:
+            LossError: if another process failed.
+            ArgumentError: if none failed, but an argument differs.
+        """
+        texts, known = zip(*self.gather_objects((own, arguments)), strict=True)
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        if failed and own is None:
+            raise LossError(f"{self.called} failed on other processes of the group, by rank: {failed}.")
+        for name in () if failed else arguments or ():
+            if len({one[name] for one in known}) > 1:
+                listed = "; ".join(f"rank {rank}: {one[name]}" for rank, one in enumerate(known))
+                fix = "Results are those of all processes: pass the same on each."
+                raise ArgumentError.about(name, expected="the same on all ranks", received=listed, fix=fix)
+
+    def gather_rows(self, z: Any, sizes: Sequence[int]) -> Any:
+        """Return the rows of all processes, in the order of their ranks.
+
+        Args:
+            z: the rows of this process, a tree of tensors ``[n, ...]``.
+            sizes: the n of every process.
+
+        Raises:
+            LossError: if z of the processes differ in structure, shape or dtype.
+        """
+        if self.group is None:
+            return z
+        leaves, structure = trees.flatten(z)
+        formats = self.gather_objects((str(structure), [(x.shape[1:], x.dtype) for x in leaves]))
+        if any(one != formats[0] for one in formats):
+            listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(formats))
+            raise LossError(f"encode_fn: expected z of one structure, shape and dtype on all ranks, received {listed}.")
+        return trees.tree_map(lambda x: self._gather_leaf(x, sizes), z)
+
+    def _gather_leaf(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        width = x.shape[1:].numel() * x.element_size()
+        rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), width)  # every backend supports bytes
+        padded = F.pad(rows, (0, 0, 0, max(sizes) - len(x)))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        everything = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return everything.view(-1).view(x.dtype).view(sum(sizes), *x.shape[1:])
+
+
+def check_group(group: Any) -> None:
+    """Reject anything but a process group that this process belongs to, or None."""
+    initialized = dist.is_available() and dist.is_initialized()
+    if group is None or (initialized and isinstance(group, dist.ProcessGroup)):
+        return
+    received = repr(group) if initialized else f"{type(group).__name__} without initialized processes"
+    if initialized and group == dist.GroupMember.NON_GROUP_MEMBER:
+        received = "a group without this process"
+    fix = "Call torch.distributed.init_process_group first, and pass torch.distributed.group.WORLD for all processes."
+    raise ArgumentError.about("group", expected="a process group or None", received=received, fix=fix)
+
+
+def own_rows(tensors: Sequence[Tensor | None], sizes: Sequence[int], rank: int) -> list[Tensor | None]:
+    """Return the rows that belong to one process, from those of all processes by rank; None stays None.
+
+    Examples:
+        >>> own_rows([torch.tensor([1, 2, 3]), None], [1, 2], 1)
+        [tensor([2, 3]), None]
+    """
+    start = sum(sizes[:rank])
+    return [None if x is None else x[start : start + sizes[rank]] for x in tensors]

@@ -1,0 +1,145 @@
+"""The running total of a stream: sums and moments in float64, rows of samples one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.errors import LossError
+from persample.factors import Factor
+from persample.factors.base import tensor_fields
+from persample.inputs import TotalWeight
+from persample.merge import AnyOf, Moments, Stacked, Summed
+from persample.outputs import memory
+from persample.utils import trees
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What one process knows after its last batch.
+
+    Args:
+        leaves: the merged leaves, or None if there was no batch.
+        count: the number of samples.
+        weight: their weights.
+    """
+
+    leaves: Any
+    count: int
+    weight: TotalWeight
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A result that merging the processes gave already, in place of the leaves of its reduction."""
+
+    value: Tensor
+
+
+class Accumulator:
+    """Merges the leaves of one part after the other; memory does not grow with their number, but for rows."""
+
+    def __init__(self) -> None:
+        self.structure: trees.TreeSpec | None = None
+        self.leaves: list[Any] = []
+        self.samples, self.weight = 0, TotalWeight()
+        self._later_rows: list[list[Tensor | Factor]] = []
+
+    def add(self, partial: Any, inputs: list[Tensor]) -> None:
+        """Merge the leaves of one part.
+
+        Args:
+            partial: the tree of its leaves.
+            inputs: the tensors that the loss was called with. Rows that share memory with them are copied: the
+                source of the batches may write there again.
+
+        Raises:
+            LossError: if the part does not fit the earlier ones.
+        """
+        leaves, structure = trees.flatten(partial)
+        taken = {memory(x) for x in inputs}
+        leaves = [_own_rows(leaf, taken) if isinstance(leaf, Stacked) else leaf for leaf in leaves]
+        if self.structure is None:
+            self.structure = structure
+            self.leaves = [leaf.widened() if isinstance(leaf, Summed | Moments) else leaf for leaf in leaves]
+            self._later_rows = [[] for _ in leaves]
+            return
+        if structure != self.structure:
+            expected, received = (" ".join(str(one).split()) for one in (self.structure, structure))
+            raise LossError(f"expected results like those of earlier batches, {expected}, received {received}.")
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Stacked):
+                _check_rows(self.leaves[place], leaf)
+                self._later_rows[place].append(leaf.rows)
+            elif isinstance(leaf, Summed | Moments):
+                self.leaves[place].absorb(leaf)
+            else:
+                self.leaves[place] = self.leaves[place].merge(leaf)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all numbers as tensors by name; none of the leaves has rows."""
+        weight = [self.weight.total, self.weight.least, self.weight.given]
+        state = {"samples": torch.tensor(self.samples), "weight": torch.tensor(weight, dtype=torch.float64)}
+        for place, leaf in enumerate(self.leaves):
+            state |= {f"leaf-{place}-{name}": x for name, x in _numbers(leaf).items()}
+        return state
+
+    def load(self, partial: Any, state: dict[str, Tensor]) -> None:
+        """Take the numbers that ``state`` returned.
+
+        Args:
+            partial: the tree of the leaves of no samples.
+            state: the numbers.
+        """
+        self.add(partial, [])
+        total, least, given = state["weight"].tolist()
+        self.samples, self.weight = int(state["samples"]), TotalWeight(total, least, bool(given))
+        for place, leaf in enumerate(self.leaves):
+            new = {name: state[f"leaf-{place}-{name}"].to(x.device) for name, x in _numbers(leaf).items()}
+            self.leaves[place] = AnyOf(bool(new["value"])) if isinstance(leaf, AnyOf) else replace(leaf, **new)
+
+    def count(self, size: int, weights: Tensor | None) -> None:
+        """Count the samples of a batch, and their weights."""
+        self.samples += size
+        self.weight = self.weight.merge(TotalWeight.of(weights, size))
+
+    def partial(self) -> Partial:
+        """Return all that was merged."""
+        if self.structure is None:
+            return Partial(None, 0, self.weight)
+        pairs = zip(self.leaves, self._later_rows, strict=True)
+        leaves = [Stacked(x.rows, x.dtype, tuple(rows)) if isinstance(x, Stacked) else x for x, rows in pairs]
+        return Partial(trees.unflatten(leaves, self.structure), self.samples, self.weight)
+
+
+def _numbers(leaf: Any) -> dict[str, Tensor]:
+    """Return the numbers of a leaf as tensors, by the names of their fields."""
+    if isinstance(leaf, AnyOf):
+        return {"value": torch.tensor(leaf.value)}
+    return tensor_fields(leaf)
+
+
+def _own_rows(leaf: Stacked, taken: set[int]) -> Stacked:
+    rows = leaf.rows
+    tensors = [rows] if isinstance(rows, Tensor) else rows.tensors
+    if taken.isdisjoint(map(memory, tensors)):
+        return leaf
+    everyone = torch.arange(len(rows), device=tensors[0].device)
+    return Stacked(rows[everyone] if isinstance(rows, Tensor) else rows.rows(everyone), leaf.dtype)
+
+
+def _check_rows(first: Stacked, leaf: Stacked) -> None:
+    expected, received = (_format(one.rows) for one in (first, leaf))
+    if expected != received:
+        raise LossError(
+            f"expected rows like those of earlier batches, {expected}, received {received}. Pad what the samples "
+            "return (aux) to one shape, or ask for sums."
+        )
+
+
+def _format(rows: Tensor | Factor) -> str:
+    shape = rows.shape[1:] if isinstance(rows, Tensor) else rows.shape
+    return f"shape {list(shape)}, {rows.dtype}"

@@ -1,0 +1,172 @@
+"""A folder that results are written to: opened, committed batch by batch, finished."""
+
+from __future__ import annotations
+
+import io
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.streams.sink.column import Column
+from persample.streams.sink.files import altered, checksum, kept, write_whole
+from persample.streams.sink.index import NAME, Index
+
+# A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
+_PATIENCE = 10
+
+
+class Sink:
+    """The files of one run of one process.
+
+    Args:
+        folder: the folder, new or empty, or of a run that is resumed.
+        asked: what is computed.
+        resume: whether to go on with the run in the folder, if there is one.
+        among: what else may be in the folder.
+
+    Raises:
+        ArgumentError: if the folder cannot be used for this run.
+        SinkError: if the files in it are not whole.
+    """
+
+    def __init__(self, folder: Path, asked: dict[str, Any], *, resume: bool, among: Sequence[Path] = ()) -> None:
+        self.folder = folder
+        self._committed = self._took = 0.0
+        exists = (folder / NAME).exists()
+        if exists and not resume:
+            fix = "Pass resume=True to go on with that run, or another folder."
+            raise _rejected("a new folder", f"{str(folder)!r} with results", fix)
+        if not exists and folder.is_dir() and not set(among).issuperset(folder.iterdir()):
+            raise _rejected("a new folder, or one with results", f"{str(folder)!r} with other files", "Pass another.")
+        self.index = Index.read(folder) if exists else Index(asked)
+        other = [name for name in asked if asked[name] != self.index.asked.get(name)]
+        if other:
+            expected = f"the folder of a run with {other[0]} = {asked[other[0]]!r}"
+            received = f"one with {self.index.asked.get(other[0])!r}"
+            raise _rejected(expected, received, "Pass the folder of this run, or a new one.")
+        self.columns = {name: Column.of(folder, record) for name, record in self.index.rows.items()}
+        if not self.index.finished:  # whoever reads finished results checks them
+            for column in self.columns.values():
+                column.check(whole=False)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self.index.finished:
+                self.index.write(folder)
+            self._remove_all_but(self.index)
+        except OSError as error:
+            expected, received = "a folder that can be written to", f"{str(folder)!r} ({error.strerror})"
+            raise _rejected(expected, received, "Choose another one.") from error
+
+    def append(self, rows: Mapping[str, Tensor]) -> None:
+        """Write rows of more samples.
+
+        Args:
+            rows: the tensors ``[n, ...]``, by name.
+
+        Raises:
+            SinkError: if they cannot be written.
+        """
+        with kept(self.folder):
+            for name, x in rows.items():
+                if name not in self.columns:
+                    path = self.folder / f"rows-{len(self.columns):04d}.npy"
+                    self.columns[name] = Column(path, x.dtype, tuple(x.shape[1:]))
+                self.columns[name].append(x)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a commit is worth its time."""
+        return time.monotonic() - self._committed >= _PATIENCE * self._took
+
+    def commit(self, batches: int, samples: int, last_batch: str, state: Mapping[str, Tensor]) -> None:
+        """Make all that was appended whole: after a kill, the run goes on from here.
+
+        Args:
+            batches: the number of batches so far.
+            samples: the number of samples in them.
+            last_batch: a checksum of the last batch.
+            state: the sums so far.
+
+        Raises:
+            SinkError: if the files cannot be written.
+        """
+        start = time.monotonic()
+        buffer = io.BytesIO()
+        arrays: dict[str, Any] = {name: x.cpu().numpy() for name, x in state.items()}
+        np.savez(buffer, **arrays)
+        data, name = buffer.getvalue(), f"sums-{batches:08d}.npz"
+        self.index.batches, self.index.samples, self.index.last_batch = batches, samples, last_batch
+        self.index.checkpoint = {"file": name, "size": len(data), "crc32": zlib.crc32(data)}
+        with kept(self.folder):
+            for column in self.columns.values():
+                column.flush()
+            self.index.rows = {name: column.record for name, column in self.columns.items()}
+            write_whole(self.folder / name, data)
+            self.index.write(self.folder)
+            self._remove_all_but(self.index)
+        self._committed = time.monotonic()
+        self._took = self._committed - start
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums of the last commit.
+
+        Raises:
+            SinkError: if their file is not what was written.
+        """
+        record = self.index.checkpoint or {}
+        path = self.folder / Path(record["file"]).name
+        size = path.stat().st_size if path.exists() else 0
+        if size != record["size"] or checksum(path, 0, size) != record["crc32"]:
+            raise altered(path, f"{record['size']} bytes of the checksum {record['crc32']}", f"{size} bytes of another")
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        except ValueError as error:
+            raise altered(path, "arrays of numbers", str(error)) from error
+
+    def finish(self, samples: int, values: Mapping[str, Tensor]) -> None:
+        """Write the results that are no rows, and say that all is done.
+
+        Args:
+            samples: the number of samples.
+            values: the results, by name.
+
+        Raises:
+            SinkError: if they cannot be written.
+        """
+        with kept(self.folder):
+            for column in self.columns.values():
+                column.finish()
+            for place, (name, x) in enumerate(values.items()):
+                column = Column(self.folder / f"value-{place:04d}.npy", x.dtype, tuple(x.shape))
+                column.append(x[None])
+                column.finish()
+                self.index.values[name] = column.record
+            self.index.rows = {name: column.record for name, column in self.columns.items()}
+            self.index.batches, self.index.samples, self.index.last_batch = 0, samples, ""
+            self.index.checkpoint, self.index.finished = None, True
+            self.index.write(self.folder)
+            self._remove_all_but(self.index)
+
+    def close(self) -> None:
+        """Close the files."""
+        for column in self.columns.values():
+            column.close()
+
+    def _remove_all_but(self, index: Index) -> None:
+        """Remove checkpoints that the index does not name, and files that a kill left half written."""
+        current = (index.checkpoint or {}).get("file")
+        for path in (*self.folder.glob("sums-*.npz"), *self.folder.glob("*.tmp")):
+            if path.name != current:
+                path.unlink(missing_ok=True)  # all processes may open a finished folder
+
+
+def _rejected(expected: str, received: str, fix: str) -> ArgumentError:
+    return ArgumentError.about("sink", expected=expected, received=received, fix=fix)
