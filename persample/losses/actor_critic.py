@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from persample.losses.check import check_steps
+from persample.losses.check import check_axes, check_steps
 from persample.losses.modes import overridable
 from persample.losses.policy_gradient import entropy_loss, policy_gradient_loss
 from persample.losses.returns import truncated_generalized_advantage_estimation
@@ -57,6 +57,7 @@ def advantage_actor_critic_loss(
         >>> advantage_actor_critic_loss(logits, values, a_t, torch.ones(2), 1.0, entropy_cost=0.0)
         tensor(1.1931)
     """
+    check_axes(1, r_t=r_t)
     check_steps("r_t", r_t, mask_t=mask_t)
     mask = padding(mask_t, r_t)
     advantage_t = truncated_generalized_advantage_estimation(r_t, discount_t, lambda_, values, mask_t=mask)

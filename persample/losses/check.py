@@ -34,17 +34,47 @@ def check_steps(name: str, steps: Tensor, **values: Any) -> None:
 
     Args:
         name: the name of ``steps``.
-        steps: the argument that defines the number of steps, time first.
+        steps: the argument that defines the number of steps.
         values: the other arguments by name.
 
     Raises:
-        ArgumentError: if a shape differs from that of the first axes of ``steps``.
+        ArgumentError: if a shape differs from that of ``steps``.
     """
     if steps.ndim == 0:
         raise _refused(name, "a sequence, shape [T]", steps)
     for other, value in values.items():
-        if isinstance(value, Tensor) and value.shape != steps.shape[: value.ndim]:
+        if isinstance(value, Tensor) and value.ndim and value.shape != steps.shape:
             raise _refused(other, f"a number or shape [] or {list(steps.shape)}, as of {name}", value)
+
+
+def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
+    """Return the axis of time, which only the caller knows if there are several.
+
+    Args:
+        name: the name of ``steps``.
+        steps: one number per step, ``[T]`` or with further axes.
+        time_dim: the argument of the user; None for ``[T]``.
+
+    Returns:
+        The axis, not negative.
+
+    Raises:
+        ArgumentError: if there are several axes and ``time_dim`` is None, or if it is no axis of ``steps``.
+
+    Examples:
+        >>> import torch
+        >>> time_axis("r_t", torch.zeros(2, 3), -1)
+        1
+    """
+    count = steps.ndim
+    if time_dim is None and count > 1:
+        fix = "Which axis is time? Pass time_dim=1 for episodes as rows, [E, T], or time_dim=0 for time first."
+        raise ArgumentError.about(name, expected="shape [T]", received=f"shape {list(steps.shape)}", fix=fix)
+    axis = 0 if time_dim is None else time_dim
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -count <= axis < count:
+        expected, fix = f"an axis of {name}, from {-count} to {count - 1}", "Pass 1 for [E, T], 0 for [T]."
+        raise ArgumentError.about("time_dim", expected=expected, received=repr(time_dim), fix=fix)
+    return axis % count
 
 
 def check_rows(name: str, rows: Tensor, **values: Any) -> None:

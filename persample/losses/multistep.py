@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_actions, check_rows, check_same, check_steps
+from persample.losses.check import check_actions, check_axes, check_rows, check_same, check_steps
 from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, shift
 from persample.losses.returns import lambda_returns
@@ -170,6 +170,7 @@ def _taken(mask: Tensor, q: Tensor, a: Tensor) -> Tensor:
 def _check(
     q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor | float, q_t: Tensor, mask_t: Tensor | None
 ) -> Tensor:
+    check_axes(1, r_t=r_t)
     check_steps("r_t", r_t, discount_t=discount_t, mask_t=mask_t)
     check_same(q_tm1=q_tm1, q_t=q_t)
     check_actions("q_tm1", q_tm1, a_tm1=a_tm1)

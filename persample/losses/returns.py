@@ -1,7 +1,8 @@
 """Returns and advantages of trajectories, computed for all time steps at once.
 
-Names, argument order and meaning follow RLax. Time is the first axis; further axes are elementwise. Every return is a
-recursion Gₜ = bₜ + aₜ Gₜ₊₁, which ``persample.losses.recursion`` solves without a loop over time.
+Names, argument order and meaning follow RLax. One episode is ``[T]``; with ``time_dim`` there may be further axes, such
+as ``[E, T]``. Every return is a recursion Gₜ = bₜ + aₜ Gₜ₊₁, which ``persample.losses.recursion`` solves without a loop
+over time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_steps
+from persample.losses.check import check_steps, time_axis
 from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
@@ -25,6 +26,7 @@ def discounted_returns(
     stop_target_gradients: bool = False,
     *,
     mask_t: Tensor | None = None,
+    time_dim: int | None = None,
 ) -> Tensor:
     """Compute the discounted returns Gₜ = rₜ₊₁ + γₜ₊₁ Gₜ₊₁ of a trajectory, bootstrapped at its end.
 
@@ -32,27 +34,32 @@ def discounted_returns(
     bootstraps. Source: Sutton, Barto, "Reinforcement Learning" (2018), equation 3.9.
 
     Args:
-        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        r_t: rewards at times 1 … T, ``[T]``; with ``time_dim`` any shape, such as ``[E, T]``.
         discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values at times 1 … T, of which the last bootstraps, ``[T]``; or that last value alone, ``[]``.
         stop_target_gradients: no gradient flows through the returns.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        time_dim: the axis of time, if there are several: 1 for ``[E, T]``. All arguments are then of the shape of
+            ``r_t``, or numbers.
 
     Returns:
         G₀ … G_{T−1}, ``[T]``.
 
     Raises:
-        ArgumentError: if shapes do not fit.
+        ArgumentError: if shapes do not fit, or ``r_t`` has several axes and ``time_dim`` is not given.
 
     Examples:
         >>> discounted_returns(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0]), 9.0)
         tensor([1.7500, 1.5000, 1.0000])
+        >>> discounted_returns(torch.ones(2, 3), 1.0, 0.0, time_dim=1)  # two episodes as rows
+        tensor([[3., 2., 1.],
+                [3., 2., 1.]])
     """
     check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, mask_t=mask_t)
-    mask = real_steps(mask_t, r_t)
+    axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
     r, discounts = entries(mask, r_t, discount_t)
-    (bootstrap,) = entries(mask & ~shift(mask, 1), v_t)  # values before the end are not used
-    returns, _ = compose(r + discounts * bootstrap, discounts, len(r_t))
+    (bootstrap,) = entries(mask & ~shift(mask, 1, axis), v_t)  # values before the end are not used
+    returns, _ = compose(r + discounts * bootstrap, discounts, r_t.shape[axis], axis)
     return _finished(returns, result_dtype(r_t, discount_t, v_t), stop_target_gradients)
 
 
@@ -65,6 +72,7 @@ def lambda_returns(
     stop_target_gradients: bool = False,
     *,
     mask_t: Tensor | None = None,
+    time_dim: int | None = None,
 ) -> Tensor:
     """Compute the λ-returns Gₜ = rₜ₊₁ + γₜ₊₁ [(1 − λₜ₊₁) vₜ₊₁ + λₜ₊₁ Gₜ₊₁], bootstrapped at the end: G_T = v_T.
 
@@ -72,25 +80,28 @@ def lambda_returns(
     Source: Sutton, Barto, "Reinforcement Learning" (2018), section 12.1 and equation 12.18.
 
     Args:
-        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        r_t: rewards at times 1 … T, ``[T]``; with ``time_dim`` any shape, such as ``[E, T]``.
         discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values at times 1 … T, ``[T]``.
         lambda_: λ at times 1 … T, ``[T]`` or a number: 0 is TD(0)'s target, 1 the discounted return.
         stop_target_gradients: no gradient flows through the returns.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        time_dim: the axis of time, if there are several: 1 for ``[E, T]``. All arguments are then of the shape of
+            ``r_t``, or numbers.
 
     Returns:
         G₀ … G_{T−1}, ``[T]``.
 
     Raises:
-        ArgumentError: if shapes do not fit.
+        ArgumentError: if shapes do not fit, or ``r_t`` has several axes and ``time_dim`` is not given.
 
     Examples:
         >>> lambda_returns(torch.tensor([1.0, 1.0]), 0.5, torch.tensor([4.0, 8.0]), 0.5)
         tensor([3.2500, 5.0000])
     """
+    n = max((1, *r_t.shape))  # at least T: past the end nothing follows
     return n_step_bootstrapped_returns(
-        r_t, discount_t, v_t, max(1, len(r_t) if r_t.ndim else 1), lambda_, stop_target_gradients, mask_t=mask_t
+        r_t, discount_t, v_t, n, lambda_, stop_target_gradients, mask_t=mask_t, time_dim=time_dim
     )
 
 
@@ -104,6 +115,7 @@ def n_step_bootstrapped_returns(
     stop_target_gradients: bool = False,
     *,
     mask_t: Tensor | None = None,
+    time_dim: int | None = None,
 ) -> Tensor:
     """Compute n-step returns: Gₜ = rₜ₊₁ + γₜ₊₁ [(1 − λₜ₊₁) vₜ₊₁ + λₜ₊₁ Gₜ₊₁] iterated n times from Gₜ₊ₙ = vₜ₊ₙ.
 
@@ -112,19 +124,22 @@ def n_step_bootstrapped_returns(
     Barto, "Reinforcement Learning" (2018), equation 7.1.
 
     Args:
-        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        r_t: rewards at times 1 … T, ``[T]``; with ``time_dim`` any shape, such as ``[E, T]``.
         discount_t: discounts at times 1 … T, ``[T]`` or a number.
         v_t: values at times 1 … T, ``[T]``.
         n: number of steps before bootstrapping, at least 1.
         lambda_t: λ at times 1 … T, ``[T]`` or a number.
         stop_target_gradients: no gradient flows through the returns.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        time_dim: the axis of time, if there are several: 1 for ``[E, T]``. All arguments are then of the shape of
+            ``r_t``, or numbers.
 
     Returns:
         G₀ … G_{T−1}, ``[T]``.
 
     Raises:
-        ArgumentError: if shapes do not fit, or ``n`` is not a positive int.
+        ArgumentError: if shapes do not fit, ``n`` is not a positive int, or ``r_t`` has several axes and ``time_dim``
+            is not given.
 
     Examples:
         >>> n_step_bootstrapped_returns(torch.ones(3), 0.5, torch.tensor([4.0, 8.0, 16.0]), n=2)
@@ -133,11 +148,11 @@ def n_step_bootstrapped_returns(
     check_steps("r_t", r_t, discount_t=discount_t, v_t=v_t, lambda_t=lambda_t, mask_t=mask_t)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ArgumentError.about("n", expected="a positive int", received=repr(n), fix="Use 1 for TD(0)'s target.")
-    mask = real_steps(mask_t, r_t)
+    axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
     r, discounts, values, mixing = entries(mask, r_t, discount_t, v_t, lambda_t)
-    mixing = torch.where(mask & ~shift(mask, 1), 0, mixing)  # the last step has no successor: its weight of v is 1
-    returns, product = compose(r + discounts * (1 - mixing) * values, discounts * mixing, n)
-    returns = returns + product * shift(values, n - 1)
+    mixing = torch.where(mask & ~shift(mask, 1, axis), 0, mixing)  # the last step has no successor: v has weight 1
+    returns, product = compose(r + discounts * (1 - mixing) * values, discounts * mixing, n, axis)
+    returns = returns + product * shift(values, n - 1, axis)
     return _finished(returns, result_dtype(r_t, discount_t, v_t, lambda_t), stop_target_gradients)
 
 
@@ -150,6 +165,7 @@ def truncated_generalized_advantage_estimation(
     stop_target_gradients: bool = False,
     *,
     mask_t: Tensor | None = None,
+    time_dim: int | None = None,
 ) -> Tensor:
     """Compute the advantages Âₜ = δₜ + γₜ₊₁ λₜ₊₁ Âₜ₊₁ with δₜ = rₜ₊₁ + γₜ₊₁ v(sₜ₊₁) − v(sₜ).
 
@@ -158,31 +174,36 @@ def truncated_generalized_advantage_estimation(
     truncated as in "Proximal Policy Optimization Algorithms" (2017), equation 11.
 
     Args:
-        r_t: rewards at times 1 … T, ``[T]`` (further axes elementwise).
+        r_t: rewards at times 1 … T, ``[T]``; with ``time_dim`` any shape, such as ``[E, T]``.
         discount_t: discounts at times 1 … T, ``[T]`` or a number.
         lambda_: λ at times 1 … T, ``[T]`` or a number.
-        values: values at times 0 … T, ``[T + 1]``.
+        values: values at times 0 … T, ``[T + 1]``; one more along the axis of time than ``r_t``.
         stop_target_gradients: no gradient flows through the advantages.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are.
+        time_dim: the axis of time, if there are several: 1 for ``[E, T]``. All arguments are then of the shape of
+            ``r_t``, or numbers.
 
     Returns:
         Â₀ … Â_{T−1}, ``[T]``.
 
     Raises:
-        ArgumentError: if shapes do not fit.
+        ArgumentError: if shapes do not fit, or ``r_t`` has several axes and ``time_dim`` is not given.
 
     Examples:
         >>> truncated_generalized_advantage_estimation(torch.ones(2), 0.5, 0.5, torch.tensor([1.0, 2.0, 4.0]))
         tensor([1.2500, 1.0000])
     """
     check_steps("r_t", r_t, discount_t=discount_t, lambda_=lambda_, mask_t=mask_t)
-    if values.shape != (len(r_t) + 1, *r_t.shape[1:]):
-        expected = f"shape {[len(r_t) + 1, *r_t.shape[1:]]}, the values at times 0 … T"
+    axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
+    steps = r_t.shape[axis]
+    longer = [*r_t.shape[:axis], steps + 1, *r_t.shape[axis + 1 :]]
+    if list(values.shape) != longer:
+        expected = f"shape {longer}, the values at times 0 … T"
         fix = "Append the value of the state after the last step (any, if its discount is 0)."
         raise ArgumentError.about("values", expected=expected, received=f"shape {list(values.shape)}", fix=fix)
-    mask = real_steps(mask_t, r_t)
-    r, discounts, mixing, v_tm1, v_t = entries(mask, r_t, discount_t, lambda_, values[:-1], values[1:])
-    advantages, _ = compose(r + discounts * v_t - v_tm1, discounts * mixing, len(r_t))
+    before, after = values.narrow(axis, 0, steps), values.narrow(axis, 1, steps)
+    r, discounts, mixing, v_tm1, v_t = entries(mask, r_t, discount_t, lambda_, before, after)
+    advantages, _ = compose(r + discounts * v_t - v_tm1, discounts * mixing, steps, axis)
     return _finished(advantages, result_dtype(r_t, discount_t, lambda_, values), stop_target_gradients)
 
 

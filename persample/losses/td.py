@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_same, check_steps
+from persample.losses.check import check_axes, check_same, check_steps
 from persample.losses.modes import overridable
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import padding, spread, unpadded
@@ -106,6 +106,7 @@ def td_lambda(
         >>> td_lambda(torch.ones(2), torch.ones(2), 0.5, torch.tensor([4.0, 8.0]), 0.5)
         tensor([2.2500, 4.0000])
     """
+    check_axes(1, r_t=r_t)
     check_steps("r_t", r_t, v_tm1=v_tm1)
     target_tm1 = lambda_returns(r_t, discount_t, v_t, lambda_, mask_t=mask_t)
     prediction_tm1 = unpadded(padding(mask_t, r_t), spread(v_tm1, r_t))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_steps
+from persample.losses.check import check_steps, time_axis
 from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
@@ -41,6 +41,7 @@ def vtrace_td_error_and_advantage(
     stop_target_gradients: bool = True,
     *,
     mask_t: Tensor | None = None,
+    time_dim: int | None = None,
 ) -> VTraceOutput:
     """Compute the V-trace errors eₜ = ρ̄ₜ δₜ + γₜ₊₁ cₜ eₜ₊₁ and the advantages of IMPALA's policy gradient.
 
@@ -61,12 +62,14 @@ def vtrace_td_error_and_advantage(
         stop_target_gradients: the targets of the errors are constants: gradients reach ``v_tm1`` only. The advantages
             pass gradients, as in RLax; policy losses stop them.
         mask_t: True (or non-zero) at real steps, ``[T]``; None if all are. The result is 0 at padding.
+        time_dim: the axis of time, if there are several: 1 for ``[E, T]``. All arguments are then of the shape of
+            ``r_t``, or numbers.
 
     Returns:
         Errors, advantages and action values.
 
     Raises:
-        ArgumentError: if shapes do not fit.
+        ArgumentError: if shapes do not fit, or ``r_t`` has several axes and ``time_dim`` is not given.
 
     Examples:
         >>> v, rho = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0.5, 2.0])
@@ -76,14 +79,15 @@ def vtrace_td_error_and_advantage(
     check_steps(
         "r_t", r_t, v_tm1=v_tm1, v_t=v_t, discount_t=discount_t, rho_tm1=rho_tm1, lambda_=lambda_, mask_t=mask_t
     )
-    mask = real_steps(mask_t, r_t)
+    axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
     arguments = v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_
     values, following, r, discounts, rho, mixing = entries(mask, *arguments)
     delta = rho.clamp(max=clip_rho_threshold) * (r + discounts * following - values)
-    errors, _ = compose(delta, discounts * mixing * rho.clamp(max=1), len(r_t))
+    errors, _ = compose(delta, discounts * mixing * rho.clamp(max=1), r_t.shape[axis], axis)
     if stop_target_gradients:
         errors = stop_gradient(errors + values) - values
-    bootstrap = torch.where(shift(mask, 1), shift(values, 1) + mixing * shift(errors, 1), following)
+    continued = shift(values, 1, axis) + mixing * shift(errors, 1, axis)
+    bootstrap = torch.where(shift(mask, 1, axis), continued, following)
     q_estimate = r + discounts * bootstrap
     advantage = rho.clamp(max=clip_pg_rho_threshold) * (q_estimate - values)
     dtype = result_dtype(r_t, *arguments)

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from persample.rl.check import Envs, Policy, Progress, check_count, check_rollout
+from persample.rl.check import Envs, Network, Policy, Progress, check_count, check_rollout
+from persample.rl.policies import as_policy
 from persample.rl.stepping import Step, advance, restart, start
 
 # One step of one episode: observation, action, reward, discount.
@@ -38,7 +39,7 @@ class Episodes(NamedTuple):
 
 def collect_episodes(
     envs: Envs,
-    policy: Policy,
+    policy: Policy | Network,
     num_episodes: int,
     *,
     discount: float = 0.99,
@@ -54,7 +55,9 @@ def collect_episodes(
 
     Args:
         envs: N environments with array observations and actions (see ``make_envs``).
-        policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``.
+        policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``; or a network, any callable
+            of observations alone: its logits, distribution, or pair of these and values is sampled from as by
+            ``categorical_policy``, in an action space of real numbers (Box) as by ``gaussian_policy``.
         num_episodes: number of episodes E.
         discount: γ, from 0 to 1.
         seed: the seed of environments and policy: equal seeds give equal batches, bit for bit. The global generators
@@ -70,8 +73,8 @@ def collect_episodes(
         ArgumentError: if an argument is invalid; the message names it and the reason.
 
     Examples:
-        >>> from persample.rl import categorical_policy, make_envs
-        >>> policy = categorical_policy(torch.nn.Linear(4, 2))
+        >>> from persample.rl import make_envs
+        >>> policy = torch.nn.Linear(4, 2)
         >>> batch = collect_episodes(make_envs("CartPole-v1"), policy, 5, seed=0, max_steps=20)
         >>> batch.obs_t.shape[0], batch.mask_t.shape == batch.r_t.shape, bool(batch.mask_t[:, 0].all())
         (5, True, True)
@@ -80,12 +83,13 @@ def collect_episodes(
     check_count("num_episodes", num_episodes)
     if max_steps is not None:
         check_count("max_steps", max_steps)
+    act = as_policy(policy, envs.single_action_space)
     state, generator = start(envs, seed)
     shares = [len(range(i, num_episodes, envs.num_envs)) for i in range(envs.num_envs)]
     recorded: list[list[list[Row]]] = [[[]] for _ in shares]
     missing = int(num_episodes)
     while missing:
-        state, step = advance(envs, policy, generator, state, discount)
+        state, step = advance(envs, act, generator, state, discount)
         ended = _record(recorded, shares, step, max_steps)
         if (cut := ended & ~step.done_t).any():
             state = restart(envs, state, cut)

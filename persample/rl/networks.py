@@ -9,6 +9,9 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError
+from persample.losses import gaussian_log_prob
+from persample.rl.check import Envs, Policy
+from persample.rl.policies import categorical_policy, gaussian_policy
 
 
 class Features(nn.Module):
@@ -87,18 +90,45 @@ def linear(space: spaces.Space[Any]) -> nn.Sequential:
     return nn.Sequential(features, table)
 
 
+class Gaussian(nn.Module):
+    """A Gaussian policy: a perceptron for the mean, and a standard deviation for all observations, 1 at first.
+
+    Args:
+        space: the space of one observation.
+        hidden: width of the hidden layers.
+        size: number of dimensions of an action D.
+    """
+
+    def __init__(self, space: spaces.Space[Any], hidden: int, size: int) -> None:
+        super().__init__()
+        self.mean = mlp(space, hidden, size)
+        self.log_sigma = nn.Parameter(torch.zeros(size))
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distribution of actions.
+
+        Args:
+            observations: ``[*, *obs]``.
+
+        Returns:
+            Means, ``[*, D]``, and standard deviations, ``[D]``.
+        """
+        return self.mean(observations), self.log_sigma.exp()
+
+
 class ActorCritic(nn.Module):
     """A policy and a value function: two perceptrons without shared parameters.
 
     Args:
         space: the space of one observation.
         hidden: width of the hidden layers.
-        actions: number of actions A.
+        actions: number of actions A; or of dimensions of an action.
+        continuous: whether actions are vectors of real numbers.
     """
 
-    def __init__(self, space: spaces.Space[Any], hidden: int, actions: int) -> None:
+    def __init__(self, space: spaces.Space[Any], hidden: int, actions: int, *, continuous: bool = False) -> None:
         super().__init__()
-        self.policy = mlp(space, hidden, actions)
+        self.policy = (Gaussian if continuous else mlp)(space, hidden, actions)
         self.critic = mlp(space, hidden, 1)
 
     def value(self, observations: Tensor) -> Tensor:
@@ -111,6 +141,49 @@ class ActorCritic(nn.Module):
             Values, ``[*]``.
         """
         return self.critic(observations).squeeze(-1)
+
+
+def actor_critic(envs: Envs, hidden: int) -> ActorCritic:
+    """Make policy and value function for environments with discrete actions, or with vectors of real numbers.
+
+    Args:
+        envs: the environments.
+        hidden: width of the hidden layers.
+
+    Returns:
+        The module; its policy is Gaussian where the action space is a Box.
+
+    Raises:
+        ArgumentError: if the spaces of the environments are of other kinds.
+    """
+    space = envs.single_action_space
+    if isinstance(space, spaces.Box) and len(space.shape) == 1:
+        return ActorCritic(envs.single_observation_space, hidden, space.shape[0], continuous=True)
+    return ActorCritic(envs.single_observation_space, hidden, count_actions(space))
+
+
+def sampling(policy: nn.Module) -> Policy:
+    """Return the function that samples actions of a policy, Gaussian or of logits.
+
+    Args:
+        policy: the policy of an ``ActorCritic``.
+    """
+    return gaussian_policy(policy) if isinstance(policy, Gaussian) else categorical_policy(policy)
+
+
+def log_prob(policy: nn.Module, observations: Tensor, actions: Tensor) -> Tensor:
+    """Return log π(a|s), ``[*]``.
+
+    Args:
+        policy: the policy of an ``ActorCritic``.
+        observations: ``[*, *obs]``.
+        actions: ``[*]`` of a Discrete space, ``[*, D]`` of a Box.
+    """
+    outputs = policy(observations)
+    if isinstance(outputs, tuple):
+        mu, sigma = outputs
+        return gaussian_log_prob(mu, sigma, actions)
+    return torch.log_softmax(outputs, -1).gather(-1, actions[..., None]).squeeze(-1)
 
 
 def count_actions(space: spaces.Space[Any]) -> int:

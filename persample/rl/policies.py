@@ -2,92 +2,154 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeGuard, cast
 
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
 
 from persample.errors import ArgumentError
-from persample.rl.check import Policy
+from persample.rl.check import Network, Policy
 
 
-def categorical_policy(network: nn.Module) -> Policy:
+def categorical_policy(network: Network) -> Policy:
     """Make the policy that samples actions from softmax(network(observations)).
 
-    The network is called without grad, in its current mode (train or eval), on its own device. All randomness of the
-    sampling comes from the generator (a network with active dropout draws from the global one).
+    The network is called without grad; a module in its current mode (train or eval), on its own device. All randomness
+    of the sampling comes from the generator (a network with active dropout draws from the global one).
 
     Args:
-        network: maps observations ``[N, *obs]`` to logits ``[N, A]`` of the actions 0 … A−1.
+        network: a module or any other callable, from observations ``[N, *obs]`` to logits ``[N, A]`` of the actions
+            0 … A−1, to a ``Categorical``, or (an actor-critic) to a pair of either and the values ``[N]``.
 
     Returns:
         A function ``(observations [N, *obs], generator) → actions [N]``, int64, on the generator's device.
 
     Raises:
-        ArgumentError: when called, if the logits are not ``[N, A]``.
+        ArgumentError: if ``network`` is not callable; when called, if it returns anything else.
 
     Examples:
-        >>> always_last = nn.Linear(4, 2)
-        >>> _ = nn.init.zeros_(always_last.weight), always_last.bias.data.copy_(torch.tensor([-100.0, 100.0]))
+        >>> def always_last(observations):
+        ...     return torch.tensor([-100.0, 100.0]).expand(len(observations), 2)
         >>> categorical_policy(always_last)(torch.zeros(3, 4), torch.Generator().manual_seed(0))
         tensor([1, 1, 1])
     """
+    _check_network(network)
 
     def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
         with torch.no_grad():
-            logits = _called(network, observations)
-            if logits.ndim != 2 or len(logits) != len(observations):
-                expected, received = f"logits of shape [{len(observations)}, A]", f"shape {tuple(logits.shape)}"
-                fix = "It maps a batch of observations to one row of logits each."
-                raise ArgumentError.about("network", expected=expected, received=received, fix=fix)
+            logits = _logits(_called(network, observations), len(observations))
             probabilities = torch.softmax(logits.to(generator.device, torch.float32), dim=-1)
             return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
     return policy
 
 
-def gaussian_policy(network: nn.Module) -> Policy:
+def gaussian_policy(network: Network) -> Policy:
     """Make the policy that samples actions from N(μ, diag σ²) with (μ, σ) = network(observations).
 
-    The network is called without grad, in its current mode (train or eval), on its own device; the noise comes from the
-    generator. Actions may exceed the bounds of an environment (many environments clip them). The matching losses are
-    those of ``persample.losses`` named ``gaussian_…``.
+    The network is called as by ``categorical_policy``; the noise comes from the generator. Actions may exceed the
+    bounds of an environment (many environments clip them). The matching losses are those of ``persample.losses`` named
+    ``gaussian_…``.
 
     Args:
-        network: maps observations ``[N, *obs]`` to means ``[N, D]`` and positive standard deviations ``[N, D]``,
-            ``[D]`` or ``[]``.
+        network: a module or any other callable, from observations ``[N, *obs]`` to means ``[N, D]`` and positive
+            standard deviations ``[N, D]``, ``[D]`` or ``[]``; to a ``Normal`` (``Independent`` or not); or (an
+            actor-critic) to a pair of either and the values ``[N]``.
 
     Returns:
         A function ``(observations [N, *obs], generator) → actions [N, D]``, float32, on the generator's device.
 
     Raises:
-        ArgumentError: when called, if the network returns anything else.
+        ArgumentError: if ``network`` is not callable; when called, if it returns anything else.
 
     Examples:
-        >>> class Constant(nn.Module):
-        ...     def forward(self, observations):
-        ...         return torch.full((len(observations), 1), 2.0), torch.tensor(1e-9)
-        >>> gaussian_policy(Constant())(torch.zeros(3, 4), torch.Generator().manual_seed(0)).squeeze(1)
+        >>> def constant(observations):
+        ...     return torch.full((len(observations), 1), 2.0), torch.tensor(1e-9)
+        >>> gaussian_policy(constant)(torch.zeros(3, 4), torch.Generator().manual_seed(0)).squeeze(1)
         tensor([2., 2., 2.])
     """
+    _check_network(network)
 
     def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
         with torch.no_grad():
-            mu_sigma = _checked(_called(network, observations), len(observations))
+            mu_sigma = _mean_and_deviation(_called(network, observations), len(observations))
             mu, sigma = (x.to(generator.device, torch.float32) for x in mu_sigma)
             return mu + sigma * torch.randn(mu.shape, generator=generator, device=generator.device)
 
     return policy
 
 
-def _called(network: nn.Module, observations: Tensor) -> Any:
-    device = next((parameter.device for parameter in network.parameters()), observations.device)
+def as_policy(policy: Policy | Network, space: spaces.Space[Any]) -> Policy:
+    """Return a policy as it is; turn a network, which takes observations alone, into the policy of its distribution.
+
+    Args:
+        policy: a function of (observations, generator), or a network for ``gaussian_policy`` or ``categorical_policy``.
+        space: the space of one action: of real numbers (Gaussian) or discrete (categorical).
+
+    Returns:
+        A function ``(observations [N, *obs], generator) → actions [N, *act]``.
+
+    Raises:
+        ArgumentError: if ``policy`` is not callable.
+    """
+    if not callable(policy):
+        expected = "a function (observations, generator) → actions, or a network (observations) → logits"
+        fix = "Pass the function or the network itself."
+        raise ArgumentError.about("policy", expected=expected, received=type(policy).__name__, fix=fix)
+    if not _is_network(policy):
+        return cast("Policy", policy)
+    return gaussian_policy(policy) if isinstance(space, spaces.Box) else categorical_policy(policy)
+
+
+def _is_network(call: Callable[..., Any]) -> TypeGuard[Network]:
+    try:
+        parameters = inspect.signature(call.forward if isinstance(call, nn.Module) else call).parameters.values()
+    except ValueError:  # a builtin has no signature
+        return False
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [p for p in parameters if p.kind in kinds and (p.default is p.empty or p.name == "generator")]
+    return len(given) == 1
+
+
+def _check_network(network: Any) -> None:
+    if not callable(network):
+        fix = "Pass a module or a function that maps observations to the distribution of actions."
+        raise ArgumentError.about("network", expected="a callable", received=type(network).__name__, fix=fix)
+
+
+def _called(network: Network, observations: Tensor) -> Any:
+    parameters = network.parameters() if isinstance(network, nn.Module) else ()
+    device = next((parameter.device for parameter in parameters), observations.device)
     return network(observations.to(device))
 
 
-def _checked(output: Any, count: int) -> tuple[Tensor, Tensor]:
+def _logits(output: Any, count: int) -> Tensor:
+    expected, fix = f"logits of shape [{count}, A]", "It maps a batch of observations to one row of logits each."
+    if _is_pair(output):
+        output, values = output
+        if values.shape not in {(count,), (count, 1)}:
+            expected, received = f"(logits [{count}, A], values [{count}])", f"values of shape {list(values.shape)}"
+            fix = "Return the logits first."
+            raise ArgumentError.about("network", expected=expected, received=received, fix=fix)
+    logits = output.logits if isinstance(output, Categorical) else output
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != count:
+        received = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(output).__name__
+        fix = f"{fix} A function that returns actions is a policy: it takes (observations, generator)."
+        raise ArgumentError.about("network", expected=expected, received=received, fix=fix)
+    return logits
+
+
+def _mean_and_deviation(output: Any, count: int) -> tuple[Tensor, Tensor]:
+    if _is_pair(output) and not isinstance(output[0], Tensor):  # a distribution and values
+        output = output[0]
+    normal = output.base_dist if isinstance(output, Independent) else output
+    output = (normal.loc, normal.scale) if isinstance(normal, Normal) else output
     received = type(output).__name__
-    if isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, Tensor) for x in output):
+    if _is_pair(output) and isinstance(output[0], Tensor):
         mu, sigma = output
         fits = mu.ndim == 2 and len(mu) == count and sigma.shape in {mu.shape, mu.shape[1:], mu.shape[2:]}
         if fits and bool((sigma > 0).all()):
@@ -96,3 +158,7 @@ def _checked(output: Any, count: int) -> tuple[Tensor, Tensor]:
     expected = f"means of shape [{count}, D] and positive standard deviations of the same shape, [D] or []"
     fix = "It returns a pair, such as (mean, log_sigma.exp())."
     raise ArgumentError.about("network", expected=expected, received=received, fix=fix)
+
+
+def _is_pair(output: Any) -> bool:
+    return isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Tensor)

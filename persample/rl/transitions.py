@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from persample.rl.check import Envs, Policy, Progress, check_count, check_rollout
+from persample.rl.check import Envs, Network, Policy, Progress, check_count, check_rollout
+from persample.rl.policies import as_policy
 from persample.rl.stepping import advance, start
 
 
@@ -35,7 +36,7 @@ class Transitions(NamedTuple):
 
 def collect_transitions(
     envs: Envs,
-    policy: Policy,
+    policy: Policy | Network,
     num_transitions: int,
     *,
     discount: float = 0.99,
@@ -50,7 +51,9 @@ def collect_transitions(
 
     Args:
         envs: N environments with array observations and actions (see ``make_envs``).
-        policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``.
+        policy: a function ``(observations [N, *obs], generator) → actions [N, *act]``; or a network, any callable
+            of observations alone: its logits, distribution, or pair of these and values is sampled from as by
+            ``categorical_policy``, in an action space of real numbers (Box) as by ``gaussian_policy``.
         num_transitions: number of transitions.
         discount: γ, from 0 to 1.
         seed: the seed of environments and policy: equal seeds give equal batches, bit for bit. The global generators
@@ -64,18 +67,19 @@ def collect_transitions(
         ArgumentError: if an argument is invalid; the message names it and the reason.
 
     Examples:
-        >>> from persample.rl import categorical_policy, make_envs
-        >>> policy = categorical_policy(torch.nn.Linear(4, 2))
+        >>> from persample.rl import make_envs
+        >>> policy = torch.nn.Linear(4, 2)
         >>> batch = collect_transitions(make_envs("CartPole-v1"), policy, 100, seed=0)
         >>> batch.obs_tm1.shape, batch.a_tm1.shape, batch.discount_t.shape
         (torch.Size([100, 4]), torch.Size([100]), torch.Size([100]))
     """
     check_rollout(envs, discount, seed)
     check_count("num_transitions", num_transitions)
+    act = as_policy(policy, envs.single_action_space)
     state, generator = start(envs, seed)
     parts, missing = [], int(num_transitions)
     while missing:
-        state, step = advance(envs, policy, generator, state, discount)
+        state, step = advance(envs, act, generator, state, discount)
         rows = np.flatnonzero(step.real_t)[:missing]
         parts.append([field[rows] for field in (step.obs_tm1, step.a_tm1, step.r_t, step.discount_t, step.obs_t)])
         missing -= len(rows)

@@ -86,4 +86,4 @@ def leave_one_out(episodes: Episodes) -> Tensor:
 
 def _returns(episodes: Episodes) -> Tensor:
     """Return Gₜ without bootstrap, ``[E, T]``, 0 at padding."""
-    return discounted_returns(episodes.r_t.T, episodes.discount_t.T, 0.0, mask_t=episodes.mask_t.T).T
+    return discounted_returns(episodes.r_t, episodes.discount_t, 0.0, mask_t=episodes.mask_t, time_dim=1)

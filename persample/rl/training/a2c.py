@@ -10,10 +10,10 @@ from torch import Tensor
 from persample.losses import advantage_actor_critic_loss
 from persample.rl.check import Envs
 from persample.rl.episodes import Episodes, collect_episodes
-from persample.rl.networks import ActorCritic
+from persample.rl.networks import ActorCritic, count_actions
 from persample.rl.policies import categorical_policy
 from persample.rl.training.algorithm import Batch, check_numbers
-from persample.rl.training.episodic import Episodic
+from persample.rl.training.episodic import RANGES, Episodic
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,24 @@ class A2C(Episodic):
     def __post_init__(self) -> None:
         check_numbers(
             self,
-            discount=(0.0, 1.0),
-            hidden=(1, 2**16),
-            batch=(1, 2**24),
-            learning_rate=(0.0, 1e6),
+            **RANGES,
             lambda_=(0.0, 1.0),
             reward_scale=(0.0, 1e6),
             value_cost=(0.0, 1e6),
             entropy_cost=(0.0, 1e6),
         )
+
+    def network(self, envs: Envs) -> ActorCritic:
+        """Make policy and value function.
+
+        Args:
+            envs: N environments with discrete actions.
+
+        Returns:
+            The module.
+        """
+        count_actions(envs.single_action_space)  # the entropy of the loss is that of a categorical policy
+        return super().network(envs)
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Collect episodes.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError
+from persample.inputs import Engine
 from persample.rl.check import Envs
 
 
@@ -88,6 +89,37 @@ class Algorithm(Protocol):
 
         Returns:
             Numbers by name, with the same names at every call.
+        """
+
+
+class Update(NamedTuple):
+    """One update of the parameters, and what is shown of it.
+
+    Attributes:
+        directions: a tensor per parameter, by name; the step is minus the learning rate times these.
+        losses: the losses of the samples, ``[B]``.
+        norms: the norms of their gradients, ``[B]``.
+    """
+
+    directions: dict[str, Tensor]
+    losses: Tensor
+    norms: Tensor
+
+
+@runtime_checkable
+class OwnUpdate(Protocol):
+    """An algorithm that turns its batch into an update by itself, in place of mean gradients and Adam."""
+
+    def update(self, network: Any, samples: tuple[Tensor, ...], engine: Engine) -> Update:
+        """Compute an update.
+
+        Args:
+            network: the network.
+            samples: the batch's ``samples``.
+            engine: the engine of ``per_sample_grads``.
+
+        Returns:
+            The update.
         """
 
 

@@ -76,7 +76,12 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         expected, received = f"{saved.get(name)!r}, as in the checkpoint", repr(wanted[name])
         fix = "Resume with the same settings; steps, target and engine may change."
         raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
-    trainer.network.load_state_dict(state["network"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    rng.rewind(state["streams"])
-    trainer.steps, trainer.history, trainer.returns = state["steps"], state["history"], state["returns"]
+    try:
+        trainer.network.load_state_dict(state["network"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        rng.rewind(state["streams"])
+        trainer.steps, trainer.history, trainer.returns = state["steps"], state["history"], state["returns"]
+    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        fix = "Train without resuming, with a new trainer."
+        received = f"{str(path)!r} ({type(error).__name__}: {error})"
+        raise ArgumentError.about("resume", expected="a whole checkpoint", received=received, fix=fix) from error

@@ -11,11 +11,12 @@ from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.reductions import ClippedMean, Mean, Reduction
 from persample.rl.training.a2c import A2C
-from persample.rl.training.algorithm import Algorithm, check_numbers
+from persample.rl.training.algorithm import Algorithm, OwnUpdate, check_numbers
+from persample.rl.training.npg import NPG
 from persample.rl.training.reinforce import Reinforce
 from persample.rl.training.td0 import TD0
 
-ALGORITHMS: dict[str, Any] = {"td0": TD0, "reinforce": Reinforce, "a2c": A2C}
+ALGORITHMS: dict[str, Any] = {"td0": TD0, "reinforce": Reinforce, "a2c": A2C, "npg": NPG}
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TrainingConfig:
     """The settings of a training.
 
     Args:
-        algorithm: ``TD0()``, ``Reinforce()``, ``A2C()``, or an algorithm of your own.
+        algorithm: ``TD0()``, ``Reinforce()``, ``A2C()``, ``NPG()``, or an algorithm of your own.
         env: id of the environment.
         seed: the seed of network, environments and actions.
         steps: the number of environment steps. The update that reaches it is the last, and the learning rate decreases
@@ -58,6 +59,10 @@ class TrainingConfig:
         if math.isnan(self.target):
             fix = "inf trains until the steps are done."
             raise ArgumentError.about("target", expected="a number", received="nan", fix=fix)
+        if isinstance(self.algorithm, OwnUpdate) and self.reduce != "mean":
+            expected = f"'mean', for {type(self.algorithm).__name__.lower()} makes updates of its own"
+            fix = "Leave it out."
+            raise ArgumentError.about("reduce", expected=expected, received=repr(self.reduce), fix=fix)
         inputs.check_options(engine=self.engine, randomness="error", chunk_size=None)
 
     @property

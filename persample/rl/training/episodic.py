@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from persample.rl.check import Envs
-from persample.rl.networks import ActorCritic, count_actions
+from persample.rl.networks import ActorCritic, actor_critic
+
+# The ranges of the hyperparameters that all of them have, for ``check_numbers``.
+RANGES = {"discount": (0.0, 1.0), "hidden": (1, 2**16), "batch": (1, 2**24), "learning_rate": (0.0, 1e6)}
 
 
 class Episodic:
@@ -31,7 +34,7 @@ class Episodic:
         Returns:
             The module.
         """
-        return ActorCritic(envs.single_observation_space, self.hidden, count_actions(envs.single_action_space))
+        return actor_critic(envs, self.hidden)
 
     def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
         """Return no further metrics.

@@ -6,14 +6,14 @@ from torch import nn
 
 from persample.rl.environments import make_envs
 from persample.rl.episodes import collect_episodes
-from persample.rl.policies import categorical_policy
+from persample.rl.networks import sampling
 
 
 def evaluate(network: nn.Module, env: str, num_episodes: int = 100, *, seed: int) -> list[float]:
     """Play episodes with actions sampled from a policy.
 
     Args:
-        network: its part ``policy`` maps observations to logits, as in ``ActorCritic``.
+        network: its part ``policy`` maps observations to logits, or to means and deviations, as in ``ActorCritic``.
         env: id of the environment.
         num_episodes: number of episodes E.
         seed: the seed of environments and actions.
@@ -30,7 +30,7 @@ def evaluate(network: nn.Module, env: str, num_episodes: int = 100, *, seed: int
     """
     envs = make_envs(env, min(16, num_episodes))
     try:
-        episodes = collect_episodes(envs, categorical_policy(network.get_submodule("policy")), num_episodes, seed=seed)
+        episodes = collect_episodes(envs, sampling(network.get_submodule("policy")), num_episodes, seed=seed)
     finally:
         envs.close()
     returns: list[float] = episodes.r_t.sum(1).tolist()

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.losses import discounted_returns, reinforce_loss
+from persample.losses import discounted_returns, gaussian_policy_gradient_loss, reinforce_loss
 from persample.rl.check import Envs
 from persample.rl.episodes import collect_episodes
-from persample.rl.networks import ActorCritic
-from persample.rl.policies import categorical_policy
+from persample.rl.networks import ActorCritic, sampling
 from persample.rl.training.algorithm import Batch, check_numbers
-from persample.rl.training.episodic import Episodic
+from persample.rl.training.episodic import RANGES, Episodic
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,7 @@ class Reinforce(Episodic):
     def __post_init__(self) -> None:
         check_numbers(
             self,
-            discount=(0.0, 1.0),
-            hidden=(1, 2**16),
-            batch=(1, 2**24),
-            learning_rate=(0.0, 1e6),
+            **RANGES,
             value_weight=(0.0, 1e6),
         )
 
@@ -65,10 +61,9 @@ class Reinforce(Episodic):
         Returns:
             Observations, actions, returns, advantages and masks, ``[B, T, …]``.
         """
-        policy = categorical_policy(network.policy)
-        episodes = collect_episodes(envs, policy, self.batch, discount=self.discount, seed=seed)
+        episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
         obs_t, mask_t = episodes.obs_t, episodes.mask_t
-        return_t = discounted_returns(episodes.r_t.T, episodes.discount_t.T, 0.0).T.contiguous()
+        return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
         with torch.no_grad():
             adv_t = standardized(return_t - network.value(obs_t), mask_t)
         samples = (obs_t, episodes.a_t, return_t, adv_t, mask_t)
@@ -86,7 +81,13 @@ class Reinforce(Episodic):
         """
         obs_t, a_t, return_t, adv_t, mask_t = sample
         errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
-        return reinforce_loss(network.policy(obs_t), a_t, adv_t, mask_t) + self.value_weight * (errors**2).sum()
+        outputs = network.policy(obs_t)
+        if isinstance(outputs, tuple):
+            mu_t, sigma = outputs
+            score = gaussian_policy_gradient_loss(mu_t, sigma, a_t, adv_t, mask_t=mask_t)
+        else:
+            score = reinforce_loss(outputs, a_t, adv_t, mask_t)
+        return score + self.value_weight * (errors**2).sum()
 
 
 def standardized(x_t: Tensor, mask_t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from persample.inputs.modules import set_grads
 from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Norm
 from persample.rl.environments import make_envs
-from persample.rl.training.algorithm import Batch
+from persample.rl.training.algorithm import Batch, OwnUpdate, Update
 from persample.rl.training.config import TrainingConfig
 
 Row = dict[str, float]
@@ -59,7 +59,8 @@ class Trainer:
         except ArgumentError:
             self.envs.close()
             raise
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=config.algorithm.learning_rate)
+        kind = torch.optim.SGD if isinstance(config.algorithm, OwnUpdate) else torch.optim.Adam
+        self.optimizer = kind(self.network.parameters(), lr=config.algorithm.learning_rate)
         self.steps = 0
         self.history: list[Row] = []
         self.returns: list[float] = []
@@ -88,16 +89,22 @@ class Trainer:
         """
         algorithm, config = self.config.algorithm, self.config
         batch = algorithm.collect(self.network, self.envs, self._seed())
-        wanted = {"update": config.reduction, "norms": Norm(), "losses": Loss()}
-        result = per_sample_grads(algorithm.loss, self.network, batch.samples, wanted, engine=config.engine)
-        set_grads(self.network, result["update"])
+        update = self._update(batch.samples)
+        set_grads(self.network, update.directions)
         for group in self.optimizer.param_groups:
             group["lr"] = algorithm.learning_rate * max(0.0, 1 - self.steps / config.steps)
         self.optimizer.step()
         self.steps += batch.steps
         self.returns = [*self.returns, *batch.returns][-EPISODES:]
-        self.history.append(self._row(batch, result["losses"], result["norms"]))
+        self.history.append(self._row(batch, update.losses, update.norms))
         return self.history[-1]
+
+    def _update(self, samples: tuple[Tensor, ...]) -> Update:
+        algorithm, config = self.config.algorithm, self.config
+        if isinstance(algorithm, OwnUpdate):
+            return algorithm.update(self.network, samples, config.engine)
+        wanted = (config.reduction, Loss(), Norm())
+        return Update(*per_sample_grads(algorithm.loss, self.network, samples, wanted, engine=config.engine))
 
     def close(self) -> None:
         """Close the environments."""
