@@ -9,8 +9,9 @@ tensor([-1., -1.])
 from persample import losses, naive
 from persample.composite import composite_grads
 from persample.engines import clear_cache
-from persample.errors import ArgumentError, LossError
+from persample.errors import ArgumentError, FallbackWarning, LossError, SinkError
 from persample.explain import explain
+from persample.fisher import fisher_vector_product
 from persample.inputs.modules import set_grads
 from persample.per_sample import per_sample_grads
 from persample.reductions import (
@@ -21,8 +22,10 @@ from persample.reductions import (
     Dot,
     Factored,
     Gram,
+    Leverage,
     Loss,
     Mean,
+    NaturalGradient,
     NoiseScale,
     Norm,
     Project,
@@ -32,7 +35,10 @@ from persample.reductions import (
     Variance,
     WeightedSum,
 )
+from persample.streams import accumulate, read_sink
 from persample.utils.trees import stop_gradient
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
@@ -42,24 +48,31 @@ __all__ = [
     "CosineSimilarity",
     "Dot",
     "Factored",
+    "FallbackWarning",
     "Gram",
+    "Leverage",
     "Loss",
     "LossError",
     "Mean",
+    "NaturalGradient",
     "NoiseScale",
     "Norm",
     "Project",
     "SecondMoment",
+    "SinkError",
     "Stack",
     "Sum",
     "Variance",
     "WeightedSum",
+    "accumulate",
     "clear_cache",
     "composite_grads",
     "explain",
+    "fisher_vector_product",
     "losses",
     "naive",
     "per_sample_grads",
+    "read_sink",
     "set_grads",
     "stop_gradient",
 ]

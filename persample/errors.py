@@ -41,6 +41,14 @@ class LossError(RuntimeError):
     """The user's loss returned or did something for which per-sample gradients cannot be computed."""
 
 
+class FallbackWarning(RuntimeWarning):
+    """A call was answered in a slower way than its engine's; the message says why, and what it costs."""
+
+
+class SinkError(RuntimeError):
+    """A folder of results cannot be written, or does not hold what was written to it."""
+
+
 class TorchVersionError(RuntimeError):
     """The installed torch lacks a private name that the engine needs."""
 

@@ -16,8 +16,11 @@ from persample.engines.deferred import Deferral, Placeholder, storage_key
 from persample.engines.vmap import batched_gradients, eager
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
-from persample.factors.storage import reason_to_write_out
-from persample.inputs import Call, Randomness
+from persample.factors.cost_model import Estimate, Plan
+from persample.factors.output_list import OutputList
+from persample.factors.outputs import unwrapped
+from persample.factors.storage import reason_to_write_out, size_of
+from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
 from persample.utils import rng, trees
@@ -39,6 +42,8 @@ class Storage:
         stored: the bytes stored for all samples.
         written: the bytes that the written-out gradients of all samples take.
         reason: why the gradients are written out; empty if they are not.
+        times: the estimated seconds of the reductions on the factor, and with the gradients written out; None where
+            there is nothing to choose.
     """
 
     path: str
@@ -49,6 +54,7 @@ class Storage:
     stored: int
     written: int
     reason: str
+    times: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return the tables."""
-        head = ("parameter", "shape", "factor", "T", "choice", "stored", "written out", "reason")
+        head = ("parameter", "shape", "factor", "T", "choice", "stored", "written out", "ms (estimated)", "reason")
         text = _table(
             head,
             [
@@ -78,6 +84,7 @@ class Explanation:
                     row.choice,
                     _size(row.stored),
                     _size(row.written),
+                    "" if row.times is None else f"{1e3 * row.times.contract:.2g} or {1e3 * row.times.write_out:.2g}",
                     row.reason,
                 )
                 for row in self.rows
@@ -111,6 +118,8 @@ def explain(
     in_dims: tuple[Any, Any] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
+    outputs: Outputs = "scalar",
+    memory: int | Literal["low"] | None = None,
     engine: Literal["eager", "compiled"] = "eager",
 ) -> Explanation:
     """Return how the gradients of each parameter are stored for some reductions, and why.
@@ -126,6 +135,8 @@ def explain(
         in_dims: as in ``per_sample_grads``.
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
+        outputs: as in ``per_sample_grads``.
+        memory: as in ``per_sample_grads``.
         engine: "eager", or "compiled" to list the programs.
 
     Returns:
@@ -143,13 +154,13 @@ def explain(
         ...     return (params["v"] @ torch.tanh(params["w"] @ x)) ** 2
         >>> params = {"w": torch.ones(64, 32), "v": torch.ones(64)}
         >>> print(explain(loss, params, torch.ones(8, 32), ClippedMean(1.0)))
-        parameter    shape     factor  T  choice       stored   written out  reason
+        parameter    shape     factor  T  choice       stored   written out  ms (estimated)  reason
         params['w']  [64, 32]  Outer   1  contract     3.0 KiB  64.0 KiB
-        params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB      elementwise, or a sum
+        params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB                      elementwise, or a sum
     """
-    inputs.check_derivatives("explain")
+    inputs.check_outside("explain", "Gradients that are differentiated are written out.")
     inputs.check_choice("engine", engine, ("eager", "compiled"))
-    inputs.check_options(engine="eager", randomness=randomness, chunk_size=None)
+    inputs.check_options(engine="eager", randomness=randomness, chunk_size=None, memory=memory, outputs=outputs)
     wanted, _ = inputs.reductions(reduce)
     uses = Reductions(wanted).required_ops
 
@@ -163,11 +174,15 @@ def explain(
             in_dims=in_dims,
             keep_batch_dim=keep_batch_dim,
             randomness=randomness,
+            outputs=outputs,
+            memory=memory,
         )
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        rows = tuple(map(_storage, call.loss.spec.paths, *_passes(call, uses)))
+        passes = _passes(call, uses)
+        times = [_times(factor, call.plan(uses)) for factor in passes[0]]
+        rows = tuple(map(_storage, call.loss.spec.paths, *passes, times))
         return Explanation(rows, compilations_of(loss_fn) if engine == "compiled" else None)
 
     return isolated(params, compute)
@@ -176,21 +191,22 @@ def explain(
 def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor], Sequence[Factor], list[str]]:
     """Return the factors that could be stored, those that the engine stores, and the reasons for written-out ones."""
     start = rng.snapshot()
-    could = eager(call, frozenset()).factors
+    could = [unwrapped(factor) for factor in eager(call, frozenset()).factors]
     rng.rewind(start)
-    stored = eager(call, required_ops).factors
+    stored = [unwrapped(factor) for factor in eager(call, required_ops).factors]
     rng.rewind(start)
-    mode = _Explaining(required_ops, call.params)
+    plan = call.plan(required_ops)
+    mode = _Explaining(plan, call.params)
     grads, *_ = batched_gradients(call, mode)
-    reasons = [reason_to_write_out(factor, required_ops) if not isinstance(factor, Dense) else "" for factor in could]
+    reasons = [reason_to_write_out(factor, plan) if not isinstance(factor, Dense) else "" for factor in could]
     return could, stored, [reason or mode.reason(grad) for reason, grad in zip(reasons, grads, strict=True)]
 
 
 class _Explaining(Deferral):
     """A deferral that records which operation needed a written-out gradient."""
 
-    def __init__(self, uses: frozenset[str], params: Sequence[Tensor]) -> None:
-        super().__init__(uses, params)
+    def __init__(self, plan: Plan, params: Sequence[Tensor]) -> None:
+        super().__init__(plan, params)
         self._reasons: dict[int, str] = {}
         self._alive: list[Tensor] = []  # keeps tensors alive, because reused memory would be mistaken for them
 
@@ -239,14 +255,22 @@ def _needed_by(operation: str) -> str:
     return f"{operation or 'adding what is there in full'} needs the gradient itself"
 
 
-def _storage(path: str, could: Factor, stored: Factor, reason: str) -> Storage:
+def _times(factor: Factor, plan: Plan) -> Estimate | None:
+    """Return the estimated time of both ways, where the gradients are sums of several products."""
+    has_choice = not isinstance(factor, Dense) and factor.is_product and factor.num_terms > 1
+    return plan.estimate(size_of(factor)) if has_choice else None
+
+
+def _storage(path: str, could: Factor, stored: Factor, reason: str, times: Estimate | None) -> Storage:
     """Return the row of one parameter."""
     factored = not isinstance(stored, Dense)
     kind = stored if factored else could
-    name = " + ".join(type(part).__name__ for part in (kind.parts if isinstance(kind, SumFactor) else (kind,)))
-    written, width = len(stored) * prod(stored.shape), stored.dtype.itemsize
+    parts = kind.parts if isinstance(kind, SumFactor) else (kind,)
+    name = " + ".join(type(part.parts[0] if isinstance(part, OutputList) else part).__name__ for part in parts)
+    width = stored.dtype.itemsize
     choice, reason = ("contract", "") if factored else ("materialize", reason)
-    return Storage(path, stored.shape, name, kind.num_terms, choice, stored.stored * width, written * width, reason)
+    sizes = stored.stored * width, len(stored) * prod(stored.shape) * width
+    return Storage(path, stored.shape, name, kind.num_terms, choice, *sizes, reason, times)
 
 
 def _size(count: int) -> str:

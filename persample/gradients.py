@@ -12,9 +12,10 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor
 from persample.factors.norms import squared_norms_per_factor
+from persample.factors.outputs import PerOutput, by_row
 from persample.utils.dtypes import as_real
-from persample.utils.norms import has_extreme
-from persample.utils.tracing import is_traced
+from persample.utils.norms import has_extreme, root
+from persample.utils.tracing import is_recorded, is_traced
 from persample.utils.trees import TreeSpec, unflatten
 
 # Gradients with up to this many elements in all samples are joined: one copy is faster than an operation on each.
@@ -46,10 +47,13 @@ class ParamSpec:
 class Gradients:
     """The per-sample gradients g₁ … g_B of one chunk. Row i is the gradient of ℓᵢ, never of ℓᵢ/B.
 
+    Of losses with K outputs, sample i has K gradients gᵢₖ: factors are ``PerOutput``, and what is ``[B]`` below is
+    ``[B, K]``, except for weights.
+
     Args:
         factors: one per parameter, in the order of ``spec.paths``.
         spec: the structure, names, shapes and dtypes of the parameters.
-        losses: ``[B]``.
+        losses: ``[B]``, or ``[B, K]`` of K outputs.
         aux: the auxiliary outputs of the loss, stacked; None if the loss returns none.
         has_aux: whether the loss returns ``(value, aux)``.
         weights: ``[B]`` float64, or None for ones.
@@ -66,18 +70,32 @@ class Gradients:
 
     @classmethod
     def dense(cls, values: Sequence[Tensor], **fields: Any) -> Gradients:
-        """Return gradients from dense tensors, ``[B, *shape]`` for each parameter."""
-        return cls(tuple(Dense(as_real(value)) for value in values), **fields)
+        """Return gradients from dense tensors, ``[B, *shape]`` for each parameter, ``[B, K, *shape]`` of K outputs."""
+        return cls.of([Dense(as_real(value)) for value in values], **fields)
+
+    @classmethod
+    def of(cls, factors: Sequence[Factor], *, losses: Tensor, **fields: Any) -> Gradients:
+        """Return gradients from factors of shapes ``[*shape]``, or ``[K, *shape]`` of K outputs."""
+        return cls(tuple(factors if losses.ndim == 1 else map(PerOutput, factors)), losses=losses, **fields)
+
+    @property
+    def factors_by_row(self) -> list[Factor]:
+        """The factors, of K outputs with B·K rows: row i·K + k is that of output k of sample i."""
+        return [by_row(factor) for factor in self.factors]
+
+    def by_sample(self, rows: Tensor) -> Tensor:
+        """Return ``[B, *]`` unchanged, and ``[B·K, *]`` of K outputs as ``[B, K, *]``."""
+        return rows if self.losses.ndim == 1 else rows.unflatten(0, self.losses.shape)
 
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
         """‖gᵢ‖² of each single parameter, ``[B]`` float64 each."""
-        return self._squared_norms(self.factors)
+        return [self.by_sample(x) for x in self._squared_norms(self.factors_by_row)]
 
     @cached_property
     def norms(self) -> Tensor:
         """Euclidean norms over all parameters, ``[B]`` float64."""
-        return torch.stack(self._squared_norms(self._joined)).sum(0).sqrt()
+        return self.by_sample(root(torch.stack(self._squared_norms(self._joined)).sum(0)))
 
     def _squared_norms(self, factors: Sequence[Factor]) -> list[Tensor]:
         new = [factor for factor in factors if id(factor) not in self._known]
@@ -91,16 +109,17 @@ class Gradients:
     @cached_property
     def _joined(self) -> Sequence[Factor]:
         """The same gradients, with small dense factors joined into one, so that one operation serves all of them."""
-        small = [factor for factor in self.factors if _is_small(factor)]
+        factors = self.factors_by_row
+        small = [factor for factor in factors if _is_small(factor)]
         if len(small) < 2:
-            return self.factors
+            return factors
         rows = Dense(torch.cat([factor.materialize().flatten(1) for factor in small], 1))
-        return [rows, *(factor for factor in self.factors if not _is_small(factor))]
+        return [rows, *(factor for factor in factors if not _is_small(factor))]
 
     @cached_property
     def norms_per_param(self) -> list[Tensor]:
         """Euclidean norms of the gradients of each single parameter, ``[B]`` float64 each."""
-        return [squared.sqrt() for squared in self.squared_norms_per_param]
+        return [root(squared) for squared in self.squared_norms_per_param]
 
     @property
     def total_weight(self) -> Tensor:
@@ -113,7 +132,8 @@ class Gradients:
     def moments(self) -> list[tuple[Tensor, Tensor]]:
         """The mean of each parameter's gradients and Σ wᵢ (gᵢ − mean)², in float64 against cancellation."""
         n, count = self.total_weight, len(self.factors)
-        means = [torch.where(n > 0, x / n, 0) for x in self.sums([None] * count, [torch.float64] * count)]
+        divisor = torch.where(n > 0, n, 1)  # sums without samples are 0
+        means = [x / divisor for x in self.sums([None] * count, [torch.float64] * count)]
         pairs = zip(self.weighted_factors, means, strict=True)
         return [(mean, factor.second_moment(self.weights, torch.float64, mean)) for factor, mean in pairs]
 
@@ -123,7 +143,13 @@ class Gradients:
         if self.weights is None:
             return self.factors
         removed = self.weights == 0
-        return tuple(factor.zero_rows(removed) for factor in self.factors)
+        return tuple(factor.zero_rows(self._unsummable(removed, factor)) for factor in self.factors)
+
+    def _unsummable(self, removed: Tensor, factor: Factor) -> Tensor:
+        """Return which removed rows to set to zero: where a weight of 0 has a derivative, only NaN and infinity."""
+        if self.weights is None or not is_recorded(self.weights):
+            return removed
+        return removed & ~factor.materialize().flatten(1).isfinite().all(1)
 
     def sums(self, scales: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """Return Σ wᵢ sᵢ gᵢ of each parameter.
@@ -133,31 +159,65 @@ class Gradients:
             dtypes: the dtype of accumulation of each parameter.
 
         Returns:
-            One sum per parameter, ``[*shape]``, real.
+            One sum per parameter, ``[*shape]``, real; ``[K, *shape]`` of K outputs.
         """
-        distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype, Any]] = {}  # usually one
-        sums = []
-        for factor, scale, dtype in zip(self.weighted_factors, scales, dtypes, strict=True):
-            key = id(scale), dtype
-            if key not in distinct:
-                distinct[key] = self._coefficients(scale, dtype)
-            coefficients, wide, rest = distinct[key]
-            total = factor.weighted_sum(coefficients, wide)
-            sums.append((total if rest is None else total + rest).to(dtype))
-        return sums
+        distinct = {id(scale): self._weighted(scale) for scale in scales}  # usually one
+        coefficients = [distinct[id(scale)] for scale in scales]
+        return weighted_sums(self.weighted_factors, coefficients, dtypes, are_weights=all(s is None for s in scales))
 
-    def _coefficients(
-        self, scale: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor | None, torch.dtype, Tensor | None]:
-        """Return wᵢ sᵢ, the dtype of the sum, and a number to add to all elements of the sum, or None.
+    def _weighted(self, scale: Tensor | None) -> Tensor | None:
+        if scale is None or self.weights is None:
+            return self.weights if scale is None else scale
+        weights = self.weights.view(-1, *[1] * (scale.ndim - 1))
+        return weights * torch.where((weights == 0) & ~scale.isfinite(), 0, scale)
 
-        The scales of huge or tiny gradients may exceed float32. A NaN scale must make every element of the sum NaN, but
-        factors skip elements that are zero: the added number makes these NaN, too.
-        """
-        if scale is None:
-            return self.weights, dtype, None
-        scale = scale if self.weights is None else torch.where(self.weights == 0, 0, self.weights * scale)
-        return (scale, torch.float64, 0 * scale.sum()) if has_extreme(scale) else (scale.to(dtype), dtype, None)
+
+def weighted_sums(
+    factors: Sequence[Factor],
+    coefficients: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+    *,
+    are_weights: bool = False,
+) -> list[Tensor]:
+    """Return Σ cᵢ gᵢ of each parameter.
+
+    The coefficients of huge or tiny gradients may exceed float32. A NaN coefficient must make every element of the sum
+    NaN, but factors skip elements that are zero: a number that is added makes these NaN, too.
+
+    Args:
+        factors: the gradients of each parameter; those of coefficient 0 are finite.
+        coefficients: the cᵢ of each parameter, ``[B]`` float64 (``[B, K]`` of K outputs), or None for ones.
+        dtypes: the dtype of accumulation of each parameter.
+        are_weights: whether the coefficients are weights of the call, whose range was checked.
+
+    Returns:
+        One sum per parameter, ``[*shape]``, real.
+    """
+    given = {id(x): x for x in coefficients if x is not None}  # usually one
+    is_extreme = bool(given) and not are_weights and has_extreme(torch.cat([x.flatten() for x in given.values()]))
+    distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype, Any]] = {}
+    sums = []
+    for factor, coefficient, dtype in zip(factors, coefficients, dtypes, strict=True):
+        key = id(coefficient), dtype
+        if key not in distinct:
+            distinct[key] = _representable(coefficient, dtype, is_extreme=is_extreme)
+        representable, wide, rest = distinct[key]
+        total = factor.weighted_sum(representable, wide)
+        if rest is not None:
+            total = total + rest.view([*rest.shape, *[1] * (total.ndim - rest.ndim)])
+        sums.append(total.to(dtype))
+    return sums
+
+
+def _representable(
+    coefficients: Tensor | None, dtype: torch.dtype, *, is_extreme: bool
+) -> tuple[Tensor | None, torch.dtype, Tensor | None]:
+    """Return the coefficients, the dtype of their sum, and a number (of each output) to add, or None."""
+    if coefficients is None:
+        return None, dtype, None
+    if is_extreme:
+        return coefficients, torch.float64, 0 * coefficients.sum(0)
+    return coefficients.to(dtype), dtype, None
 
 
 def _is_small(factor: Factor) -> bool:

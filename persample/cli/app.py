@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from persample.cli import baird, train
+from persample.cli import baird, stats, train
 from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
@@ -98,6 +98,7 @@ def root(
 
 app.command(help=train.HELP)(train.train)
 app.command(help=baird.HELP)(baird.baird)
+app.command(help=stats.HELP)(stats.stats)
 
 
 @app.command(

@@ -83,7 +83,7 @@ def reinforce_case(rollout: Rollout) -> Case:
         The case.
     """
     network, episodes = rollout.policy, rollout.episodes
-    return_t = discounted_returns(episodes.r_t.T, episodes.discount_t.T, 0.0).T.contiguous()
+    return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
 
     def loss_fn(params: Params, obs_t: Tensor, a_t: Tensor, return_t: Tensor, mask_t: Tensor) -> Tensor:
         return reinforce_loss(functional_call(network, params, (obs_t,)), a_t, return_t, mask_t)

@@ -22,29 +22,35 @@ from persample.rl.training import Trainer, TrainingConfig, evaluate
 from persample.rl.training.config import ALGORITHMS
 
 HELP = (
-    "Train with per-sample gradients: td0 (the values of a fixed policy), reinforce (with a learned baseline) or a2c. "
-    "Leaves metrics.csv, learning_curve.png and checkpoint.pt in a directory. Ctrl-C stops after the update under way."
+    "Train with per-sample gradients: td0 (the values of a fixed policy), reinforce (with a learned baseline), a2c, or "
+    "npg (the natural policy gradient). Leaves metrics.csv, learning_curve.png and checkpoint.pt in a directory. "
+    "Ctrl-C stops after the update under way."
 )
 
 
 def train(  # noqa: PLR0917 (typer turns every argument into an option)
-    algorithm: Annotated[str, typer.Argument(help="td0, reinforce or a2c.")],
-    env: Annotated[str, typer.Option(help="A gymnasium environment with discrete actions.")] = "CartPole-v1",
+    algorithm: Annotated[str, typer.Argument(help="td0, reinforce, a2c or npg.")],
+    env: Annotated[
+        str, typer.Option(help="A gymnasium environment; with continuous actions for reinforce and npg.")
+    ] = "CartPole-v1",
     seed: Annotated[int, typer.Option(help="Seed of network, environments and actions.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of the environments.")] = 300_000,
     reduce: Annotated[str, typer.Option(help="How gradients become an update: mean or clipped.")] = "mean",
     max_norm: Annotated[float, typer.Option(help="Norm that clipped gradients keep at most.")] = 100.0,
     engine: Annotated[str, typer.Option(help="Engine of persample: eager, compiled or loop.")] = "eager",
     target: Annotated[float, typer.Option(help="Stop when 100 episodes' average return reaches it.")] = math.inf,
-    learning_rate: Annotated[Optional[float], typer.Option(help="Adam's, falling linearly to 0.")] = None,  # noqa: UP045
+    learning_rate: Annotated[Optional[float], typer.Option(help="Adam's or npg's, falling linearly to 0.")] = None,  # noqa: UP045
     discount: Annotated[Optional[float], typer.Option(help="Discount γ.")] = None,  # noqa: UP045
     hidden: Annotated[Optional[int], typer.Option(help="Width of two hidden layers; td0: 0 is linear.")] = None,  # noqa: UP045
     batch: Annotated[Optional[int], typer.Option(help="Episodes (td0: transitions) per update.")] = None,  # noqa: UP045
-    lambda_: Annotated[Optional[float], typer.Option("--lambda", help="a2c: λ of the advantages.")] = None,  # noqa: UP045
+    lambda_: Annotated[Optional[float], typer.Option("--lambda", help="a2c, npg: λ of the advantages.")] = None,  # noqa: UP045
     epsilon: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="td0: how often the policy is random, not optimal; 1 without a known table."),
     ] = None,
+    max_kl: Annotated[Optional[float], typer.Option(help="npg: KL divergence of a full step.")] = None,  # noqa: UP045
+    damping: Annotated[Optional[float], typer.Option(help="npg: λ of the policy's Fisher matrix.")] = None,  # noqa: UP045
+    value_damping: Annotated[Optional[float], typer.Option(help="npg: λ of the values' Gauss–Newton matrix.")] = None,  # noqa: UP045
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 25,
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -55,7 +61,7 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
     """Train with a live display, and write metrics, a figure and a checkpoint.
 
     Args:
-        algorithm: "td0", "reinforce" or "a2c".
+        algorithm: "td0", "reinforce", "a2c" or "npg".
         env: the id of the environment.
         seed: the seed of network, environments and actions.
         steps: the number of environment steps.
@@ -67,8 +73,11 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
         discount: γ.
         hidden: width of the hidden layers.
         batch: samples per update.
-        lambda_: the λ of a2c's advantages.
+        lambda_: the λ of a2c's and npg's advantages.
         epsilon: the ε of td0's policy.
+        max_kl: the δ of npg's steps.
+        damping: the λ of npg's Fisher matrix.
+        value_damping: the λ of npg's Gauss–Newton matrix.
         checkpoint_every: updates between checkpoints.
         output: the directory of the files.
         resume: whether to resume from the checkpoint in ``output``.
@@ -82,6 +91,7 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
         raise ArgumentError.about("--checkpoint-every", expected=expected, received=received, fix="Use 1 or more.")
     own = {"learning_rate": learning_rate, "discount": discount, "hidden": hidden, "batch": batch}
     own |= {"lambda_": lambda_, "epsilon": epsilon}
+    own |= {"max_kl": max_kl, "damping": damping, "value_damping": value_damping}
     directory = Path("runs", re.sub(r"[^\w.-]", "-", f"{algorithm}-{env}-{seed}")) if output is None else output
     with _named_as_options():
         known = cast("Engine", engine)  # TrainingConfig checks it

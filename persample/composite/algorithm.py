@@ -12,10 +12,10 @@ from persample.composite import first_pass, second_pass
 from persample.composite.buffers import BufferRecorder
 from persample.composite.encoder import Encoder
 from persample.composite.loss_head import LossHead
-from persample.composite.processes import Processes, own_rows
 from persample.composite.retained_graph import encode_with_graph
 from persample.errors import LossError
 from persample.merge import merge_all
+from persample.processes import Processes, merged, own_rows
 from persample.reductions.requested import Reductions
 from persample.utils import rng
 
@@ -61,7 +61,7 @@ def loss_and_gradients(
     try:
         own = (own_rows(*pair, processes.rank) for pair in zip(cotangents, sizes, strict=True))
         lifted = merge_all(pullback(rows) for pullback, rows in zip(pullbacks, own, strict=True))
-        leaves, connected = processes.merged(lifted)
+        leaves, connected = merged(lifted, processes)
     finally:
         after.go_back()
     if not connected.value and any(map(sum, sizes)):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample.composite.processes import Processes
 from persample.inputs.call import Call
 from persample.merge import merge
+from persample.processes import Processes, merged
 from persample.utils import trees
 from persample.utils.dtypes import accumulate_dtype
 
@@ -67,7 +67,7 @@ class BufferRecorder:
             modules: the modules among the parameters.
             processes: the processes that the samples are spread over.
         """
-        for buffer, update in zip(_buffers(modules), processes.merged(self._updates), strict=True):
+        for buffer, update in zip(_buffers(modules), merged(self._updates, processes), strict=True):
             value = update.value.to(buffer.dtype)
             if update.weight and not torch.equal(buffer, value):
                 buffer.copy_(value)

@@ -13,9 +13,9 @@ from persample.composite.buffers import BufferRecorder
 from persample.composite.encode import encode_chunk
 from persample.composite.encoder import Encoder
 from persample.composite.full_batch import solve_statistics
-from persample.composite.processes import Processes
 from persample.composite.statistics import Statistics, normalized
 from persample.engines.diagnosis import unwritten
+from persample.processes import Processes
 from persample.utils import rng, trees
 
 

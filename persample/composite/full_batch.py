@@ -14,12 +14,12 @@ from torch import Tensor
 
 from persample import naive
 from persample.composite.encoder import Encoder
-from persample.composite.processes import Processes
 from persample.composite.statistics import FullBatch, Statistics
 from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.merge import Moments, Summed, merge_all
+from persample.processes import Processes, merged
 from persample.utils import rng, trees
 
 
@@ -36,7 +36,7 @@ def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes)
     """
     statistics: list[Statistics] = []
     while True:
-        moments = processes.merged(processes.together(partial(_moments, encoder, statistics)))
+        moments = merged(processes.together(partial(_moments, encoder, statistics)), processes)
         start.go_back()
         statistics = [Statistics.of(one) for one in moments[: len(statistics) + 1]]
         if any(one.n == 1 for one in statistics):
@@ -70,7 +70,7 @@ def solve_adjoint(
         processes: the processes that the samples are spread over.
     """
     for _ in range(len(statistics)):
-        by = processes.merged(processes.together(partial(_derivatives, contributions, statistics)))
+        by = merged(processes.together(partial(_derivatives, contributions, statistics)), processes)
         pairs = zip(by[::2], by[1::2], strict=True)
         statistics = [
             Statistics(one.mean, one.variance, one.n, by_mean.value, by_variance.value)

@@ -11,12 +11,13 @@ from persample.composite.algorithm import loss_and_gradients
 from persample.composite.buffers import BufferRecorder
 from persample.composite.encoder import Encoder, build_encoders
 from persample.composite.loss_head import LossHead, build_loss_head
-from persample.composite.processes import Processes
 from persample.composite.validation import check_options, check_parameters, check_reductions
-from persample.inputs import check_derivatives
+from persample.inputs import check_outside
 from persample.inputs.modules import add_grads
 from persample.outputs import owned
+from persample.processes import Processes
 from persample.reductions import Reduce, Sum
+from persample.reductions.described import described
 from persample.reductions.requested import Reductions
 from persample.utils import trees
 from persample.utils.isolation import isolated
@@ -104,7 +105,8 @@ def composite_grads(
         >>> grads.shape, loss_grads.shape
         (torch.Size([2, 2]), torch.Size([]))
     """
-    check_derivatives("composite_grads")
+    instead = "There, differentiate loss_fn of what torch.vmap(encode_fn, in_dims=(None, 0)) returns: it composes."
+    check_outside("composite_grads", instead)
     check_options(
         engine=engine,
         chunk_size=chunk_size,
@@ -131,7 +133,7 @@ def composite_grads(
         return encoders, head
 
     def compute() -> tuple[Tensor, Any]:
-        encoders, head = Processes(group).together(normalized)
+        encoders, head = Processes(group).together(normalized, lambda: {"reduce": described(requested, structure)})
         own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(requested)
         processes = Processes(group, own[0].device)
         recorder = None if batch_norm == "refuse" else BufferRecorder()

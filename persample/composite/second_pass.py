@@ -13,15 +13,17 @@ from persample.composite.encoder import Encoder
 from persample.composite.first_pass import FirstPass
 from persample.composite.full_batch import solve_adjoint
 from persample.composite.nondeterminism import checked
-from persample.composite.processes import Processes
 from persample.composite.replay import Replay
 from persample.composite.statistics import Statistics, normalized
 from persample.engines import ENGINES
 from persample.engines.diagnosis import unwritten
+from persample.engines.fallback import answered
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
-from persample.pipeline import Engine, lift_chunks
+from persample.merge import merge_all
+from persample.pipeline import Engine, Lift, lift_by
+from persample.processes import Processes
 from persample.reductions.requested import Reductions
 from persample.utils import trees
 from persample.utils.dtypes import accumulate_dtype, as_real
@@ -53,14 +55,14 @@ def back_propagate(
         return replay.over(call.chunks(encoder.chunk_size))
 
     used = any(cotangent is not None for cotangent in cotangents)
-    engine = _engine(encoder, first.z) if used else _zeros
+    lift_chunk = _lift(encoder, first.z, reductions) if used else lift_by(_zeros, reductions)
     statistics = first.statistics
     if statistics and used:
         statistics = solve_adjoint(chunks, statistics, processes)
 
     def lift() -> Any:
         with unwritten(encoder.call):
-            return lift_chunks(chunks(statistics), engine, reductions)
+            return merge_all(map(lift_chunk, chunks(statistics)))
 
     return processes.together(lift)
 
@@ -107,18 +109,22 @@ def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
     return (as_real(z).to(dtype) * as_real(cotangent).to(dtype)).sum()
 
 
-def _engine(encoder: Encoder, z: Any) -> Engine:
-    """Return the engine of the encoder's mode, extended to chunks that contribute nothing."""
-    engine = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode]
-    replayed = checked(engine, encoder, z)
+def _lift(encoder: Encoder, z: Any, reductions: Reductions) -> Lift:
+    """Return the function that lifts a chunk by the engine of the encoder's mode; a chunk may contribute nothing."""
+    own, zeros = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode], lift_by(_zeros, reductions)
 
-    def gradients(chunk: Call, required_ops: frozenset[str]) -> Gradients:
+    def lift(chunk: Call) -> Any:
+        def by(engine: Engine) -> Any:
+            return lift_by(checked(engine, encoder, z), reductions)(chunk)
+
         try:
-            return (replayed if chunk.size else _zeros)(chunk, required_ops)
+            if encoder.mode == "eager" and chunk.size:
+                return answered(chunk, encoder.mode, lambda: by(own), by)
+            return by(own) if chunk.size else zeros(chunk)
         except NotConnectedError:  # this encoder is frozen, others need not be
-            return _zeros(chunk, required_ops)
+            return zeros(chunk)
 
-    return gradients
+    return lift
 
 
 def _zeros(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)

@@ -7,10 +7,10 @@ from typing import Any
 
 from persample import inputs
 from persample.composite.batch_norm import RULES
-from persample.composite.processes import check_group
 from persample.errors import ArgumentError
 from persample.inputs.loss import SampleLoss
 from persample.inputs.modules import ParamTree
+from persample.processes import check_group
 from persample.reductions import Aux, Loss, Reduction, Sum
 from persample.reductions.base import SumOverSamples
 from persample.utils import trees

@@ -1,0 +1,5 @@
+"""``python -m persample``, which ``torchrun -m persample`` starts on every process."""
+
+from persample.cli import main
+
+main()
