@@ -13,7 +13,7 @@ import torch
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
-from persample import Loss, Norm, Stack, Sum, per_sample_grads
+from persample import FallbackWarning, Loss, Norm, Stack, Sum, per_sample_grads
 
 B, F64 = 3, torch.float64
 # Of a tensor of floats: a parameter; a parameter times what is each sample's own; each sample's own; the same for all.
@@ -152,6 +152,7 @@ def measure(case, engine):
         options["in_dims"] = (None, ({key: x.ndim - 1 for key, x in batch.items()},))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.simplefilter("error", FallbackWarning)
         torch.manual_seed(0)
         return per_sample_grads(case, case.params, (batch,), wanted, engine=engine, randomness="same", **options)
 

@@ -62,3 +62,12 @@ def assert_trees_close(actual, expected, rtol, atol=0.0):
         scale = e.abs().max().item() if e.numel() else 0.0
         error = (a.to(e.dtype) - e).abs().max().item() if e.numel() else 0.0
         assert error <= rtol * scale + atol, f"off by {error:g} beside numbers up to {scale:g}"  # NaN fails, too
+
+
+def error_of(step, *args):
+    """Call a step; return its error as text, or "none"."""
+    try:
+        step(*args)
+    except Exception as error:  # noqa: BLE001 (what it is, is the test)
+        return f"{type(error).__name__}: {error}"
+    return "none"

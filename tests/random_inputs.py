@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from persample.utils.strides import laid_out
+
 
 class Pair(NamedTuple):
     first: Any
@@ -67,15 +69,16 @@ class Leaf:
     def rows(self, places):
         if self.dim is None:
             return self.value
-        index = torch.as_tensor(places, dtype=torch.long)
-        return torch.as_tensor(self.value).index_select(self.dim, index)
+        x = torch.as_tensor(self.value)
+        rows = x.index_select(self.dim, torch.as_tensor(places, dtype=torch.long))
+        return laid_out(rows, x)  # what torch accepts may depend on the layout
 
 
 def draw_shape(rng, shapes):
     return rng.choice(EMPTY) if rng.random() < 0.02 else rng.choice(shapes)
 
 
-def laid_out(rng, x):
+def spread_out(rng, x):
     """The same numbers in memory of another order."""
     kind = rng.randrange(6)
     if kind == 0 and x.ndim > 1:
@@ -90,7 +93,7 @@ def batched(rng, size, shape, fill):
     x = fill(size, *shape)
     if size and rng.random() < 0.05:
         x = x[:1].expand(size, *shape)
-    x = laid_out(rng, x)
+    x = spread_out(rng, x)
     dim = rng.randrange(-x.ndim, x.ndim) if rng.random() < 0.2 else 0
     return Leaf(x.movedim(0, dim), dim)
 

@@ -26,7 +26,7 @@ from random_inputs import (
     batched,
     draw_shape,
     filler,
-    laid_out,
+    spread_out,
 )
 from random_scope import Scope, Statement, alive, indented
 from torch.nn import functional as F
@@ -114,7 +114,7 @@ def draw_tensors(rng, generator, dtype, size):
     for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5])):
         fill = filler(rng, generator, other if other and rng.random() < 0.5 else dtype, 0.7)
         shape = draw_shape(rng, PARAM_SHAPES)
-        params.append(batched(rng, size, shape, fill) if own else Leaf(laid_out(rng, fill(*shape))))
+        params.append(batched(rng, size, shape, fill) if own else Leaf(spread_out(rng, fill(*shape))))
     kinds = [(dtype, SAMPLE_SHAPES)] + [
         rng.choice([(dtype, SAMPLE_SHAPES)] * 2 + [(torch.long, INDEX_SHAPES), (torch.bool, INDEX_SHAPES)])
         for _ in range(rng.randint(0, 3))
@@ -123,7 +123,7 @@ def draw_tensors(rng, generator, dtype, size):
     for kind, shapes in kinds:
         fill, shape = filler(rng, generator, kind), draw_shape(rng, shapes)
         shared = leaves and rng.random() < 0.12
-        leaves.append(Leaf(laid_out(rng, fill(*shape))) if shared else batched(rng, size, shape, fill))
+        leaves.append(Leaf(spread_out(rng, fill(*shape))) if shared else batched(rng, size, shape, fill))
     return params, leaves, own
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from random_agreement import Call, judged, leaf_map, unpacked
-from random_programs import Program
+from random_agreement import Call, Outcome, draw_call, judged, leaf_map, unpacked
+from random_programs import Program, draw_program
 
 import persample as ps
+
+
+def smallest(outcome: Outcome, engine: str) -> str:
+    """The smallest program with the finding of a seed, as text; the whole one if the process ended."""
+    if not outcome.program:
+        return ""
+    program = draw_program(outcome.seed, small=engine == "compiled")
+    smaller, call = shrunk(program, draw_call(program), engine)
+    return f"{smaller}\n# {call}"
 
 
 def shrunk(program: Program, call: Call, engine: str) -> tuple[Program, Call]:

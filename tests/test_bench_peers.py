@@ -125,10 +125,15 @@ def test_reductions_of_stacks_are_their_formulas_in_numpy_and_torch(quantity, sc
         "clipped_mean": clipped.sum(0) / 5,
         "gram": np.einsum("ik,jk->ij", g, g),
         "variance": ((g - g.mean(0)) ** 2).sum(0) / 4,
+        "natural_gradient": np.linalg.solve(g.T @ g / 5 + np.eye(9), g.mean(0)),
     }[quantity]
     with np.errstate(divide="ignore"):
         in_numpy = stacked.reduce(
-            stack, quantity, lambda rows: np.linalg.norm(rows, axis=1), lambda x: x.var(0, ddof=1)
+            stack,
+            quantity,
+            lambda rows: np.linalg.norm(rows, axis=1),
+            lambda x: x.var(0, ddof=1),
+            lambda k: np.linalg.solve(k + np.eye(len(k)), np.ones(len(k))),
         )
     in_torch = by_hand.arrays(by_hand.reduce({name: torch.tensor(x) for name, x in stack.items()}, quantity))
     for found in (in_numpy, in_torch):

@@ -15,7 +15,7 @@ from benchmarks.report.outcomes import outcomes
 from benchmarks.report.page import report
 from benchmarks.report.records import FILL, GEMMS, UNIT, Record, Results, Target
 from benchmarks.report.standings import check_notes, losses, standings
-from benchmarks.report.summaries import losses_grid, standings_grid
+from benchmarks.report.summaries import losses_list, standings_grid
 from persample.errors import ArgumentError
 
 
@@ -128,9 +128,9 @@ class TestNotes:
     def test_every_lost_row_has_its_note_in_the_table(self):
         notes = {standing.key: f"because of {i}" for i, standing in enumerate(losses(RUN))}
         check_notes(losses(RUN), notes)
-        rows = losses_grid(RUN, notes).rows
-        assert [row[-1] for row in rows] == list(notes.values())
-        assert "because of 3 |\n" in report(RUN, "", notes)
+        listed = losses_list(RUN, notes)
+        assert all(note in listed for note in notes.values())
+        assert "because of 3" in report(RUN, "", notes)
 
     def test_a_row_without_a_note_is_an_error_that_says_which(self):
         lost, *others = losses(RUN)

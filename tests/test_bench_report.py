@@ -15,6 +15,8 @@ from benchmarks import pages
 from benchmarks.report.__main__ import app
 from benchmarks.report.figures import draw, shown_by
 from benchmarks.report.files import read, write
+from benchmarks.report.front import first_calls, processors, verdicts
+from benchmarks.report.memory import peaks
 from benchmarks.report.page import report
 from benchmarks.report.plots import Curves, Dots, fingerprint, plots
 from benchmarks.report.records import FILL, GEMMS, UNIT, Results
@@ -53,17 +55,30 @@ class TestTables:
     def test_a_wrong_result_is_called_wrong(self):
         assert "| ExpandedWeights | wrong |  |  |  | largest relative error 0.3 |" in report(RUN, "")
 
-    def test_the_short_table_has_a_row_per_method_and_names_those_left_out(self):
-        text = short_table(RUN, "clipped_mean", (TD, "GRU policy, 32x50", "not in the run"))
+    def test_the_short_table_has_a_row_per_workload_and_the_first_call_of_compiled_methods(self):
+        methods = ("persample eager", "persample compiled", "Opacus hooks")
+        text = short_table(RUN, "clipped_mean", (TD, "GRU policy, 32x50", "not in the run"), methods)
         lines = text.splitlines()
-        assert cells(lines[0])[1:] == [TD, "GRU policy, 32x50"]
-        assert cells(lines[2]) == ["batch gradient: time", "1.70 ms", "7.50 ms"]
-        methods = [cells(line)[0].strip("*") for line in lines[3:] if line.startswith("|")]
-        left_out = {"BackPACK", "TorchJD", "MindSpore jit(vmap(grad))"}
-        assert set(methods) == bench_run.METHODS.keys() - left_out
-        assert methods[0].startswith("persample")
-        assert "| Opacus hooks | 24.6 | cannot |" in text
-        assert lines[-1] == "Without a clipped mean of any of these: BackPACK, TorchJD, MindSpore jit(vmap(grad))."
+        assert cells(lines[0])[2:] == ["**persample eager**", "**persample compiled**",
+                                       "**persample compiled**, first call", "Opacus hooks"]  # fmt: skip
+        assert [cells(line)[0] for line in lines[2:]] == [TD, "GRU policy, 32x50"]
+        assert cells(lines[2])[1] == "1.70 ms"
+        assert cells(lines[2])[4:] == ["6.00 s", "24.6"]
+        assert cells(lines[3])[5] == "cannot"
+
+    def test_first_calls_and_both_counts_are_said(self):
+        total, ahead, _, even, behind, *alone = map(int, re.findall(r"\d+", verdicts(RUN, "persample eager")))
+        assert ahead + even + behind == alone[0] + alone[2] + alone[3] == total
+        assert ahead > alone[0]
+        assert first_calls(RUN, ("persample compiled", "not in the run")) == (
+            "First calls took 6.00 s to 6.00 s (persample compiled); a compiled one includes compilation."
+        )
+        assert first_calls(RUN, ()) == ""
+
+    def test_each_processor_has_a_row_with_its_range(self):
+        slow = Results({"cpu": "Slow CPU"}, (record("persample", 2.0), replace(record("persample", 8.0), workload="v")))
+        grid = processors({"fast": Results({"cpu": "Fast CPU"}), "slow": slow}, "norms", ["persample"])
+        assert grid.rows == [["Fast CPU", "–"], ["Slow CPU", "5.00 (2.00 to 8.00)"]]
 
     def test_a_run_of_nothing_has_a_report(self):
         page = report(Results(), "")
@@ -105,6 +120,15 @@ class TestPlots:
         line = plots(replace(RUN, scaling=tuple(scaling)))["scaling-clipped_mean-batch"].lines["torch.func"]
         assert (line.sizes[0] > 1, line.end) == (True, "out of memory at 16384: 12.9 GB")
 
+    def test_the_picture_of_memory_has_linear_data(self, tmp_path):
+        plot = peaks(plots(RUN)["scaling-clipped_mean-batch"], {"torch.func": "theirs", "persample eager": "ours"}, "t")
+        assert list(plot.lines) == ["theirs", "ours"]
+        _, sizes, amounts = plot.lines["theirs"]
+        assert sizes == (1, 4, 16, 64, 256, 1024, 4096)
+        assert amounts[-1] / amounts[0] == pytest.approx(4096, rel=1e-3)
+        draw(plot, tmp_path / "plot.png")
+        assert shown_by(tmp_path / "plot.png") == fingerprint(plot)
+
     @pytest.mark.parametrize(("quantity", "limit"), [("stack", FILL), ("clipped_mean", GEMMS)])
     def test_the_physical_limit_is_drawn(self, quantity, limit):
         for size in ("batch", "width"):
@@ -144,7 +168,7 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         page = (tmp_path / "r" / "report.md").read_text()
         assert set(re.findall(r"\]\((.*\.png)\)", page)) == {p.name for p in (tmp_path / "r").glob("*.png")}
-        for title in ("Where we stand", "Where we lose", "Targets"):
+        for title in ("Where we stand", "Where we lose", "Goals"):
             assert title in result.output
             assert f"## {title}\n" in page
 
@@ -170,12 +194,12 @@ SMALL = Results(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A repository with the two pages and a committed run, brought up to date."""
+    """A repository with the three pages and a committed run, brought up to date."""
     root = tmp_path_factory.mktemp("repository")
     (root / "benchmarks" / "results").mkdir(parents=True)
     (root / "docs").mkdir()
     write(root / "benchmarks" / "results" / "cpu.json", SMALL)
-    for page in (pages.README, pages.DOCS):
+    for page in (pages.README, pages.DOCS, pages.TABLES):
         (root / page).write_text(f"before\n\n{pages.BEGIN}\nedited by hand\n{pages.END}\n\nafter\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "NOTES", {LOST: "XLA fuses it"})
@@ -195,7 +219,7 @@ class TestPages:
 
     def test_what_was_written_is_not_stale(self, checkout):
         assert pages.stale(checkout) == []
-        for page in (pages.README, pages.DOCS):
+        for page in (pages.README, pages.DOCS, pages.TABLES):
             text = (checkout / page).read_text()
             assert text.startswith(f"before\n\n{pages.BEGIN}\n")
             assert text.endswith(f"{pages.END}\n\nafter\n")
@@ -219,6 +243,7 @@ class TestPages:
         assert pages.stale(checkout) == [
             checkout / pages.README,
             checkout / pages.DOCS,
+            checkout / pages.TABLES,
             folder / "time-clipped_mean.png",
         ]
 
@@ -235,10 +260,11 @@ class TestPages:
         pages.write(checkout)
         text = (checkout / pages.DOCS).read_text()
         assert re.findall("^## (.*)$", text, re.MULTILINE) == [
+            "In short",
             "Invented CPU, threads: 2, torch 2.13.0, 2026-11-21",
             "Invented GPU",
         ]
-        assert "Invented GPU" not in (checkout / pages.README).read_text()
+        assert "| Invented GPU | " in (checkout / pages.README).read_text()
 
     @pytest.mark.parametrize(
         "text", ["nothing", pages.BEGIN, f"{pages.END} {pages.BEGIN}", 2 * (pages.BEGIN + pages.END)]

@@ -225,7 +225,7 @@ def stub(monkeypatch, tmp_path):
     [
         ("sleep 60", "too slow", "took more than 0 s"),
         ("read line; echo broken pipe dream >&2; exit 3", "cannot", "the process ended with code 3: broken pipe dream"),
-        ("read line; exit 4", "cannot", "the process ended with code 4: without a word"),
+        ("read line; exit 4", "cannot", "the process ended with code 4: no output"),
         ("read line; kill -9 $$", "out of memory", "the system ended the process"),
         ('read line; echo \'{"status": "wrong", "reason": "by far"}\'; sleep 60', "wrong", "by far"),
     ],

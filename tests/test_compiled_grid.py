@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracle import Rows, assert_trees_close, oracle
 from test_grid import REDUCTIONS, RTOL
+from traced import without_compiling
 from workloads import WORKLOADS, build
 
 import persample as ps
@@ -24,8 +25,16 @@ def assert_all_close(results, rows, rtol):
         assert_trees_close(results[name], expected(rows), rtol)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_equals_the_loop(workload):
+# What Inductor compiles in seconds; the other programs run as traced here, and compiled in the slow tests.
+QUICK = {"tutorial_td", "mlp_td", "reinforce_episodes", "embedding_attention"}
+COMPILED = [pytest.param(name, True, marks=[] if name in QUICK else pytest.mark.slow) for name in WORKLOADS]
+TRACED = [pytest.param(name, False) for name in WORKLOADS if name not in QUICK]
+
+
+@pytest.mark.parametrize(("workload", "inductor"), [*COMPILED, *TRACED])
+def test_equals_the_loop(workload, inductor, monkeypatch):
+    if not inductor:
+        without_compiling(monkeypatch)
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = wanted_of(rows, torch.float64)
@@ -63,6 +72,7 @@ OVER_SAMPLES = {
     "ClippedMean": ps.ClippedMean(0.5),
     "SecondMoment": ps.SecondMoment(),
     "Variance": ps.Variance(),
+    "Variance-total": ps.Variance(total=True),
     "NoiseScale": ps.NoiseScale(),
 }
 PER_SAMPLE = {"Norm": ps.Norm(), "Gram": ps.Gram(), "Loss": ps.Loss()}
@@ -93,7 +103,7 @@ def test_one_sample():
     work = build("mlp_td")
     batch = tuple(x[:1] for x in work.batch)
     rows = oracle(work.loss_fn, work.params, batch)
-    names = [name for name in REDUCTIONS if name not in {"Variance", "Variance-plain", "NoiseScale"}]
+    names = [name for name in REDUCTIONS if name not in {"Variance", "Variance-plain", "Variance-total", "NoiseScale"}]
     wanted = {name: REDUCTIONS[name][0](rows, torch.float64) for name in names}
     results = per_sample_grads(work.loss_fn, work.params, batch, wanted, engine="compiled")
     for name in names:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from coupled import Residual, assert_same, build, draw, encode_pair, info_nce, two_towers, uniformity
+from oracle import error_of
 from torch import nn
 
 import persample as ps
@@ -101,6 +102,11 @@ def a_loss_that_draws(rank, group):
     composite_grads(lambda w, x: w * x, lambda z: z.sum() * torch.rand(()), draw(5), draw(3, 5), group=group)
 
 
+def other_reductions(rank, group):
+    wanted = ps.ClippedSum(1.0 + rank)
+    composite_grads(lambda w, x: w * x, uniformity, draw(5), draw(3, 5), reduce=wanted, group=group)
+
+
 def second_pass_fails(rank, group):
     calls = []
 
@@ -117,11 +123,12 @@ FAILURES = {
     "second-pass": second_pass_fails,
     "shapes": other_shapes,
     "loss": a_loss_that_draws,
+    "reductions": other_reductions,
 }
 
 
 def count_reductions(rank, group):
-    """Return how often gradients are reduced: once for each parameter, however many chunks there are."""
+    """Return how often gradients are reduced: all of one dtype at once, however many chunks there are."""
     calls, original = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].shape), original(*args, **kwargs))[1]
     try:
@@ -130,14 +137,6 @@ def count_reductions(rank, group):
     finally:
         dist.all_reduce = original
     return len(calls)
-
-
-def error_of(step, *args):
-    try:
-        step(*args)
-    except Exception as error:  # noqa: BLE001 (what it is, is the test)
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def run(rank, folder):
@@ -188,8 +187,7 @@ def test_chunks_of_batch_norm_are_those_of_the_ranks(found):
 
 
 def test_gradients_are_reduced_once(found):
-    parameters = len(list(two_towers(tied=False).parameters()))
-    assert [rank["reductions-of-gradients"] for rank in found] == [parameters] * RANKS
+    assert [rank["reductions-of-gradients"] for rank in found] == [1] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -203,6 +201,7 @@ def test_gradients_are_reduced_once(found):
         ("encode", (1, "ValueError: rank 1 cannot read"), (0, "LossError: .*failed on other processes.*rank 1 cannot")),
         ("second-pass", (0, "LossError: encode_fn: expected the second pass"), (1, "other processes.*0: 'LossError")),
         ("shapes", (0, "LossError: encode_fn: expected z of one structure"), (1, "rank 1: .*4")),
+        ("reductions", (0, "ArgumentError: reduce: expected the same on all ranks"), (1, r"rank 1: ClippedSum\(max_n")),
         ("loss", (0, "LossError: loss_fn drew random numbers"), (1, "LossError: loss_fn drew random numbers")),
     ],
 )

@@ -15,15 +15,17 @@ import persample as ps
 from persample import per_sample_grads
 from persample.engines.deferred import Deferral, Placeholder, factor_of
 from persample.factors import Conv, Dense, Embedding, Outer
+from persample.factors.cost_model import Plan
 
 B = 5
+PLAN = Plan(frozenset())
 aten = torch.ops.aten
 
 
 def placeholder(*, rows=7, columns=9, steps=1):
     """A deferred product, and the tensor it stands for."""
     left, right = torch.randn(B, rows, steps), torch.randn(B, steps, columns)
-    with Deferral((), ()):
+    with Deferral(PLAN, ()):
         product = torch.bmm(left, right)
     assert type(product) is Placeholder
     return product, torch.bmm(left, right)
@@ -61,15 +63,15 @@ def test_accumulating_in_place_stays_deferred_and_is_seen_by_every_alias():
     view = product.transpose(1, 2)
     product.add_(more, alpha=2)
     assert product.buffer.value is None
-    assert isinstance(factor_of(view, ()), Outer)
-    torch.testing.assert_close(factor_of(view, ()).materialize(), (value + 2 * its_value).transpose(1, 2))
+    assert isinstance(factor_of(view, PLAN), Outer)
+    torch.testing.assert_close(factor_of(view, PLAN).materialize(), (value + 2 * its_value).transpose(1, 2))
     product.sub_(more)
     torch.testing.assert_close(product * torch.ones(B, 7, 9), value + its_value)
 
 
 def test_writing_into_what_a_product_is_computed_from_computes_it_first():
     left, right = torch.randn(B, 7, 1), torch.randn(B, 1, 9)
-    with Deferral((), ()):
+    with Deferral(PLAN, ()):
         product = torch.bmm(left, right)
         row = product.transpose(1, 2)[:, :3]
         value = torch.bmm(left.clone(), right.clone()).cos()
@@ -82,7 +84,7 @@ def test_writing_into_what_a_product_is_computed_from_computes_it_first():
 def test_writing_into_a_computed_value_computes_the_sums_it_is_part_of_first():
     left, right, real = torch.randn(B, 7, 1), torch.randn(B, 1, 9), torch.randn(B, 7, 9)
     value = real.clone()
-    with Deferral((), ()):
+    with Deferral(PLAN, ()):
         product = torch.bmm(left, right)
         total, again = product + real, product.cos().neg_()  # the second has computed the product
         doubled = product + product
@@ -116,11 +118,11 @@ def test_square_gradients_in_which_the_batch_axis_could_be_either(dims):
 
 def test_a_merged_batch_axis_is_dense():
     product, value = placeholder()
-    assert isinstance(factor_of(product.reshape(B * 7, 9).reshape(B, 7, 9), ()), Outer)  # taken apart again
+    assert isinstance(factor_of(product.reshape(B * 7, 9).reshape(B, 7, 9), PLAN), Outer)  # taken apart again
     merged = product.reshape(7, B, 9)  # B is another axis now
-    factor = factor_of(merged, ())
+    factor = factor_of(merged, PLAN)
     torch.testing.assert_close(factor.materialize(), value.reshape(7, B, 9))
-    assert isinstance(factor_of(product.flip(0), ()), Dense)
+    assert isinstance(factor_of(product.flip(0), PLAN), Dense)
 
 
 def check(loss, params, batch, **options):
@@ -139,7 +141,7 @@ def check(loss, params, batch, **options):
 def test_tables_are_known_by_where_their_numbering_comes_from(view):
     """With as many tokens as samples, arange(B)·V is the samples' numbering only if it counts the first axis."""
     signals, tokens = torch.randn(B, B, 9), torch.randint(7, (B, B))
-    with Deferral((), ()):
+    with Deferral(PLAN, ()):
         index = tokens + aten.view(aten.arange.start_step(0, B * 7, 7), view)
         table = aten.embedding_dense_backward(signals, index, B * 7, -1, False)
     assert (type(table) is Placeholder) == (view == (B, 1))
@@ -241,7 +243,7 @@ def test_products_with_parameters_carry_signals_and_are_not_deferred():
 
     def one(w, x):
         value, back = vjp(lambda w, x: torch.tanh(F.linear(x, w)).sum(), w, x)
-        with LayerGuard((), (w,)):
+        with LayerGuard(PLAN, (w,)):
             return back(torch.ones_like(value))
 
     vmap(one, in_dims=(None, 0))(w, torch.randn(B, 30))

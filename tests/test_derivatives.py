@@ -1,12 +1,14 @@
-"""Derivatives of the caller's around a call: right under vmap, refused where results would be constants."""
+"""Derivatives of the caller's around a call: nested calls, constants that are meant, ensembles, refusals."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 from oracle import assert_trees_close
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, vmap
 
 from persample import (
     ArgumentError,
@@ -39,104 +41,103 @@ def data():
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in [(3,), (4, 3)]]
 
 
-DERIVATIVES = {
-    "grad": (lambda g, x: grad(lambda x: g(x).sum())(x), "grad"),
-    "vjp": (lambda g, x: vjp(g, x)[1](g(x)), "grad"),
-    "jvp": (lambda g, x: jvp(g, (x,), (torch.ones_like(x),)), "jvp"),
-    "jacrev": (lambda g, x: jacrev(g)(x), "grad"),
-    "jacfwd": (lambda g, x: jacfwd(g)(x), "jvp"),
-    "hessian": (lambda g, x: hessian(lambda x: g(x).sum())(x), "jvp"),
-    "vmap of grad": (lambda g, x: vmap(grad(lambda x: g(x).sum()))(torch.stack([x, x])), "grad"),
-}
-PLACES = {
-    "params": lambda reduce, engine, w, xs: lambda w: per_sample_grads(f, w, xs, reduce, engine=engine),
-    "batch": lambda reduce, engine, w, xs: lambda xs: per_sample_grads(f, w, xs.expand(4, 3), reduce, engine=engine),
-    "weights": lambda reduce, engine, w, xs: (
-        lambda weights: per_sample_grads(f, w, xs[:3], reduce, weights=weights, engine=engine)
-    ),
-    "closed over": lambda reduce, engine, w, xs: (
-        lambda c: per_sample_grads(lambda w, x: f(w * c, x), w, xs, reduce, engine=engine)
-    ),
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_derivatives_around_a_call_are_refused(derivative, place, reduce, engine, data):
-    around, name = DERIVATIVES[derivative]
-    call = PLACES[place](REDUCTIONS[reduce], engine, *data)
-    match = (
-        rf"per_sample_grads: expected .* nobody differentiates .* inside torch.func.{name}\. .*vmap\(torch.func.grad"
-    )
-    with pytest.raises(ArgumentError, match=match):
-        around(call, data[0])
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_forward_mode_of_autograd_is_refused(engine, data):
     w, xs = data
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(w, torch.ones_like(w))
-        with pytest.raises(ArgumentError, match=r"inside a level of torch.autograd.forward_ad\."):
+        with pytest.raises(ArgumentError, match=r"inside a level of torch.autograd.forward_ad\. Use torch.func.jvp"):
             per_sample_grads(f, dual, xs, Sum(), engine=engine)
         with pytest.raises(ArgumentError, match="forward_ad"):
             per_sample_grads(lambda w, x: f(w * dual, x), w, xs, Sum(), engine=engine)
 
 
 INSIDE = {
-    "a sum of two losses": lambda w, x, xs, engine: f(w, x) + per_sample_grads(f, w, xs, Norm(), engine=engine).sum(),
-    "MAML": lambda w, x, xs, engine: f(w - 0.1 * per_sample_grads(f, w, xs, Mean(), engine=engine), x),
+    "a sum of two losses": lambda w, x, xs, **options: f(w, x) + per_sample_grads(f, w, xs, Norm(), **options).sum(),
+    "MAML": lambda w, x, xs, **options: f(w - 0.1 * per_sample_grads(f, w, xs, Mean(), **options), x),
 }
 
 
-@pytest.mark.parametrize("inner", ENGINES)
-@pytest.mark.parametrize("outer", ENGINES)
+def nested(loss, outer, xs, w, **options):
+    return per_sample_grads(lambda w, x: INSIDE[loss](w, x, xs, **options), w, xs, engine=outer)
+
+
+@pytest.mark.parametrize("inner", ["eager", "compiled", "auto"])
+@pytest.mark.parametrize("outer", ["eager", "auto", "loop"])
 @pytest.mark.parametrize("loss", INSIDE)
-def test_calls_inside_a_loss_are_refused(loss, outer, inner, data):
+def test_calls_inside_a_loss_compose(loss, outer, inner, data):
     w, xs = data
-    with pytest.raises(ArgumentError, match=r"inside loss_fn, which is differentiated.*torch.no_grad"):
-        per_sample_grads(lambda w, x: INSIDE[loss](w, x, xs, inner), w, xs, engine=outer)
-    per_sample_grads(f, w, xs, engine=outer)  # and the refusal leaves nothing behind
+    plain = {
+        "a sum of two losses": lambda w, x: f(w, x) + vmap(grad(f), (None, 0))(w, xs).norm(dim=1).sum(),
+        "MAML": lambda w, x: f(w - 0.1 * vmap(grad(f), (None, 0))(w, xs).mean(0), x),
+    }
+    found = nested(loss, outer, xs, w, engine=inner, differentiable=outer == "loop")
+    assert_trees_close(found, vmap(grad(plain[loss]), (None, 0))(w, xs), rtol=1e-9)
 
 
-def test_calls_inside_a_loss_of_linear_layers_are_refused(data):
+@pytest.mark.parametrize("loss", INSIDE)
+def test_inside_the_loop_engine_calls_say_that_they_are_differentiable(loss, data):
+    w, xs = data
+    with pytest.raises(ArgumentError, match=r"expected differentiable=True inside loss_fn.*torch.no_grad"):
+        nested(loss, "loop", xs, w)
+    per_sample_grads(f, w, xs, engine="loop")  # and the refusal leaves nothing behind
+    found = nested(loss, "loop", xs, w, engine="loop", differentiable=True)
+    assert_trees_close(found, nested(loss, "eager", xs, w), rtol=1e-9)
+
+
+def test_calls_that_transforms_do_not_take_are_refused(data):
+    w, xs = data
+    with pytest.raises(ArgumentError, match=r"engine: expected .*vmap.*received 'loop'.*engine='eager'"):
+        nested("MAML", "eager", xs, w, engine="loop")
+    with pytest.raises(LossError, match=r"(?s)cannot be compiled: .*engine='eager'"):
+        nested("MAML", "compiled", xs, w)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_calls_inside_a_loss_of_linear_layers_compose(differentiable, data):
     _, xs = data
     model = torch.nn.Linear(3, 1).double()
 
-    def loss(model, x):
-        return model(x).sum() + per_sample_grads(f, model.weight[0], xs, Norm()).sum()
+    def loss(model, x, differentiable=True):
+        inner = per_sample_grads(f, model.weight[0], xs, Norm(), differentiable=differentiable)
+        return model(x).sum() + inner.sum()
 
-    with pytest.raises(ArgumentError, match="inside loss_fn"):
-        per_sample_grads(loss, model, xs, Norm())
+    found = per_sample_grads(functools.partial(loss, differentiable=differentiable), model, xs)
+    assert_trees_close(found, per_sample_grads(loss, model, xs, engine="loop"), rtol=1e-9)
 
 
-@pytest.mark.parametrize("engine", ["eager", "loop"])
-def test_a_call_inside_an_encoder_or_a_composite_loss_is_refused(engine, data):
+def test_a_call_inside_an_encoder_or_a_composite_loss(data):
     w, xs = data
 
-    def encode(w, x):
-        return w * x + per_sample_grads(f, w, xs, Mean())
+    def encode(w, x, **options):
+        return w * x + per_sample_grads(f, w, xs, Mean(), **options)
 
     def loss(z):
         return z.sum() + per_sample_grads(f, z[0], xs, Norm()).sum()
 
-    with pytest.raises(ArgumentError, match="inside encode_fn"):
-        composite_grads(encode, torch.sum, w, xs, engine=engine)
-    with pytest.raises(ArgumentError, match="inside loss_fn"):
-        composite_grads(lambda w, x: w * x, loss, w, xs, engine=engine)
+    with pytest.raises(ArgumentError, match="differentiable=True inside encode_fn"):
+        composite_grads(encode, torch.sum, w, xs, engine="loop")
+    with pytest.raises(ArgumentError, match="differentiable=True inside loss_fn"):
+        composite_grads(lambda w, x: w * x, loss, w, xs)
+    found = composite_grads(encode, torch.sum, w, xs)[1]
+    recorded = composite_grads(functools.partial(encode, differentiable=True), torch.sum, w, xs, engine="loop")[1]
+    expected = grad(lambda w: (w * xs + vmap(grad(f), (None, 0))(w, xs).mean(0)).sum())(w)
+    assert_trees_close(found, expected, rtol=1e-9)
+    assert_trees_close(recorded, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
 @pytest.mark.parametrize("called", ["composite_grads", "explain"])
-def test_the_other_functions_are_refused_too(called, data):
+def test_the_other_functions_say_what_to_use(called, transform, data):
     w, xs = data
     calls = {
         "composite_grads": lambda w: composite_grads(lambda w, x: w * x, torch.sum, w, xs)[1],
         "explain": lambda w: explain(f, w, xs) and w,
     }
-    with pytest.raises(ArgumentError, match=f"{called}: expected .* inside torch.func.grad"):
-        grad(lambda w: calls[called](w).sum())(w)
+    around = {"grad": lambda g: grad(lambda w: g(w).sum())(w), "vmap": lambda g: vmap(g)(torch.stack([w, w]))}
+    instead = {"composite_grads": r"torch\.vmap\(encode_fn", "explain": "written out"}[called]
+    with pytest.raises(ArgumentError, match=rf"{called}: expected .* inside torch.func.{transform}\..*{instead}"):
+        around[transform](calls[called])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -197,9 +198,3 @@ def test_vmap_over_batches_and_closed_over_hyperparameters(data):
     found = vmap(lambda xs: per_sample_grads(f, w, xs, Norm()))(torch.stack([xs, 2 * xs]))
     each = [per_sample_grads(f, w, x, Norm(), engine="loop") for x in (xs, 2 * xs)]
     assert_trees_close(found, torch.stack(each), rtol=1e-9)
-
-
-def test_vmap_around_the_loop_engine_says_what_to_use(data):
-    w, xs = data
-    with pytest.raises(ArgumentError, match=r"engine: expected .*vmap.*received 'loop'.*engine='eager'"):
-        vmap(lambda w: per_sample_grads(f, w, xs, Sum(), engine="loop"))(torch.stack([w, w]))

@@ -126,7 +126,7 @@ class TestStableBaselines:
             return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
         episodes = collect_episodes(envs, act, 5, seed=0)
-        return_t = discounted_returns(episodes.r_t.T, episodes.discount_t.T, 0.0).T.contiguous()
+        return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
 
         def loss(policy, obs_t, a_t, return_t, mask_t):
             _, log_pi_a_t, _ = policy.evaluate_actions(obs_t, a_t)
@@ -223,7 +223,7 @@ def test_episodes_of_a_minari_dataset(dataset, engine):
     obs_t = padded([episode.observations[:-1] for episode in episodes])
     a_t, r_t = padded([e.actions for e in episodes]), padded([e.rewards for e in episodes]).float()
     mask_t = torch.arange(int(lengths.max())) < lengths[:, None]
-    return_t = discounted_returns(r_t.T, 0.99, 0.0, mask_t=mask_t.T).T.contiguous()
+    return_t = discounted_returns(r_t, 0.99, 0.0, mask_t=mask_t, time_dim=1)
     batch = (obs_t, a_t, return_t, mask_t)
 
     def loss(policy, obs_t, a_t, return_t, mask_t):

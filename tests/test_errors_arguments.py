@@ -112,7 +112,7 @@ def test_a_builtin_without_a_signature_passes():
         ),
         ({"w": W, "bias": None}, ("params['bias']:", "received NoneType")),
         ([W, {"v": np.ones(3)}], ("params[1]['v']:", "received ndarray", "torch.as_tensor")),
-        (nn.Linear(3, 1).parameters(), ("params:", "received generator")),
+        (nn.Linear(3, 1).parameters(), ("params:", "received an iterator")),
         (
             nn.Linear(3, 1).requires_grad_(False),
             ("params:", "received none", "at least one parameter that requires_grad"),
@@ -393,6 +393,23 @@ def test_max_norm(reduction, max_norm):
         ArgumentError, match=says("max_norm: expected a number >= 0", repr(max_norm), "inf clips nothing")
     ):
         reduction(max_norm)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"weight": 1.0, "bias": -1.0}, ("max_norm['bias']: expected a number >= 0, received -1.0", "inf clips")),
+        ({"weight": 1.0}, ("max_norm: expected bounds by parameter or module, received no bound for ['bias']",
+                           "The parameters are ['weight', 'bias']; '' stands for all")),
+        ({"": 1.0, "head": 2.0, "wei": 1.0}, ("received bounds for ['head', 'wei'], which name no parameter",)),
+        ({"": 1.0, "weight": 2.0, "bias": 1.0}, ("received bounds for [''], which name no parameter",)),
+        ({}, ("received no bound for ['weight', 'bias']",)),
+    ],
+    ids=["negative", "missing", "unknown", "no-others", "empty"],
+)  # fmt: skip
+def test_bounds_by_name(bounds, words):
+    with pytest.raises(ArgumentError, match=says(*words)):
+        per_sample_grads(lambda m, x: m(x).sum(), nn.Linear(3, 1), torch.ones(2, 3), ps.ClippedMean(bounds))
 
 
 @pytest.mark.parametrize("correction", [-1, float("nan"), "x", None], ids=repr)

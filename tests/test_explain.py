@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from oracle import assert_trees_close
 from torch import nn
 from torch.nn import functional as F
 from traced import without_inductor
@@ -13,6 +16,7 @@ from persample import ArgumentError, LossError, explain, per_sample_grads
 from persample.factors import cost_model
 
 B = 8
+FASTER = "one product instead of two"
 PARAMS = {
     "embed": torch.randn(60, 7),
     "w": torch.randn(7, 60),
@@ -57,7 +61,7 @@ def test_kinds_steps_and_choices():
         "tied": 5,
     }
     assert [rows[name].reason for name in ("embed", "w", "tied")] == [""] * 3
-    assert rows["kernel"].reason == "small, and written out to be squared anyway"
+    assert rows["kernel"].reason == FASTER
     assert table(ps.Norm())["kernel"].choice == "contract"
 
 
@@ -112,7 +116,8 @@ def test_small_gradients_of_long_samples_are_written_out_and_plain_sums_contract
 def test_prints_a_table():
     text = str(explain(loss, PARAMS, BATCH, ps.ClippedMean(1.0), randomness="same"))
     head, *lines = text.splitlines()
-    assert head.split() == ["parameter", "shape", "factor", "T", "choice", "stored", "written", "out", "reason"]
+    names = "parameter shape factor T choice stored written out ms (estimated) reason"
+    assert head.split() == names.split()
     assert len(lines) == len(PARAMS)
     assert not any(line.endswith(" ") for line in text.splitlines())
 
@@ -150,28 +155,73 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(
-    ("ops", "num_terms", "written", "stored", "costly", "reason"),
+    ("ops", "num_terms", "written", "stored", "allowance", "reason"),
     [
-        ("squared_norms weighted_sum", 2, 100, 99, False, ""),
-        ("squared_norms weighted_sum", 2, 100, 100, False, "no larger than its factors"),
-        ("squared_norms weighted_sum", 1, 1, 100, False, ""),
-        ("weighted_sum", 2, 1, 100, False, ""),
-        ("", 2, 1, 100, False, ""),
-        ("weighted_sum materialize", 1, 100, 1, False, "a reduction asks for the gradients themselves"),
-        ("squared_norms weighted_sum", 2, 2**24 + 1, 2**25, False, ""),
-        ("squared_norms weighted_sum", 2, 2**21, 1, True, "small, and written out to be squared anyway"),
-        ("squared_norms weighted_sum", 2, 2**21 + 1, 1, True, ""),
-        ("squared_norms", 2, 2**21, 1, True, ""),
-        ("weighted_sum dot", 2, 2**21, 1, True, ""),
+        ("squared_norms weighted_sum", 2, 100, 100, 1.0, "no larger than its factors"),
+        ("squared_norms weighted_sum", 96, 512 * 128, 96 * 640, 2.0, FASTER),  # a little larger than the factor
+        ("squared_norms weighted_sum", 96, 512 * 128, 96 * 640, 1.0, ""),
+        ("squared_norms weighted_sum", 96, 3 * 96 * 640, 96 * 640, 2.0, ""),
+        ("squared_norms weighted_sum", 96, 3 * 96 * 640, 96 * 640, math.inf, FASTER),
+        ("squared_norms weighted_sum", 1, 1, 100, math.inf, ""),
+        ("weighted_sum", 96, 1, 100, math.inf, ""),
+        ("squared_norms", 96, 512 * 128, 96 * 640, math.inf, ""),
+        ("squared_norms weighted_sum", 2, 4096 * 4096, 2 * 8192, math.inf, ""),  # inner products
+        ("", 2, 1, 100, math.inf, ""),
+        ("weighted_sum materialize", 1, 100, 1, 1.0, "a reduction asks for the gradients themselves"),
+        ("weighted_sum second_moment", 200, 2**20 + 1, 2**20, 2.0, FASTER),
     ],
 )
-def test_reasons_to_write_gradients_out(ops, num_terms, written, stored, costly, reason):
-    assert cost_model.reason_to_write_out(ops.split(), num_terms, written, stored, costly_to_square=costly) == reason
+def test_reasons_to_write_gradients_out(ops, num_terms, written, stored, allowance, reason):
+    plan = cost_model.Plan(frozenset(ops.split()), allowance)
+    assert plan.reason_to_write_out(cost_model.Size(num_terms, written, stored)) == reason
+
+
+@pytest.mark.parametrize(("written", "reason"), [(100, "no larger than its factors"), (101, "")])
+def test_tables_are_written_out_only_where_that_takes_no_memory(written, reason):
+    plan = cost_model.Plan(frozenset({"squared_norms", "weighted_sum"}), math.inf)
+    assert plan.reason_to_write_out(cost_model.Size(7, written, 100), is_product=False) == reason
+
+
+@pytest.mark.parametrize(
+    ("memory", "needed", "allowance"),
+    [(None, 2**28, math.inf), (None, 2**28 + 1, 2.0), ("low", 0, 1.0), (10, 10, math.inf), (10, 11, 1.0)],
+)
+def test_memory_bounds_what_is_written_out(memory, needed, allowance):
+    assert cost_model.allowance(memory, needed) == allowance
 
 
 def test_inner_products_of_few_steps_beat_blocks():
-    assert cost_model.gram_is_cheaper(num_terms=2, rows=256, columns=256)
-    assert not cost_model.gram_is_cheaper(num_terms=200, rows=64, columns=64)
+    assert cost_model.inner_products_are_faster(cost_model.Size(2, 4096 * 4096, 2 * 8192))
+    assert not cost_model.inner_products_are_faster(cost_model.Size(200, 64 * 64, 200 * 128))
+
+
+def test_products_take_longer_in_float64_on_a_cpu_than_on_a_gpu():
+    sizes = cost_model.Size(96, 512 * 128, 96 * 640), cost_model.Size(96, 512 * 128, 96 * 640, "cuda")
+    cpu, gpu = (cost_model.Plan(frozenset({"squared_norms", "weighted_sum"})).estimate(size) for size in sizes)
+    assert cpu.contract > 100 * gpu.contract
+    assert cpu.contract / cpu.write_out > gpu.contract / gpu.write_out  # where products cost less, numbers count
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_memory_changes_storage_and_not_results(engine):
+    w, x = torch.randn(32, 32, dtype=torch.float64), torch.randn(B, 12, 32, dtype=torch.float64)
+    found = {}
+    for memory in (None, "low", 0, 2**20):
+        rows = explain(lambda w, x: (x @ w).tanh().sum(), w, x, ps.ClippedMean(1.0), memory=memory).rows
+        found[memory] = rows[0].choice
+        assert rows[0].times.contract > rows[0].times.write_out > 0
+    assert found == {None: "materialize", "low": "contract", 0: "contract", 2**20: "materialize"}
+    results = [
+        per_sample_grads(lambda w, x: (x @ w).tanh().sum(), w, x, ps.ClippedMean(1.0), memory=memory, engine=engine)
+        for memory in (None, "low")
+    ]
+    assert_trees_close(*results, 1e-12)
+
+
+@pytest.mark.parametrize("memory", [-1, 1.5, "high", True, [1]])
+def test_memory_that_is_no_number_of_bytes(memory):
+    with pytest.raises(ArgumentError, match="memory: expected bytes, 'low' or None, received"):
+        per_sample_grads(loss, PARAMS, BATCH, memory=memory)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,8 @@ def test_cancelling_signals_keep_their_norm():
     """In float32 the T² terms of signals that nearly cancel lose per cents; written in float64 they do not."""
     torch.manual_seed(0)
     num_terms, rows, columns = 8, 256, 256
-    assert cost_model.gram_is_cheaper(num_terms, rows, columns)
+    size = cost_model.Size(num_terms, rows * columns, num_terms * (rows + columns))
+    assert cost_model.inner_products_are_faster(size)
     signals, inputs = torch.randn(1, 1, num_terms, rows), torch.randn(1, 1, 1, columns).repeat(1, 1, num_terms, 1)
     signals[0, 0, -1] -= signals.sum((0, 1, 2)) - 1e-3 * torch.randn(rows)
     layout = product((rows, 1), (1, columns), 1).layout

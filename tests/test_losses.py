@@ -187,7 +187,7 @@ class TestDiscountedReturns:
         r_t, v_t = draw(7, 2), draw(7, 2, seed=1)
         discount_t = torch.stack([discounts_with_zeros(7, seed) for seed in (3, 4)], dim=1)
         columns = [recursion(r_t[:, k], discount_t[:, k], v_t[:, k]) for k in range(2)]
-        close(discounted_returns(r_t, discount_t, v_t), torch.stack(columns, dim=1))
+        close(discounted_returns(r_t, discount_t, v_t, time_dim=0), torch.stack(columns, dim=1))
 
     @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 0, 0)], ids=str)
     def test_under_vmap(self, dims):
@@ -380,8 +380,9 @@ class TestReinforce:
         close(result["mean"], torch.stack(expected_grads).mean(0))
 
 
-def test_returns_of_several_columns_take_time_first():
-    """One discount and one bootstrap value per time step, not per column."""
-    r_t = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
-    got = discounted_returns(r_t, torch.tensor([0.5, 0.5]), torch.tensor([100.0, 4.0]))
-    assert got.tolist() == [[2.0, 3.5], [4.0, 5.0]]
+def test_one_discount_per_step_of_several_episodes_is_ambiguous():
+    """Of a square batch, nobody can tell discounts of steps from those of episodes."""
+    r_t, discount_t = torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.tensor([0.5, 0.5])
+    with pytest.raises(ArgumentError, match=r"discount_t: expected a number or shape \[\] or \[2, 2\], as of r_t"):
+        discounted_returns(r_t, discount_t, 4.0, time_dim=0)
+    assert discounted_returns(r_t, 0.5, 4.0, time_dim=0).tolist() == [[2.0, 3.5], [4.0, 5.0]]

@@ -107,6 +107,30 @@ REFUSED = {
         lambda: losses.discounted_returns(V, 0.9, 0.0, mask_t=V[1:].bool()),
         r"mask_t: expected .*\[4\], as of r_t, received shape \[3\]",
     ),
+    "returns-rows": (
+        lambda: losses.discounted_returns(torch.ones(2, 3), 1.0, 0.0),
+        r"r_t: expected shape \[T\], received shape \[2, 3\]\. Which axis is time\? Pass time_dim=1 for",
+    ),
+    "returns-axis": (
+        lambda: losses.lambda_returns(V, 1.0, V, time_dim=1),
+        r"time_dim: expected an axis of r_t, from -1 to 0, received 1\. Pass 1 for \[E, T\]",
+    ),
+    "vtrace-rows": (
+        lambda: losses.vtrace_td_error_and_advantage(Q, Q, Q, 0.9, Q),
+        r"r_t: expected shape \[T\], received shape \[4, 3\]",
+    ),
+    "td-lambda-rows": (
+        lambda: losses.td_lambda(Q, Q, 0.9, Q, 0.5),
+        r"r_t: expected a vector, received shape \[4, 3\]\. A loss sees one sample",
+    ),
+    "sarsa-lambda-rows": (
+        lambda: losses.sarsa_lambda(Q[None], ACTIONS[None], V[None], 0.9, Q[None], ACTIONS[None], 0.5),
+        r"r_t: expected a vector, received shape \[1, 4\]\. A loss sees one sample",
+    ),
+    "actor-critic-rows": (
+        lambda: losses.advantage_actor_critic_loss(LOGITS[None], Q, ACTIONS[None], V[None], 0.9),
+        r"r_t: expected a vector, received shape \[1, 4\]\. A loss sees one sample",
+    ),
     "n": (lambda: losses.n_step_bootstrapped_returns(V, 0.9, V, 0), r"n: expected a positive int, received 0"),
     "n-bool": (
         lambda: losses.n_step_bootstrapped_returns(V, 0.9, V, True),

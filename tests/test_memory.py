@@ -90,6 +90,7 @@ CONTRACTED = {
     "ClippedSum-per_param": lambda p: ps.ClippedSum(1.0, per_param=True),
     "Dot": ps.Dot,
     "Gram": lambda p: ps.Gram(),
+    "NaturalGradient": lambda p: ps.NaturalGradient(1.0),
 }
 
 

@@ -918,6 +918,20 @@ class TestSetGrads:
         assert module[0].weight.grad is None
         assert torch.equal(module[2].bias.grad, torch.ones(2))
 
+    def test_accumulated_gradients_are_those_of_all_batches(self):
+        module, x, y = build(mlp), draw(8, 3), draw(8, 2)
+        first, second = (
+            per_sample_grads(square_loss, module, (x[rows], y[rows]), Sum()) for rows in (x[:, 0] > 0, x[:, 0] <= 0)
+        )
+        kept = {name: grad.clone() for name, grad in first.items()}
+        set_grads(module, first, accumulate=True)  # where there are none, they are set
+        set_grads(module, second, accumulate=True)
+        expected = per_sample_grads(square_loss, module, (x, y), Sum())
+        close({name: p.grad for name, p in module.named_parameters()}, expected, 1e-12)
+        close(first, kept, 0)  # the results are the caller's
+        set_grads(module, second)
+        close({name: p.grad for name, p in module.named_parameters()}, second, 0)
+
     def test_converted_to_the_dtype_of_the_parameter(self):
         module = nn.Linear(3, 1, bias=False)
         set_grads(module, {"weight": torch.ones(1, 3, dtype=F64)})

@@ -32,6 +32,10 @@ FORMULAS = [
 ]
 
 
+def test_the_version_is_that_of_the_package():
+    assert f'\nversion = "{persample.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_all_is_sorted_and_complete():
     assert sorted(persample.__all__) == persample.__all__
     reductions = {

@@ -18,9 +18,6 @@ REDUCTIONS = ("Mean", "Norm", "ClippedMean", "Gram")
 V, T = 60, 5
 ROUNDED = 1e-6  # transformers computes the losses of language models in float32
 
-# peft asks for what transformers will drop
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 
 def gpt2(attention="eager"):
     config = transformers.GPT2Config(
@@ -124,7 +121,7 @@ POLICY = [f"mlp_extractor.{name}_net.{layer}" for name in ("policy", "value") fo
 POLICY = {f"{name}.weight": "Outer" for name in [*POLICY, "action_net", "value_net"]}
 CNN = {"features_extractor.cnn.2.weight": "Conv", "features_extractor.cnn.4.weight": "Conv"}
 CNN |= {"features_extractor.linear.0.weight": "Outer"}  # cnn.0 sees 64 patches of 128 numbers
-GPT2 |= {"transformer.wte.weight": "Embedding+Outer"}
+GPT2 |= {"transformer.wte.weight": "Embedding+Outer", "transformer.wpe.weight": "Embedding"}
 BERT |= {
     "bert.embeddings.word_embeddings.weight": "Embedding+Outer",
     "bert.embeddings.position_embeddings.weight": "Embedding",

@@ -98,9 +98,9 @@ def two_shapes():
     return torch.ones(2) @ torch.ones(3)
 
 
-@pytest.mark.parametrize(("engine", "most"), [("eager", 2), ("compiled", 2), ("loop", 1)])
+@pytest.mark.parametrize(("engine", "most"), [("eager", 3), ("compiled", 3), ("loop", 1)])
 @pytest.mark.parametrize("model", MODELS)
-def test_an_error_of_torchs_takes_two_calls_at_most(model, engine, most):
+def test_an_error_of_torchs_takes_few_calls(model, engine, most):
     count, error = calls_until(RuntimeError, MODELS[model](), two_shapes, engine, ps.Norm())
     assert "size" in str(error)
     assert count <= most
@@ -138,7 +138,7 @@ def test_lengths_that_were_made_up_may_be_refused():
     ("error", "blamed"), [(AttributeError, False), (ImportError, False), (AssertionError, False), (RuntimeError, True)]
 )
 def test_the_loss_is_not_blamed_for_errors_of_torchs(monkeypatch, error, blamed):
-    """An internal error, here in a function of torch that fails while it is traced, says that it is one."""
+    """An internal error, here in a function of torch that fails while it is traced: the eager engine answers."""
     clear_cache()
 
     functorch = torch._C._functorch
@@ -160,9 +160,13 @@ def rule(x):
 
     w, x = torch.randn(3, dtype=F64), torch.randn(4, 3, dtype=F64)
     for _ in range(2):  # the second time it is remembered
-        expected = (ps.LossError, "loss_fn cannot be compiled: RuntimeError") if blamed else (error, "no attribute")
-        with pytest.raises(expected[0], match=expected[1]):
-            per_sample_grads(loss, w, x, ps.Norm(), engine="compiled")
+        if blamed:
+            with pytest.raises(ps.LossError, match="loss_fn cannot be compiled: RuntimeError"):
+                per_sample_grads(loss, w, x, ps.Norm(), engine="compiled")
+            continue
+        with pytest.warns(ps.FallbackWarning, match=f"persample failed at .*{error.__name__}: no attribute"):
+            found = per_sample_grads(loss, w, x, ps.Norm(), engine="compiled")
+        assert_trees_close(found, per_sample_grads(loss, w, x, ps.Norm()), 1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample import Mean, per_sample_grads
+from persample import ArgumentError, Mean, per_sample_grads
 from persample.losses import (
     discounted_returns,
     lambda_returns,
     n_step_bootstrapped_returns,
     truncated_generalized_advantage_estimation,
+    vtrace_td_error_and_advantage,
 )
 
 F64 = torch.float64
@@ -142,12 +143,41 @@ def test_gradients_are_those_of_the_recursion(length, kind):
 
 
 @KINDS
-def test_under_vmap_and_with_further_axes(kind):
-    fn, arguments, definition = pairs(9)[kind]
+@pytest.mark.parametrize("length", [1, 3, 9])  # 3 steps of 3 episodes: shapes alone do not tell the axes apart
+def test_under_vmap_and_with_further_axes(kind, length):
+    fn, arguments, definition = pairs(length)[kind]
     rows = [torch.stack([x, x.flip(0), x * 0.5]) for x in arguments]
     expected = torch.stack([definition(*row) for row in zip(*rows, strict=True)])
     close(torch.vmap(fn)(*rows), expected)
-    close(fn(*(x.T for x in rows)), expected.T)
+    for axis in (1, -1):
+        close(fn(*rows, time_dim=axis), expected)
+    close(fn(*(x.T for x in rows), time_dim=0), expected.T)
+    between = [torch.stack([x, 2 * x]).movedim(2, 1) for x in rows]  # [2, T, 3]
+    twice = torch.stack([torch.stack([definition(*row) for row in zip(*more, strict=True)])
+                         for more in (rows, [2 * x for x in rows])])  # fmt: skip
+    close(fn(*between, time_dim=1), twice.movedim(2, 1))
+
+
+@KINDS
+def test_several_axes_without_the_axis_of_time(kind):
+    fn, arguments, _ = pairs(4)[kind]
+    rows = [torch.stack([x, x]) for x in arguments]
+    with pytest.raises(ArgumentError, match=r"r_t: expected shape \[T\], received shape \[2, 4\]\. .*time_dim=1 for"):
+        fn(*rows)
+    with pytest.raises(ArgumentError, match=r"time_dim: expected an axis of r_t, from -2 to 1, received 2"):
+        fn(*rows, time_dim=2)
+    with pytest.raises(ArgumentError, match=r"time_dim: expected an axis of r_t, from -1 to 0, received True"):
+        fn(*arguments, time_dim=True)
+
+
+@KINDS
+def test_padded_episodes_as_rows(kind):
+    """Each row of [E, T] with a mask is its own episode."""
+    fn, arguments, _ = pairs(6)[kind]
+    rows, mask = [torch.stack([x, x]) for x in arguments], torch.arange(6) < torch.tensor([[6], [4]])
+    alone = torch.stack([fn(*(x[i] for x in rows), mask_t=mask[i]) for i in range(2)])
+    assert torch.equal(fn(*rows, mask_t=mask, time_dim=1), alone)
+    assert (fn(*rows, mask_t=mask, time_dim=1)[1, 4:] == 0).all()
 
 
 @KINDS
@@ -236,3 +266,15 @@ def test_other_dtypes_keep_theirs_and_lose_nothing_inside(dtype):
     returns = discounted_returns(torch.ones(300).to(dtype), torch.ones(300).to(dtype), 0)
     assert returns.dtype == dtype
     assert torch.equal(returns, torch.arange(300, 0, -1).to(dtype))
+
+
+def test_vtrace_of_episodes_as_rows():
+    v_tm1, v_t, r, rho = (*draw(3, 3, 3), draw(3, 3, seed=1).exp())
+    alone = [
+        torch.stack(x) for x in zip(*map(vtrace_td_error_and_advantage, v_tm1, v_t, r, [0.9] * 3, rho), strict=True)
+    ]
+    rows = vtrace_td_error_and_advantage(v_tm1, v_t, r, 0.9, rho, time_dim=1)
+    columns = vtrace_td_error_and_advantage(v_tm1.T, v_t.T, r.T, 0.9, rho.T, time_dim=0)
+    for actual, transposed, expected in zip(rows, columns, alone, strict=True):
+        close(actual, expected)
+        close(transposed.T, expected)

@@ -1,5 +1,6 @@
 """Rollouts against environments that count, so that every row can be foretold, and against plain loops."""
 
+import functools
 import importlib
 import random
 import sys
@@ -320,6 +321,8 @@ class Unshared(SyncVectorEnv):
             {"envs": SyncVectorEnv([lambda: Seen(spaces.Dict(x=spaces.Discrete(2)))])},
             r"envs: expected a single array as observation .*received Dict.*Flatten",
         ),
+        ({"policy": 3}, "policy: expected a function .* or a network .*, received int"),
+        ({"policy": lambda obs: obs[0]}, r"network: expected logits of shape \[3, A\], received shape \(3,\)"),
         ({"policy": lambda obs, _: obs.sum(1).tolist()}, r"policy: expected actions of shape \(3,\).*received list"),
         ({"policy": lambda obs, _: obs.long()}, r"policy: .*from Discrete\(4\), received shape \(3, 3\)"),
         ({"policy": lambda obs, _: obs[:, 0]}, "policy: .*received torch.float32 actions"),
@@ -367,16 +370,61 @@ def test_the_gaussian_policy_samples_its_normal_and_only_from_its_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+WEIGHT = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+CATEGORICAL = {
+    "module": lambda: with_weight(nn.Linear(3, 4, bias=False)),
+    "function": lambda: lambda obs: obs @ WEIGHT,
+    "partial": lambda: functools.partial(lambda weight, obs: obs @ weight, WEIGHT),
+    "distribution": lambda: lambda obs: torch.distributions.Categorical(logits=obs @ WEIGHT),
+    "with values": lambda: lambda obs: (obs @ WEIGHT, obs.sum(1)),
+    "with values as a column": lambda: lambda obs: (obs @ WEIGHT, obs[:, :1]),
+    "distribution with values": lambda: lambda obs: (torch.distributions.Categorical(logits=obs @ WEIGHT), obs.sum(1)),
+    "with an option": lambda: lambda obs, scale=1.0: scale * obs @ WEIGHT,
+    "optional generator": lambda: lambda obs, generator=None: categorical_policy(lambda s: s @ WEIGHT)(obs, generator),
+}
+
+
+def with_weight(layer):
+    layer.weight.data.copy_(WEIGHT.T)
+    return layer
+
+
+@COLLECT
+@pytest.mark.parametrize("name", CATEGORICAL)
+def test_any_callable_is_a_policy(name, collect):
+    expected = collect(counters(), categorical_policy(with_weight(nn.Linear(3, 4, bias=False))), 9, seed=0)
+    assert equal(collect(counters(), CATEGORICAL[name](), 9, seed=0), expected)
+
+
+GAUSSIAN = {
+    "pair": lambda obs: (obs[:, :1], torch.tensor(0.5)),
+    "normal": lambda obs: torch.distributions.Normal(obs[:, :1], 0.5),
+    "independent": lambda obs: torch.distributions.Independent(torch.distributions.Normal(obs[:, :1], 0.5), 1),
+    "normal with values": lambda obs: (torch.distributions.Normal(obs[:, :1], 0.5), obs.sum(1)),
+    "pair with values": lambda obs: ((obs[:, :1], torch.tensor([0.5])), obs.sum(1)),
+}
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_any_callable_is_a_gaussian_policy(name):
+    rows = [
+        collect_transitions(make_envs("Pendulum-v1", 2), policy, 6, seed=0)
+        for policy in (gaussian_policy(GAUSSIAN["pair"]), GAUSSIAN[name])
+    ]
+    assert equal(*rows)
+
+
 @pytest.mark.parametrize(
     ("output", "received"),
     [
         (torch.zeros(3, 1), "received Tensor"),
+        (torch.distributions.Categorical(torch.ones(3, 2)), "received Categorical"),
         ((torch.zeros(3), torch.ones(3)), r"received shapes \[3\] and \[3\]\. "),
         ((torch.zeros(2, 1), torch.tensor(1.0)), r"received shapes \[2, 1\] and \[\]\. "),
         ((torch.zeros(3, 2), torch.ones(3)), r"received shapes \[3, 2\] and \[3\]\. "),
         ((torch.zeros(3, 1), torch.tensor([-1.0])), r"received shapes \[3, 1\] and \[1\], not all positive"),
     ],
-    ids=["no-pair", "vectors", "rows", "sigma", "negative"],
+    ids=["no-pair", "categorical", "vectors", "rows", "sigma", "negative"],
 )
 def test_what_a_gaussian_network_must_return(output, received):
     with pytest.raises(ArgumentError, match=rf"network: expected means of shape \[3, D\] and positive .*{received}"):

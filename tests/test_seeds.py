@@ -41,7 +41,7 @@ class TestListOfLosses:
     def setup_episodes(n, length=10):
         torch.manual_seed(0)
         policy = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-        returns = losses.discounted_returns(draw(length, n, seed=2), 0.9, 0.0).T
+        returns = losses.discounted_returns(draw(length, n, seed=2).T, 0.9, 0.0, time_dim=1)
         return policy, (draw(n, length, 4), torch.randint(3, (n, length)), returns)
 
     @staticmethod

@@ -240,7 +240,7 @@ LOOKED_UP = {
     "W[matrix of tokens]": tables(lambda w, t: w[t], 2, 2, kinds={"w": "Embedding"}),
     "W[tokens], negative": tables(lambda w, t: w[t - 60], 3, kinds={"w": "Embedding"}),
     "W[tokens], 3-D table": product(lambda w, t: w[t], {"w": (60, 4, 4)}, (tokens(60, 3),), {"w": "Embedding"}),
-    "W[:, tokens]": tables(lambda w, t: w[:, t % 16], 1, kinds={}),
+    "W[:, tokens]": tables(lambda w, t: w[:, t % 16], 1, kinds={"w": "OutputList"}),
     "W[tokens, tokens]": tables(lambda w, t: w[t, t % 16], 3, kinds={}),
     "index_select": tables(lambda w, t: w.index_select(0, t), 3, kinds={"w": "Embedding"}),
     "gather": tables(lambda w, t: w.gather(0, t[:, None].expand(3, 16)), 3, kinds={}),

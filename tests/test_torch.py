@@ -554,6 +554,11 @@ def test_aten_operators_by_value():
     assert x.tolist() == [0, 9, 2, 3]
 
 
+def test_aten_cholesky_solve():
+    right, lower = torch.tensor([[4.0], [2.0]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]])
+    torch.testing.assert_close(_torch.aten_cholesky_solve(right, lower, False), torch.cholesky_solve(right, lower))
+
+
 # Pytrees.
 
 
@@ -710,6 +715,26 @@ def test_compile_graph():
     assert given == []
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_cached_programs_differ_by_the_bodies_of_their_loops():
+    def running_sum(sign):
+        def step(state, x):
+            after = state + sign * x
+            return [after, after.clone()]
+
+        return lambda first, xs: _torch.scan(step, [first], [xs], ())
+
+    results = []
+    for sign in (1, -1, 1):
+        mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
+        with mode:
+            inputs = [torch.ones(1), torch.ones(12, 1)]
+            graph = make_fx(running_sum(sign))(*inputs)
+        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True)
+        results.append(code([torch.zeros(1), torch.ones(12, 1)])[0].item())
+    assert results == [12.0, -12.0, 12.0]
+
+
 def test_lacks_cpp_compiler():
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -733,15 +758,51 @@ def test_symbolic_size():
     assert not isinstance(size, int)
 
 
-def test_operations_that_take_symbolic_sizes():
-    size = _torch.symbolic_size(ShapeEnv(), 5)
-    with _torch.FakeTensorMode(shape_env=size.node.shape_env):
-        x = torch.empty(size, 3)
-        assert _torch.constant_pad_nd(x, [1, 1]).shape[0] is x.shape[0] or not isinstance(x.shape[0], int)
-        assert _torch.addcmul(x, x, x).shape[1] == 3
-    x = torch.randn(2, 3)
-    assert torch.equal(_torch.constant_pad_nd(x, [1, 1]), nn.functional.pad(x, [1, 1]))
-    assert torch.allclose(_torch.addcmul(x, x, x), torch.addcmul(x, x, x))
+def test_the_python_dispatcher_keeps_symbolic_sizes():
+    env = ShapeEnv()
+    with _torch.FakeTensorMode(shape_env=env), _torch.enable_python_dispatcher():
+        x = torch.empty(_torch.symbolic_size(env, 5), 3)
+        graph = make_fx(lambda x: nn.functional.pad(torch.addcmul(x, x, x), [1, 1]))(x)
+    assert not env.guards
+    assert not env.replacements
+    out = next(node for node in graph.graph.nodes if node.op == "output").args[0].meta["val"]
+    assert not isinstance(out.shape[0], int)
+
+
+def test_functionalize():
+    def write(x):
+        out = torch.zeros(4)
+        out[2:] = x
+        return out
+
+    graph = make_fx(_torch.functionalize(write), tracing_mode="fake")(torch.ones(2))
+    assert torch.equal(graph(torch.full((2,), 3.0)), torch.tensor([0.0, 0.0, 3.0, 3.0]))
+    assert not any("copy_." in str(node.target) for node in graph.graph.nodes)
+
+
+def test_functionalize_keeps_writes_into_inputs():
+    def write(x, y):
+        x[1:].add_(y)
+        return x * 2
+
+    given = [torch.ones(3), torch.ones(2)]
+    graph = make_fx(_torch.functionalize(write), tracing_mode="fake")(*given)
+    assert torch.equal(graph(*given), torch.tensor([2.0, 4.0, 4.0]))
+    assert torch.equal(given[0], torch.tensor([1.0, 2.0, 2.0]))
+    assert [str(node.target) for node in graph.graph.nodes].count("aten.copy_.default") == 1
+
+
+def test_scan():
+    def step(state, x, weight):
+        after = state * weight + x
+        return [after, after.clone()]
+
+    xs, weight = torch.arange(3.0)[:, None], torch.tensor([2.0])
+    last, states = _torch.scan(step, [torch.ones(1)], [xs], (weight,))
+    assert torch.equal(states.flatten(), torch.tensor([2.0, 5.0, 12.0]))
+    assert torch.equal(last, torch.tensor([12.0]))
+    graph = make_fx(lambda x, w: _torch.scan(step, [torch.ones(1)], [x], (w,)), tracing_mode="fake")(xs, weight)
+    assert any(node.target is _torch.scan for node in graph.graph.nodes)
 
 
 def test_frames_of_python_are_seen_by_the_callback():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import re
@@ -25,6 +26,7 @@ from persample.rl import RandomWalk, exact_values, make_envs, optimal_actions, t
 from persample.rl.episodes import Episodes
 from persample.rl.training import (
     A2C,
+    NPG,
     TD0,
     Batch,
     Reinforce,
@@ -42,6 +44,9 @@ SMALL = {
     "td0 table": (TD0(batch=40, epsilon=0.3), WALK),
     "reinforce": (Reinforce(batch=2, hidden=6), "CartPole-v1"),
     "a2c": (A2C(batch=2, hidden=6), "CartPole-v1"),
+    "reinforce, continuous": (Reinforce(batch=2, hidden=6), "Pendulum-v1"),
+    "npg": (NPG(batch=1, hidden=6), "CartPole-v1"),
+    "npg, continuous": (NPG(batch=1, hidden=6), "Pendulum-v1"),
 }
 EACH = pytest.mark.parametrize("name", SMALL)
 
@@ -80,7 +85,7 @@ def naive_update(network, optimizer, algorithm, batch, max_norm):
     return norms
 
 
-@EACH
+@pytest.mark.parametrize("name", ["td0", "td0 table", "reinforce", "a2c"])
 @pytest.mark.parametrize(("reduce", "max_norm"), [("mean", math.inf), ("clipped", 0.5)])
 @pytest.mark.usefixtures("doubles")
 def test_20_updates_are_those_of_the_naive_loop(name, reduce, max_norm):
@@ -102,6 +107,61 @@ def test_20_updates_are_those_of_the_naive_loop(name, reduce, max_norm):
     moved = trainer(name).network.parameters()
     assert any((a - b).abs().max() > 1e-2 for a, b in zip(moved, network.parameters(), strict=True))
     assert (max(clipped) > 0) == (reduce == "clipped")
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.usefixtures("doubles")
+def test_npg_makes_the_steps_of_dense_matrices(env):
+    algorithm = NPG(batch=1, hidden=4, max_kl=0.03, damping=0.2, value_damping=0.3)
+    training = Trainer(TrainingConfig(algorithm, env, steps=10**6))
+    network = copy.deepcopy(training.network)
+    for k in range(3):
+        seed = int(np.random.SeedSequence([0, k]).generate_state(1, np.uint64)[0] >> 1)
+        batch = algorithm.collect(network, training.envs, seed)
+        obs, _, adv, returns = batch.samples
+        before = [(x, x.detach().clone()) for x in network.parameters()]
+        fraction = 1 - training.steps / 10**6
+        scores = [_gradient(network.policy, algorithm.loss(network, *row)) for row in zip(*batch.samples, strict=True)]
+        values = [_gradient(network.critic, network.value(s)) for s in obs]
+        errors = network.value(obs).detach() - returns
+        for part, rows, targets, damping in (
+            (network.policy, torch.stack(scores), adv, 0.2),
+            (network.critic, torch.stack(values), errors, 0.3),
+        ):
+            fisher = rows.T @ rows / len(rows)
+            step = torch.linalg.solve(fisher + damping * torch.eye(len(fisher)), rows.T @ targets / len(rows))
+            if part is network.policy:
+                step = step * (2 * 0.03 / (step @ fisher @ step)).sqrt()
+            for param, x in zip(part.parameters(), _like(part, step), strict=True):
+                param.data -= fraction * x
+        training.update()
+        assert all((x != old).any() for x, old in before)
+        for mine, other in zip(training.network.parameters(), network.parameters(), strict=True):
+            assert (mine - other).abs().max() < 1e-8  # the condition numbers are below 1e4
+
+
+def _gradient(module, value):
+    grads = torch.autograd.grad(value, list(module.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def _like(module, step):
+    sizes = [p.numel() for p in module.parameters()]
+    return [x.view(p.shape) for x, p in zip(step.split(sizes), module.parameters(), strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "env", "steps", "least"),
+    [(NPG(), "CartPole-v1", 100_000, 475), (NPG(0.95, 32, 8, max_kl=0.05), "Pendulum-v1", 200_000, -250)],
+)
+def test_npg_learns(algorithm, env, steps, least):
+    training = Trainer(TrainingConfig(algorithm, env, steps=steps))
+    while not training.finished:
+        row = training.update()
+    assert row["average_return"] >= least
+    returns = evaluate(training.network, env, seed=0)
+    assert sum(returns) / len(returns) >= least
 
 
 @EACH
@@ -273,12 +333,16 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["ppo"], "algorithm: expected 'td0' or 'reinforce' or 'a2c', received 'ppo'"),
+            (["ppo"], "algorithm: expected 'td0' or 'reinforce' or 'a2c' or 'npg', received 'ppo'"),
             (["td0", "--env", "Nope-v1"], "--env: expected the id of a registered environment, received 'Nope-v1'"),
             (["td0", "--env", "Pendulum-v1"], r"--env: needs a Discrete action space, .*\(continuous actions\)"),
             (["a2c", "--env", "Blackjack-v1"], "--env: needs a flat Box or a Discrete observation space"),
             (["reinforce", "--epsilon", "0.1"], "--epsilon: expected nothing, for reinforce has none, received 0.1"),
             (["td0", "--epsilon", "0.5"], "--epsilon: expected 1 in environments without a table of transitions"),
+            (["a2c", "--env", "Pendulum-v1"], r"--env: needs a Discrete action space, .*\(continuous actions\)"),
+            (["npg", "--reduce", "clipped"], "--reduce: expected 'mean', for npg makes updates of its own"),
+            (["npg", "--max-kl", "-1"], "--max-kl: expected a number from 0"),
+            (["reinforce", "--damping", "1"], "--damping: expected nothing, for reinforce has none, received 1.0"),
             (["td0", "--lambda", "0.5"], "--lambda: expected nothing, for td0 has none"),
             (["a2c", "--lambda", "1.5"], "--lambda: expected a number from 0 to 1, received 1.5"),
             (["a2c", "--steps", "0"], "--steps: expected an int from 1"),
@@ -288,7 +352,10 @@ class TestCommand:
             (["td0", "--target", "nan"], "--target: expected a number, received nan"),
             (["td0", "--reduce", "sum"], "--reduce: expected 'mean' or 'clipped', received 'sum'"),
             (["td0", "--max-norm", "-1"], "--max-norm: expected a number from 0 to inf, received -1"),
-            (["td0", "--engine", "fast"], "--engine: expected 'eager' or 'compiled' or 'loop', received 'fast'"),
+            (
+                ["td0", "--engine", "fast"],
+                "--engine: expected 'eager' or 'compiled' or 'loop' or 'auto', received 'fast'",
+            ),
             (["td0", "--checkpoint-every", "0"], "--checkpoint-every: expected a positive integer, received 0"),
             (["td0", "--resume"], "--resume: expected a checkpoint, received"),
         ],
@@ -413,6 +480,7 @@ def test_the_last_state_of_a_cut_episode_bootstraps():
         (lambda: TD0(batch=2.0), "batch: expected an int .*received 2.0"),
         (lambda: Reinforce(hidden=True), "hidden: expected an int .*received True"),
         (lambda: Reinforce(value_weight=-1.0), "value_weight: expected a number from 0"),
+        (lambda: NPG(damping=-1.0), "damping: expected a number from 0"),
         (lambda: A2C(entropy_cost=math.nan), "entropy_cost: expected a number .*received nan"),
     ],
 )

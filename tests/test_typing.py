@@ -12,10 +12,10 @@ import pytest
 from mypy import api
 
 import persample
-from persample import composite_grads, explain, per_sample_grads
+from persample import accumulate, composite_grads, explain, per_sample_grads
 
 ROOT = Path(__file__).parent.parent
-FUNCTIONS = [per_sample_grads, explain, composite_grads]
+FUNCTIONS = [per_sample_grads, explain, composite_grads, accumulate]
 # Code of users, in strict mode. Every line that is wrong says with which error; there are no others.
 USER = """
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Operations that torch.func batches wrongly, in one vmap or in two nested ones, against the loop."""
 
+import functools
+
 import pytest
 import torch
 from agreement import WANTED, assert_eager_is_loop, assert_mapped_is_looped
 from oracle import assert_trees_close
-from torch.func import vmap
+from torch.func import hessian, jacfwd, jacrev, vmap
 from torch.nn import functional as F
 
 from persample import per_sample_grads
@@ -132,3 +134,28 @@ def test_compiled(case):
     w, x = draw(5, 3), draw(4, 5, 3)
     expected = per_sample_grads(loss, w, x, WANTED)
     assert_trees_close(per_sample_grads(loss, w, x, WANTED, engine="compiled"), expected, 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2)], ids=["vector", "column", "matrix"])
+def test_forward_derivatives_of_linear_systems(shape):
+    """Against reverse derivatives: those of jacfwd lack a term in torch (pytorch/pytorch#196695), and in the loop."""
+
+    def loss(transform, w, x):
+        def solved(x):
+            return torch.linalg.solve(w + 4 * torch.eye(3, dtype=x.dtype), x).pow(3).sum()
+
+        return transform(solved)(x).pow(3).sum()
+
+    w, x = draw(3, 3), draw(4, *shape)
+    for forward, reverse in ((jacfwd, jacrev), (hessian, lambda f: jacrev(jacrev(f)))):
+        found = per_sample_grads(functools.partial(loss, forward), w, x, WANTED)
+        assert_trees_close(found, per_sample_grads(functools.partial(loss, reverse), w, x, WANTED, engine="loop"), 1e-9)
+
+
+def test_a_bias_of_another_dtype():
+    """Where the input is neither a matrix nor contiguous, torch adds it."""
+    weight, bias = draw(4, 4), torch.randn(4)
+    apart = draw(5, 4, 2, 3).movedim(1, -1)
+    assert_eager_is_loop(lambda b, x: F.linear(x, weight, b).abs().sum(), bias, apart, WANTED)
+    with pytest.raises(RuntimeError, match="dtype"):
+        per_sample_grads(lambda b, x: F.linear(x, weight, b).abs().sum(), bias, apart.contiguous(), WANTED)

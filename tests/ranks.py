@@ -1,0 +1,211 @@
+"""What ``torchrun`` starts in tests: ``accumulate`` on processes; ``ranks.py FOLDER`` writes what each found."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from oracle import error_of, oracle
+from test_grid import REDUCTIONS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workloads import Workload, build
+
+import persample as ps
+from persample import accumulate
+
+F64 = torch.float64
+SAMPLES = 7
+# Which samples each of several ranks has, and how they are spread.
+SHARDS = {
+    "interleaved": (lambda rank, world: range(rank, SAMPLES, world), "interleaved"),
+    "uneven": (lambda rank, world: range(SAMPLES)[rank and rank - world :][: 1 if rank else 1 - world], "contiguous"),
+    "empty": (lambda rank, world: range(0 if rank else SAMPLES), "contiguous"),
+    "empty first": (lambda rank, world: range(SAMPLES if rank == world - 1 else 0), "contiguous"),
+}
+WORKLOADS = ("mlp_td", "tied_weights", "complex_params", "embedding_attention")
+PER_SAMPLE = {"rows": None, "norms": ps.Norm(), "aux": ps.Aux(), "mean": ps.Mean(), "spread": ps.Variance()}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def own(batch, shard, rank, group, size=2):
+    """The batches of this rank, and the order; a rank without samples has no batch at all."""
+    indices, order = SHARDS[shard]
+    index = torch.tensor(range(SAMPLES) if group is None else indices(rank, group.size()), dtype=torch.int64)
+    return [tuple(x[part] for x in batch) for part in index.split(size) if len(part)], order
+
+
+def every_reduction(workload, shard, rank, group):
+    work = build(workload)
+    work = Workload(work.loss_fn, work.params, tuple(torch.cat([x, x])[:SAMPLES] for x in work.batch))
+    rows = oracle(work.loss_fn, work.params, work.batch)
+    wanted = {name: make(rows, F64) for name, (make, _) in REDUCTIONS.items()}
+    batches, order = own(work.batch, shard, rank, group)
+    return accumulate(work.loss_fn, work.params, batches, wanted, group=group, order=order)
+
+
+def affine(w, x):
+    return (w @ x).sin() + w.square().sum(), {"x": x}
+
+
+def weighted(shard, rank, group):
+    batches, order = own((draw(SAMPLES, 3), draw(SAMPLES, seed=1).abs()), shard, rank, group)
+    loss = lambda w, x, n: affine(w, x)
+    return accumulate(loss, draw(3), batches, PER_SAMPLE, weights=lambda b: b[1], group=group, order=order)
+
+
+def of_outputs(shard, rank, group):
+    """A loss with two outputs."""
+    pairs = {"gram": ps.Gram(), "cosines": ps.CosineSimilarity(), "natural": ps.NaturalGradient(0.5)}
+    wanted = PER_SAMPLE | pairs | {"noise": ps.NoiseScale(), "clipped": ps.ClippedMean(0.5)}
+    batches, order = own((draw(SAMPLES, 3),), shard, rank, group)
+
+    def loss(w, x):
+        return torch.stack([(w @ x).sin(), w.square() @ x]), {"x": x}
+
+    return accumulate(loss, draw(3), batches, wanted, outputs="rows", group=group, order=order)
+
+
+def to_a_folder(shard, rank, group, folder):
+    batches, order = own((draw(SAMPLES, 3),), shard, rank, group)
+    where = f"{folder}/sink-{shard}-{group is None}"
+
+    def source(stops):
+        yield from batches[:1]
+        if stops:
+            raise OSError("the source has failed")
+        yield from batches[1:]
+
+    def run(stops):
+        return accumulate(affine, draw(3), source(stops), PER_SAMPLE, group=group, order=order, sink=where, resume=True)
+
+    if group is not None:
+        error_of(lambda: run(True))
+    results = run(False)
+    return results, torch.utils._pytree.tree_map(torch.equal, results, run(False))
+
+
+def of_ddp(rank, group):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    batches, _ = own((draw(SAMPLES, 3),), "interleaved", rank, group)
+    wrapped = model if group is None else DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = accumulate(lambda m, x: m(x).sum().sin(), wrapped, batches, ps.Mean(), group=group)
+    return result, [str(one.message) for one in caught if "DistributedDataParallel" in str(one.message)]
+
+
+def same_numbers(rank, group):
+    torch.manual_seed(5)
+    noisy = lambda w, x: (w * torch.rand(3, dtype=F64)) @ x
+    ones = (torch.ones(SAMPLES, 3, dtype=F64),)
+    batches, _ = own(ones, "interleaved", rank, group)
+    same, different = (
+        accumulate(noisy, draw(3), batches, group=group, randomness=one) for one in ("same", "different")
+    )
+    return same, len({row.numpy().tobytes() for row in different})
+
+
+def collectives(rank, group):
+    """How many tensors are reduced at the end: one of float64, and one more for the deviations of moments."""
+    calls, original = [], dist.all_reduce
+
+    def counted(x, *args, **options):
+        calls.append((x.dtype, x.numel()))
+        return original(x, *args, **options)
+
+    batches, _ = own((draw(SAMPLES, 3),), "interleaved", rank, group)
+    dist.all_reduce = counted
+    try:
+        accumulate(affine, draw(3), batches, {"a": ps.Mean(), "b": ps.Sum(), "c": ps.Variance()}, group=group)
+    finally:
+        dist.all_reduce = original
+    return [call for call in calls if call[0] != torch.int32]
+
+
+def fails(where):
+    def step(rank, group):
+        def loss(w, x):
+            if where == "loss" and rank == 1:
+                raise KeyError("mine")
+            return w @ x
+
+        def batches():
+            for number in range(6):
+                if where == "source" and rank == 0 and number == 3:
+                    raise OSError("cannot read")
+                yield draw(2, 3)
+
+        width = 3 + rank * (where == "forms")
+        params = {} if where == "params" and rank else draw(width)
+        others = {"reductions": ps.Norm(), "option": ps.ClippedSum(1.0 + rank), "tensor": ps.Dot(draw(3, seed=rank))}
+        wanted = ps.Variance() if where == "reductions" and rank else others.get(where, ps.Variance())
+        order = "interleaved" if where == "order" else "contiguous"
+        many = [draw(2 + rank * (where == "order"), width)] * 3
+        source = {"loss": many, "source": batches(), "order": many, "average": [draw(1 - rank, 3)]}.get(where, many)
+        randomness = "same" if where == "randomness" and rank else "error"
+        wanted = ps.Norm() if where == "order" else wanted
+        return accumulate(loss, params, source, wanted, group=group, order=order, randomness=randomness)
+
+    return step
+
+
+DIFFERENT = ("reductions", "option", "tensor", "randomness")
+FAILURES = {name: fails(name) for name in ("loss", "source", "params", "forms", "order", "average", *DIFFERENT)}
+
+
+def everything(rank, group, folder):
+    found = {(name, shard): every_reduction(name, shard, rank, group) for name in WORKLOADS for shard in SHARDS}
+    for shard in SHARDS:
+        found["weighted", shard] = weighted(shard, rank, group)
+        found["outputs", shard] = of_outputs(shard, rank, group)
+        found["sink", shard] = to_a_folder(shard, rank, group, folder)
+    found["ddp"], found["same"] = of_ddp(rank, group), same_numbers(rank, group)
+    return found
+
+
+def torchrun(folder):
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
+    rank, group = dist.get_rank(), dist.group.WORLD
+    found = everything(rank, group, folder)
+    found["collectives"] = collectives(rank, group)
+    for name, step in FAILURES.items() if group.size() == 2 else ():
+        found[name] = error_of(step, rank, group)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def with_a_killed_rank(folder, rank):
+    """Rank 1 kills itself in its third batch; print how long rank 0 took to notice, and its error."""
+    dist.init_process_group("gloo", f"file://{folder}/store", dt.timedelta(seconds=30), 2, rank)
+
+    def batches():
+        for number in range(100):
+            if rank and number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.05)
+            yield draw(2, 3)
+
+    start = time.monotonic()
+    message = error_of(lambda: accumulate(affine, draw(3), batches(), ps.Mean(), group=dist.group.WORLD))
+    print(f"{time.monotonic() - start:.1f} {message}", flush=True)  # noqa: T201
+    os._exit(0)  # nobody answers any more
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) == 2:
+        torchrun(sys.argv[1])
+    else:
+        with_a_killed_rank(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,195 @@
+"""``docs/errors.md`` lists every message of the library, read from the code.
+
+``python tests/test_errors_page.py`` writes the list into the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from persample.engines import diagnosis
+from persample.inputs.loss import NOT_CONNECTED
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "errors.md"
+START, END = "<!-- list: python tests/test_errors_page.py -->\n", "<!-- end of list -->\n"
+KINDS = ("ArgumentError", "LossError", "TorchVersionError", "FallbackWarning", "RuntimeWarning")
+PARTS = {  # the folders of the package, in the order of a call
+    "inputs": "Arguments",
+    "engines": "Losses and engines",
+    "vmap_rules": "Operations under vmap",
+    "reductions": "Reductions",
+    "merge.py": "Results of chunks",
+    "outputs.py": "`out=`",
+    "explain.py": "`explain`",
+    "utils": "Numerics",
+    "composite": "Composite gradients",
+    "streams": "Streams",
+    "processes": "Several processes",
+    "losses": "Losses",
+    "naive.py": "The plain loops",
+    "rl": "Reinforcement learning",
+    "cli": "The command line",
+}
+WRITERS = {  # functions that return the text of a message
+    "_fault": "FallbackWarning",
+    "_not_batchable": "FallbackWarning",
+    "_advice": "RuntimeWarning",
+    "_one_sample": "added to torch's message",
+}
+GAP = "…"
+
+
+TEXTS = (ast.Constant, ast.JoinedStr, ast.IfExp, ast.BinOp, ast.Name)
+
+
+class Reader:
+    """Reads the texts of one file. A name is what was last assigned to it before; in several branches, all of that."""
+
+    def __init__(self, source: str, shared: dict[str, ast.expr]) -> None:
+        self.tree = ast.parse(source)
+        self.constants = {**shared, **dict(assignments(self.tree.body))}
+        self.places: dict[int, tuple[list[ast.stmt], int, ast.AST]] = {}
+        for parent in ast.walk(self.tree):
+            for field in ("body", "orelse", "handlers", "finalbody"):
+                block = getattr(parent, field, None)
+                for place, statement in enumerate(block if isinstance(block, list) else ()):
+                    self.places[id(statement)] = block, place, parent
+
+    def text(self, node: ast.expr, at: ast.AST) -> str:
+        """The text of an expression in a statement; what is known only in a call is a gap."""
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+            return "".join(self.text(part, at) for part in parts)
+        if isinstance(node, ast.IfExp):
+            return alternatives([self.text(node.body, at), self.text(node.orelse, at)])
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self.text(node.left, at) + self.text(node.right, at)
+        if isinstance(node, ast.Name):
+            values = [(value, where) for value, where in self.assigned(node.id, at) if isinstance(value, TEXTS)]
+            if not values and isinstance(constant := self.constants.get(node.id), TEXTS):
+                return self.text(constant, self.tree)
+            return alternatives([self.text(*pair) for pair in values])
+        return GAP
+
+    def assigned(self, name: str, at: ast.AST) -> list[tuple[ast.expr, ast.AST]]:
+        """The values that a name may have in a statement, and where it was assigned."""
+        found: list[tuple[ast.expr, ast.AST]] = []
+        while id(at) in self.places and not isinstance(at, ast.FunctionDef):
+            block, place, parent = self.places[id(at)]
+            for before in reversed(block[:place]):
+                direct = [(value, before) for other, value in assignments([before]) if other == name]
+                inside = [x for x in ast.walk(before) if isinstance(x, ast.stmt) and x is not before]
+                found += direct or [(value, x) for x in inside for other, value in assignments([x]) if other == name]
+                if direct and not isinstance(before, ast.AugAssign):
+                    return found
+            at = parent
+        return found
+
+
+def assignments(block: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in block:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, ast.BinOp(ast.Name(node.target.id), node.op, node.value)
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=False)
+                yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
+
+
+def alternatives(texts: Iterable[str]) -> str:
+    return " / ".join(text for text in dict.fromkeys(texts) if text) or GAP
+
+
+def kind_of(call: ast.Call) -> str:
+    """The class of the error that a call makes, or nothing."""
+    names = [ast.unparse(call.func), *(ast.unparse(x) for x in call.args[1:2])]
+    if names[0] == "warnings.warn":
+        return next((kind for kind in KINDS if kind in names[1:]), "")
+    return next((kind for kind in KINDS if names[0] in {kind, f"{kind}.about"}), "")
+
+
+def messages_of(source: str, shared: dict[str, ast.expr]) -> Iterator[tuple[str, str]]:
+    """The class and the text of every error in a file, in order."""
+    reader = Reader(source, shared)
+    simple = (x for x in ast.walk(reader.tree) if isinstance(x, ast.stmt) and not hasattr(x, "body"))
+    for statement in sorted(simple, key=lambda x: x.lineno):
+        for call in (x for x in ast.walk(statement) if isinstance(x, ast.Call) and kind_of(x)):
+            first = reader.text(call.args[0], statement) if call.args else GAP
+            fields = {x.arg: reader.text(x.value, statement) for x in call.keywords}
+            if "expected" in fields:
+                name = "*the argument*" if first == GAP else first
+                first = f"{name}: expected {fields['expected']}, received {fields['received']}. {fields['fix']}"
+            if len(re.findall(r"\w", first)) > 12:  # else all of it comes from elsewhere
+                yield kind_of(call), first
+    for writer in (x for x in ast.walk(reader.tree) if isinstance(x, ast.FunctionDef) and x.name in WRITERS):
+        returned = [x for x in ast.walk(writer) if isinstance(x, ast.Return) and isinstance(x.value, ast.JoinedStr)]
+        yield from ((WRITERS[writer.name], reader.text(x.value, x)) for x in returned)
+
+
+def written() -> str:
+    errors = ast.parse((ROOT / "persample" / "errors.py").read_text())
+    shared = dict(assignments(errors.body))
+    lines = []
+    for part, title in PARTS.items():
+        place = ROOT / "persample" / part
+        files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+        found = [message for file in files for message in messages_of(file.read_text(), shared)]
+        if part == "engines":
+            causes = [*diagnosis._VMAP_CAUSES, *diagnosis._CAUSES]
+            found += [("LossError", NOT_CONNECTED)]
+            found += [("LossError", f"loss_fn {did}, in *your line*. {fix}") for _, did, fix in causes]
+        lines += ["", f"## {title}", "", *(f"- `{kind}`: {plain(text)}" for kind, text in dict.fromkeys(found))]
+    return "\n".join(lines).strip() + "\n"
+
+
+def plain(text: str) -> str:
+    """A message as Markdown: gaps for what a call fills in, and no markup by accident."""
+    text = re.sub(r"\{\w+\}", GAP, text)
+    return re.sub(r"([<>_\[\]|])", r"\\\1", " ".join(text.split()))
+
+
+def test_the_page_lists_every_message():
+    listed = PAGE.read_text().split(START)[1].split(END)[0]
+    assert listed == written(), "run python tests/test_errors_page.py"
+
+
+def test_every_part_that_raises_is_listed():
+    raising = [file for file in (ROOT / "persample").rglob("*.py") if list(messages_of(file.read_text(), {}))]
+    parts = {file.relative_to(ROOT / "persample").parts[0] for file in raising}
+    assert parts - set(PARTS) - {"errors.py"} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ('raise LossError(f"loss_fn returned nothing: {x}. Do that.")', "loss_fn returned nothing: …. Do that."),
+        ('fix = "Do." if x else "Leave."\n raise LossError(f"it must not. {fix}")', "it must not. Do. / Leave."),
+        ('if x:\n  y = "Do this now."\n else:\n  y = "Leave that."\n raise LossError(y)', "Do this now. / Leave that."),
+        ('if x:\n  y = "Do this now."\n y = "Leave that as it is."\n raise LossError(y)', "Leave that as it is."),
+        (
+            'raise ArgumentError.about("out", expected="none", received=x, fix="Do.")',
+            "out: expected none, received …. Do.",
+        ),
+        ('warnings.warn("this call is slow", FallbackWarning)', "this call is slow"),
+    ],
+)
+def test_messages_are_read_from_code(source, text):
+    found = [message for _, message in messages_of(f"def f(x):\n {source}", {})]
+    assert found[0] == text
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text().split(START)
+    sys.stdout.write(f"{PAGE}: written\n")
+    PAGE.write_text(f"{before}{START}{written()}{END}{rest.split(END)[1]}")

@@ -1,0 +1,192 @@
+"""The mistakes of a first day: each error says what to write instead, and the traceback starts at the user's line."""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from persample import ArgumentError, LossError, Mean, per_sample_grads, set_grads, vmap_rules
+from persample.rl import categorical_policy, gaussian_policy
+from persample.utils.origin import LIBRARY
+
+ENGINES = ["eager", "compiled", "loop", "auto"]
+IMAGES, CLASSES = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 1])
+MLP = nn.Linear(3, 1)
+
+
+def cnn():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
+
+
+def classify(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def squares(model, x):
+    return model(x).square().sum()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_first_cnn(engine):
+    model = cnn()
+    hint = (
+        r"loss_fn sees one sample, without the batch axis: batch\[0\] of shape \[1, 8, 8\].*"
+        r"keep_batch_dim=True: then batch\[0\] has the shape \[1, 1, 8, 8\]"
+    )
+    with pytest.raises(RuntimeError, match=rf"(?s)mat1 and mat2 shapes cannot be multiplied .*{hint}") as caught:
+        per_sample_grads(classify, model, (IMAGES, CLASSES), Mean(), engine=engine)
+    assert type(caught.value) is RuntimeError
+    assert str(caught.value).count("one sample") == 1
+    # What it says, works.
+    found = per_sample_grads(classify, model, (IMAGES, CLASSES), Mean(), engine=engine, keep_batch_dim=True)
+    expected = torch.autograd.grad(classify(model, IMAGES, CLASSES), list(model.parameters()))
+    torch.testing.assert_close(list(found.values()), list(expected))
+
+
+SHAPES = {
+    "an image without channels": (nn.Conv2d(1, 2, 3), torch.randn(4, 8, 8), RuntimeError),
+    "batch norm of a vector": (nn.BatchNorm1d(3).eval(), torch.randn(4, 3), ValueError),
+    "batch norm of an image": (nn.BatchNorm2d(3).eval(), torch.randn(4, 3, 2, 2), ValueError),
+    "the axis of the features": (lambda x: torch.cat([x, x], 1), torch.randn(4, 3), IndexError),
+    "a view by rows": (lambda x: x.view(2, 7), torch.randn(4, 3), RuntimeError),
+    "sizes that do not fit": (lambda x: x + torch.ones(4), torch.randn(4, 3), RuntimeError),
+}
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_errors_of_shapes_say_that_there_is_one_sample(case, engine):
+    layer, x, error = SHAPES[case]
+    with pytest.raises(error, match=r"loss_fn sees one sample, without the batch axis: batch of shape") as caught:
+        per_sample_grads(lambda w, x: (w * layer(x)).sum(), torch.ones(()), x, engine=engine)
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_other_errors_say_nothing_of_it(engine):
+    with pytest.raises(IndexError) as caught:
+        per_sample_grads(lambda w, x: (w * x)[5], torch.ones(3), torch.ones(4, 3), engine=engine)
+    assert "one sample" not in str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        per_sample_grads(classify, cnn(), (IMAGES[:, :, :4], CLASSES), engine=engine, keep_batch_dim=True)
+    assert "one sample" not in str(caught.value)
+
+
+CALLS = {
+    "parameters()": (
+        lambda: per_sample_grads(squares, MLP.parameters(), torch.ones(4, 3)),
+        r"params: expected a module, .* received an iterator\. Pass the module itself, or dict\(model",
+    ),
+    "x and y apart": (
+        lambda: per_sample_grads(classify, MLP, IMAGES, CLASSES),
+        r"reduce: .* received a tensor of shape \[4\]\. All .* is one argument, batch: pass \(x, y\), not x, y\.",
+    ),
+    "arrays apart": (lambda: per_sample_grads(classify, MLP, IMAGES, np.ones(4)), r"pass \(x, y\), not x, y"),
+    "x without y": (
+        lambda: per_sample_grads(classify, MLP, IMAGES),
+        r"loss_fn: .*\(missing a required argument: 'y'\).*a plain tuple is unpacked into several",
+    ),
+    "an optimizer": (
+        lambda: set_grads(torch.optim.SGD(MLP.parameters(), 0.1), {}),
+        r"module: expected an nn\.Module, received SGD\. Pass the module .*optimizer\.step\(\)",
+    ),
+    "ragged episodes": (
+        lambda: per_sample_grads(squares, MLP, [torch.ones(t, 3) for t in (2, 5)]),
+        r"batch: .* batch\[0\]: 2, batch\[1\]: 5.*Pad episodes .*pad_sequence\) and pass a mask",
+    ),
+    "logits as a network": (
+        lambda: categorical_policy(torch.ones(2, 3)),
+        r"network: expected a callable, received Tensor\. Pass a module or a function",
+    ),
+    "means as a network": (lambda: gaussian_policy((MLP, 1.0)), r"network: expected a callable, received tuple"),
+    "actions as logits": (
+        lambda: categorical_policy(lambda s: s.argmax(1))(torch.ones(2, 3), torch.Generator()),
+        r"network: expected logits of shape \[2, A\], received shape \(2,\).*takes \(observations, generator\)",
+    ),
+    "values before logits": (
+        lambda: categorical_policy(lambda s: (s[:, :1], s))(torch.ones(2, 3), torch.Generator()),
+        r"network: expected \(logits \[2, A\], values \[2\]\), received values of shape \[2, 3\]\. Return the logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_bad_calls(case):
+    call, match = CALLS[case]
+    with pytest.raises(ArgumentError, match=match):
+        call()
+
+
+# Tracebacks
+
+
+def files(error):
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def deep(model, x):
+    def inner(y):
+        return model(y).sum() + {}["mine"]
+
+    return inner(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_loss_comes_right_after_the_call(engine):
+    for loss, error in ((deep, KeyError), (classify, TypeError), (lambda m, x: m(x[:2]).sum(), RuntimeError)):
+        batch = (torch.ones(4, 3),) if loss is not classify else (torch.ones(4, 3), torch.ones(4))
+        model = MLP if loss is not classify else nn.Sequential(nn.Module())  # which has no forward
+        params = {"model": model, "w": torch.ones(1)}
+        with pytest.raises((error, NotImplementedError)) as caught:
+            per_sample_grads(lambda p, *sample, loss=loss: loss(p["model"], *sample), params, batch, engine=engine)
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert [frame.filename for frame in frames[:2]] == [__file__] * 2
+        assert frames[1].name == "<lambda>"
+        assert not any(frame.filename.startswith(LIBRARY) for frame in frames)
+
+
+def test_errors_of_before_stay_as_they_are():
+    try:
+        per_sample_grads(deep, MLP, (torch.ones(4, 3),), {"norm": 0})
+    except ArgumentError as error:
+        earlier = error
+        frames = [LIBRARY + "file.py", *files(earlier)]
+        earlier.__traceback__ = TracebackType(earlier.__traceback__, _of_ours(), 0, 1)
+        with pytest.raises(KeyError) as caught:
+            per_sample_grads(deep, MLP, (torch.ones(4, 3),))
+        assert caught.value.__context__ is earlier
+        assert files(earlier) == frames
+
+
+def _of_ours():
+    """A frame of a function of the library."""
+    space = {}
+    exec(compile("import sys\ndef f():\n  return sys._getframe()", LIBRARY + "file.py", "exec"), space)
+    return space["f"]()
+
+
+def test_a_fault_of_the_library_shows_where(monkeypatch):
+    fault = "def gru(*args):\n    raise ValueError('ours')"
+    space = {}
+    exec(compile(fault, LIBRARY + "file.py", "exec"), space)
+    for table in (vmap_rules._RULES, vmap_rules._FIRST_DERIVATIVE_RULES):
+        monkeypatch.setitem(table, torch._VF.gru, space["gru"])
+    with pytest.raises(ValueError, match="ours") as caught:
+        per_sample_grads(lambda m, x: m(x)[0].sum(), nn.GRU(2, 3), (torch.ones(4, 5, 2),))
+    assert files(caught.value)[-1] == LIBRARY + "file.py"
+
+
+def test_errors_of_the_library_show_the_call_alone():
+    with pytest.raises(ArgumentError) as caught:
+        per_sample_grads(squares, MLP, 3)
+    assert files(caught.value) == [__file__]
+    with pytest.raises(LossError) as caught:
+        per_sample_grads(lambda m, x: m(x).sum() * x[0].item(), MLP, torch.ones(4, 3))
+    assert files(caught.value) == [__file__]
+    assert files(caught.value.__cause__) == [__file__]  # the line of the loss
