@@ -24,7 +24,7 @@ print(time.perf_counter() - start)
 
 
 def main() -> None:
-    for workload in ("TD(0) MLP 256, B=256", "REINFORCE MLP 64, 32x200"):
+    for workload in ("TD(0) MLP 256, B=256", "REINFORCE MLP 64, 32x200", "DQN Nature CNN, B=32", "GRU policy, 32x50"):
         with tempfile.TemporaryDirectory() as cache:
             where = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
             for state in ("empty cache", "second process"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.methods.method import CORRECTION, MAX_NORM
+from benchmarks.methods.method import CORRECTION, DAMPING, MAX_NORM
 from benchmarks.quantities import Arrays, checked_rows
 from benchmarks.saved import save_truth
 from benchmarks.workloads import Workload, build
@@ -26,18 +26,30 @@ def oracle(work: Workload, quantity: str) -> Arrays:
         case "stack":
             rows = checked_rows(batch_size, sum(p.numel() for p in work.params.values()))
             return _stack(work, rows)
-        case "mean":
-            return _weighted_sum(work, np.full(batch_size, 1 / batch_size))
         case "norms":
             return _norms(work)
-        case "clipped_mean":
-            with np.errstate(divide="ignore"):
-                return _weighted_sum(work, np.minimum(1, MAX_NORM / _norms(work)) / batch_size)
         case "gram":
-            rows = np.concatenate([g.reshape(batch_size, -1) for g in _stack(work, range(batch_size)).values()], 1)
-            return rows @ rows.T
-        case _:
+            return _gram(work)
+        case "variance":
             return {name: g.var(0, ddof=CORRECTION) for name, g in _stack(work, range(batch_size)).items()}
+        case _:
+            return _weighted_sum(work, _weights(work, quantity, batch_size))
+
+
+def _weights(work, quantity, batch_size):
+    if quantity == "natural_gradient":
+        system = _gram(work) / batch_size + DAMPING * np.eye(batch_size)
+        return np.linalg.solve(system, np.ones(batch_size)) / batch_size
+    if quantity == "clipped_mean":
+        with np.errstate(divide="ignore"):
+            return np.minimum(1, MAX_NORM / _norms(work)) / batch_size
+    return np.full(batch_size, 1 / batch_size)
+
+
+def _gram(work):
+    batch_size = len(work.batch[0])
+    rows = np.concatenate([g.reshape(batch_size, -1) for g in _stack(work, range(batch_size)).values()], 1)
+    return rows @ rows.T
 
 
 def _grads(work: Workload, samples) -> Iterator[dict[str, np.ndarray]]:

@@ -1,21 +1,23 @@
-"""Writes the tables and figures of README and docs/benchmarks.md from the committed results: ``make bench-report``.
+"""Writes the tables and figures of README and of the documentation from the committed results: ``make bench-report``.
 
-There is one results file per machine. README shows ``results/cpu.json``; docs/benchmarks.md has a part for each file.
+There is one results file per machine. README shows ``results/cpu.json``, and one row for each other file;
+docs/benchmarks.md and docs/benchmark-tables.md have a part for each file.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.notes import NOTES
 from benchmarks.report.figures import draw, shown_by
 from benchmarks.report.files import read
-from benchmarks.report.page import machine, report
+from benchmarks.report.front import first_calls, processors, verdicts
+from benchmarks.report.memory import Peaks, peaks
+from benchmarks.report.page import machine, numbers, overview
 from benchmarks.report.plots import Curves, Dots, fingerprint, plots
-from benchmarks.report.records import Results
-from benchmarks.report.standings import standings
+from benchmarks.report.records import UNIT, Results
 from benchmarks.report.tables import short_table
 from benchmarks.report.text import words
 from persample.errors import ArgumentError
@@ -23,10 +25,12 @@ from persample.errors import ArgumentError
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- benchmarks: begin (made by `make bench-report`; edits are lost) -->"
 END = "<!-- benchmarks: end -->"
-README, DOCS, PICTURES = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/benchmarks")
-# The run, quantity and workloads of README's table and figure.
+README, DOCS, TABLES = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/benchmark-tables.md")
+PICTURES = Path("docs/benchmarks")
+# The run, quantity, workloads and methods of README's table.
 MAIN, QUANTITY = "cpu", "clipped_mean"
-COLUMNS = (
+WORKLOADS = (
+    "TD(0) MLP 64, B=256",
     "TD(0) MLP 256, B=256",
     "TD(0) MLP 256, B=1024",
     "REINFORCE MLP 64, 32x200",
@@ -34,6 +38,11 @@ COLUMNS = (
     "GRU policy, 32x50",
     "transformer tied, B=16",
 )
+OURS = "persample eager", "persample compiled"
+METHODS = (*OURS, "torch.func", "Opacus ghost clipping", "JAX jit(vmap(grad))")
+# README's picture: of which curves, and what it calls them.
+CURVES, PICTURE = f"scaling-{QUANTITY}-batch", "memory"
+NAMES = {"torch.func": "torch.func: vmap(grad)", "persample eager": "persample", UNIT: "ordinary backward pass"}
 _NOTHING = "No results are committed yet: `make bench-peers` measures, and `make bench-report` writes them down here.\n"
 
 
@@ -44,33 +53,41 @@ def runs(root: Path) -> dict[str, Results]:
 
 
 def pages(root: Path, found: dict[str, Results]) -> dict[Path, str]:
-    """Return the up-to-date text of the two pages."""
-    inside = {README: readme_part(found.get(MAIN)), DOCS: docs_part(found)}
+    """Return the up-to-date text of the pages."""
+    inside = {README: readme_part(found), DOCS: docs_part(found), TABLES: tables_part(found)}
     return {root / page: between(root / page, part) for page, part in inside.items()}
 
 
-def readme_part(run: Results | None) -> str:
-    """Return README's table and figure."""
+def readme_part(found: dict[str, Results]) -> str:
+    """Return README's table, what it leaves out, and one row per machine."""
+    run = found.get(MAIN)
     if run is None:
         return _NOTHING
-    counts = Counter(standing.verdict for standing in standings(run, "time"))
-    total = sum(counts.values())
-    summary = (
-        f"Medians on {machine(run.environment)}. Of {total} pairs of a workload and a quantity, our fastest method is\n"
-        f"ahead of all others in {counts['ahead'] + counts['alone']}, within 5 % of the best in {counts['even']}, and "
-        f"[behind in {counts['behind']}]({DOCS}#where-we-lose)."
+    return "\n\n".join(
+        [
+            f"Time of a {words(QUANTITY)} over that of one {UNIT} (an ordinary backward pass),\n"
+            f"on {machine(run.environment)}:",
+            short_table(run, QUANTITY, WORKLOADS, METHODS).rstrip(),
+            f"{first_calls(run, OURS)}\n{verdicts(run, OURS[0])}",
+            processors(found, QUANTITY, OURS).markdown(),
+        ]
     )
-    picture = f"![time of every method on every workload]({PICTURES}/{MAIN}/time-{QUANTITY}.png)"
-    title = f"Time of a {words(QUANTITY)} relative to one batch gradient:"
-    return f"{title}\n\n{short_table(run, QUANTITY, COLUMNS)}\n{summary}\n\n{picture}\n"
 
 
 def docs_part(found: dict[str, Results]) -> str:
-    """Return one report per machine; the notes apply to README's run."""
+    """Return README's part, and of each machine's report what is read; the notes apply to README's run."""
+    parts = _parts(found, lambda name, run, at: overview(run, at, NOTES if name == MAIN else None, level=3))
+    return f"## In short\n\n{readme_part(found)}\n{parts}"
+
+
+def tables_part(found: dict[str, Results]) -> str:
+    """Return the part of each machine's report that is looked up."""
+    return _parts(found, lambda _, run, at: numbers(run, at, level=3))
+
+
+def _parts(found: dict[str, Results], text: Callable[[str, Results, str], str]) -> str:
     parts = [
-        f"## {machine(run.environment)}\n\n"
-        + report(run, f"{PICTURES.name}/{name}/", NOTES if name == MAIN else None, level=3)
-        for name, run in found.items()
+        f"## {machine(run.environment)}\n\n{text(name, run, f'{PICTURES.name}/{name}/')}" for name, run in found.items()
     ]
     return "\n".join(parts) or _NOTHING
 
@@ -85,13 +102,17 @@ def between(page: Path, part: str) -> str:
     return f"{before}{BEGIN}\n\n{part}\n{END}{after}"
 
 
-def pictures(root: Path, found: dict[str, Results]) -> dict[Path, Dots | Curves]:
+def pictures(root: Path, found: dict[str, Results]) -> dict[Path, Dots | Curves | Peaks]:
     """Return the up-to-date data of every picture."""
-    return {
-        root / PICTURES / run / f"{name}.png": plot
-        for run, results in found.items()
-        for name, plot in plots(results).items()
-    }
+    drawn: dict[Path, Dots | Curves | Peaks] = {}
+    for run, results in found.items():
+        drawn |= {root / PICTURES / run / f"{name}.png": plot for name, plot in plots(results).items()}
+        curves = plots(results).get(CURVES)
+        if run == MAIN and isinstance(curves, Curves):
+            drawn[root / PICTURES / run / f"{PICTURE}.png"] = peaks(
+                curves, NAMES, f"Clipping every sample's gradient: memory of one call\n({curves.title})"
+            )
+    return drawn
 
 
 def stale(root: Path = ROOT) -> list[Path]:

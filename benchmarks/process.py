@@ -87,7 +87,7 @@ class Process:
         code = self._process.wait()
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "without a word")
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
         if code == -signal.SIGKILL or "bad_alloc" in last:
             return "out of memory", "the system ended the process"
         return "cannot", f"the process ended with code {code}: {last.strip()[:200]}"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-QUANTITIES = ("stack", "mean", "norms", "clipped_mean", "gram", "variance")
+COMMON = ("stack", "mean", "norms", "clipped_mean", "gram", "variance")
+QUANTITIES = (*COMMON, "natural_gradient")  # the last of few libraries only
 # The largest error, relative to the largest value of the parameter, that float32 explains: torch's own norm of 13
 # million numbers has an error of 1e-3, and a variance is a small difference.
 TOLERANCE = dict.fromkeys(QUANTITIES, 5e-3) | {"variance": 1e-2}

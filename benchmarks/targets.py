@@ -47,6 +47,21 @@ TARGETS: tuple[Target, ...] = (
             "transformer tied, B=16": 0.95,
         },
     ),
+    *(
+        Target(workload, "natural_gradient", method, limit, 23, measure)
+        for workload in (
+            "TD(0) MLP 64, B=256",
+            "TD(0) MLP 256, B=256",
+            "REINFORCE MLP 64, 32x200",
+            "DQN Nature CNN, B=32",
+        )
+        for method, limit, measure in (
+            (EAGER, 3.5, "time"),
+            (COMPILED, 2.5, "time"),
+            (EAGER, 1.5, "memory"),
+            (COMPILED, 1.5, "memory"),
+        )
+    ),
     Target("tutorial TD(0), B=2", "stack", COMPILED, 2.0, 4, relative_to=JAX),
     Target("tutorial TD(0), B=4096", "stack", COMPILED, 1.1, 4, relative_to=JAX),
     Target("tutorial TD(0), B=65536", "stack", COMPILED, 1.1, 4, relative_to=JAX),

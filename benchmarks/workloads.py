@@ -160,7 +160,7 @@ def cartpole_episodes(episodes, steps):
         return torch.where(torch.rand(falls_right.shape, generator=generator) < 0.5, random, falls_right)
 
     rollout = collect_episodes(make_envs("CartPole-v1", 8), act, episodes, discount=DISCOUNT, seed=0, max_steps=steps)
-    return_t = discounted_returns(rollout.r_t.T, rollout.discount_t.T, 0.0).T
+    return_t = discounted_returns(rollout.r_t, rollout.discount_t, 0.0, time_dim=1)
     fields = (rollout.obs_t, rollout.a_t, (return_t - return_t.mean()) / return_t.std(), rollout.mask_t)
     return tuple(_padded(x, steps) for x in fields)
 

@@ -7,12 +7,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.methods import stacked
-from benchmarks.methods.method import CORRECTION
+from benchmarks.methods.method import CORRECTION, DAMPING
 
 # From per-sample gradients by parameter name, leaves [B, …], and the name of a quantity.
-reduce = partial(stacked.reduce, norm=lambda rows: rows.norm(dim=1), variance=lambda g: g.var(0, correction=CORRECTION))
+reduce = partial(
+    stacked.reduce,
+    norm=lambda rows: rows.norm(dim=1),
+    variance=lambda g: g.var(0, correction=CORRECTION),
+    solve=lambda k: torch.linalg.solve(
+        k + DAMPING * torch.eye(len(k), dtype=k.dtype, device=k.device), torch.ones_like(k[0])
+    ),
+)
 
 
 def arrays(result: Any) -> Any:

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.methods import jax_models, stacked
-from benchmarks.methods.method import CORRECTION, Method, Prepared
+from benchmarks.methods.method import CORRECTION, DAMPING, Method, Prepared
+from benchmarks.quantities import QUANTITIES
 from benchmarks.saved import Saved
 
 reduce = partial(
     stacked.reduce,
     norm=lambda rows: jnp.linalg.norm(rows, axis=1),
     variance=lambda g: g.var(0, ddof=CORRECTION),
+    solve=lambda k: jnp.linalg.solve(k + DAMPING * jnp.eye(len(k)), jnp.ones(len(k))),
 )
 
 
@@ -35,4 +37,4 @@ def jitted(saved, function):
     )
 
 
-METHODS = (Method("JAX jit(vmap(grad))", "jax", prepare),)
+METHODS = (Method("JAX jit(vmap(grad))", "jax", prepare, shown_for=QUANTITIES),)

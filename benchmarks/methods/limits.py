@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.method import Method, Prepared
-from benchmarks.quantities import QUANTITIES
+from benchmarks.quantities import COMMON
 from benchmarks.report.records import FILL, GEMMS
 from benchmarks.workloads import Workload
 
@@ -52,7 +52,7 @@ METHODS = (
         "torch",
         prepare_gemms,
         is_limit=True,
-        shown_for=tuple(quantity for quantity in QUANTITIES if quantity != "stack"),
+        shown_for=tuple(quantity for quantity in COMMON if quantity != "stack"),
         shown_on="TD(0) MLP",
     ),
 )

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quantities import QUANTITIES
+from benchmarks.quantities import COMMON
 
-# Clipping norm of the clipped mean, and what the variance divides by: n − CORRECTION.
+# Clipping norm of the clipped mean; what the variance divides by, n − CORRECTION; λ of the natural gradient.
 MAX_NORM = 1.0
 CORRECTION = 1
+DAMPING = 1.0
 
 
 class CannotError(Exception):
@@ -26,8 +27,8 @@ class Prepared:
     Args:
         run: what is timed. It is synchronous (JAX: ``block_until_ready``; on CUDA the worker waits), and its result
             stays in the framework.
-        numpy: from the result to arrays: by parameter name for stack, mean, clipped_mean and variance; ``[B]`` for
-            norms; ``[B, B]`` for gram.
+        numpy: from the result to arrays: ``[B]`` for norms, ``[B, B]`` for gram, by parameter name for all
+            others.
         setup_seconds: compile time spent before the first run, if any (the worker also times the first run).
         has_pool: whether freed memory stays in a pool of the library's, so that no peak is to be seen from outside.
     """
@@ -57,5 +58,5 @@ class Method:
     environment: str
     prepare: Callable[[Any, str], Prepared]
     is_limit: bool = False
-    shown_for: tuple[str, ...] = QUANTITIES
+    shown_for: tuple[str, ...] = COMMON
     shown_on: str = ""

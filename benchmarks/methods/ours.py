@@ -6,9 +6,10 @@ import time
 from functools import partial
 
 from benchmarks.methods.by_hand import arrays
-from benchmarks.methods.method import CORRECTION, MAX_NORM, Method, Prepared
+from benchmarks.methods.method import CORRECTION, DAMPING, MAX_NORM, Method, Prepared
+from benchmarks.quantities import QUANTITIES
 from benchmarks.workloads import Workload
-from persample import ClippedMean, Gram, Mean, Norm, Stack, Variance, per_sample_grads
+from persample import ClippedMean, Gram, Mean, NaturalGradient, Norm, Stack, Variance, per_sample_grads
 
 REDUCTIONS = {
     "stack": Stack(),
@@ -17,6 +18,7 @@ REDUCTIONS = {
     "clipped_mean": ClippedMean(MAX_NORM),
     "gram": Gram(),
     "variance": Variance(correction=CORRECTION),
+    "natural_gradient": NaturalGradient(DAMPING),
 }
 
 
@@ -31,8 +33,8 @@ def prepare(work: Workload, quantity: str, *, engine: str, reuses: bool = False)
 
 
 METHODS = (
-    Method("persample eager", "torch", partial(prepare, engine="eager")),
+    Method("persample eager", "torch", partial(prepare, engine="eager"), shown_for=QUANTITIES),
     Method("persample eager, out=", "torch", partial(prepare, engine="eager", reuses=True), shown_for=("stack",)),
-    Method("persample compiled", "torch", partial(prepare, engine="compiled")),
+    Method("persample compiled", "torch", partial(prepare, engine="compiled"), shown_for=QUANTITIES),
     Method("persample compiled, out=", "torch", partial(prepare, engine="compiled", reuses=True), shown_for=("stack",)),
 )

@@ -11,7 +11,13 @@ from typing import Any
 from benchmarks.methods.method import MAX_NORM
 
 
-def reduce(stack: dict[str, Any], quantity: str, norm: Callable[[Any], Any], variance: Callable[[Any], Any]) -> Any:
+def reduce(
+    stack: dict[str, Any],
+    quantity: str,
+    norm: Callable[[Any], Any],
+    variance: Callable[[Any], Any],
+    solve: Callable[[Any], Any],
+) -> Any:
     """Reduce gradients by parameter name, each ``[B, *shape]``.
 
     Args:
@@ -19,6 +25,7 @@ def reduce(stack: dict[str, Any], quantity: str, norm: Callable[[Any], Any], var
         quantity: one of QUANTITIES.
         norm: Euclidean norms of the rows of a matrix.
         variance: over the first axis, with the suite's correction.
+        solve: (K + λI)⁻¹ 1 for a matrix K, with the suite's damping λ.
     """
     if quantity == "stack":
         return stack
@@ -29,8 +36,12 @@ def reduce(stack: dict[str, Any], quantity: str, norm: Callable[[Any], Any], var
     rows = {name: g.reshape(len(g), -1) for name, g in stack.items()}
     if quantity == "gram":
         return sum(g @ g.T for g in rows.values())
-    norms = sum(norm(g) ** 2 for g in rows.values()) ** 0.5
-    if quantity == "norms":
-        return norms
-    weights = (MAX_NORM / norms).clip(None, 1.0) / len(norms)  # a norm of 0 gives ∞, clipped to 1
+    count = len(next(iter(rows.values())))
+    if quantity == "natural_gradient":  # (F + λI)⁻¹ g for the mean g, solved in the space of samples
+        weights = solve(sum(g @ g.T for g in rows.values()) / count) / count
+    else:
+        norms = sum(norm(g) ** 2 for g in rows.values()) ** 0.5
+        if quantity == "norms":
+            return norms
+        weights = (MAX_NORM / norms).clip(None, 1.0) / count  # a norm of 0 gives ∞, clipped to 1
     return {name: (weights @ g).reshape(stack[name].shape[1:]) for name, g in rows.items()}

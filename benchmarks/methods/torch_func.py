@@ -9,6 +9,7 @@ from torch.func import grad, vmap
 
 from benchmarks.methods.by_hand import arrays, reduce
 from benchmarks.methods.method import Method, Prepared
+from benchmarks.quantities import QUANTITIES
 from benchmarks.workloads import Workload
 
 
@@ -32,6 +33,6 @@ def _prepared(work, function):
 
 
 METHODS = (
-    Method("torch.func", "torch", prepare),
-    Method("torch.func compiled", "torch", prepare_compiled),
+    Method("torch.func", "torch", prepare, shown_for=QUANTITIES),
+    Method("torch.func compiled", "torch", prepare_compiled, shown_for=QUANTITIES),
 )

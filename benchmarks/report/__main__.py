@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.report.files import read
 from benchmarks.report.page import machine, save_report
 from benchmarks.report.records import Results
-from benchmarks.report.summaries import losses_grid, standings_grid, targets_grid
+from benchmarks.report.summaries import goals_grid, losses_grid, standings_grid
 from benchmarks.report.text import Grid
 from persample.cli.report import writable
 from persample.errors import ArgumentError
@@ -56,7 +56,7 @@ def _counts(run: Results) -> str:
 
 
 def _summary(run: Results) -> dict[str, Grid]:
-    grids = {"Where we stand": standings_grid(run), "Where we lose": losses_grid(run), "Targets": targets_grid(run)}
+    grids = {"Where we stand": standings_grid(run), "Where we lose": losses_grid(run), "Goals": goals_grid(run)}
     return {title: grid for title, grid in grids.items() if grid.rows}
 
 

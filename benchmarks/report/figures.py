@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from benchmarks.report.memory import Peaks
 from benchmarks.report.plots import Curves, Dots, Line, fingerprint
 from benchmarks.report.records import LIMITS
 from benchmarks.report.standings import is_ours
@@ -26,7 +27,7 @@ _WIDTH, _DPI, _FONT = 6.4, 125, 10
 _KEY, _GRID = "persample-data", "#dddddd"
 
 
-def draw(plot: Dots | Curves, path: Path) -> None:
+def draw(plot: Dots | Curves | Peaks, path: Path) -> None:
     """Draw a plot, and store the fingerprint of its data in the picture.
 
     Args:
@@ -38,6 +39,8 @@ def draw(plot: Dots | Curves, path: Path) -> None:
     figure.suptitle(plot.title, fontsize=12)
     if isinstance(plot, Dots):
         _draw_dots(figure.subplots(), plot)
+    elif isinstance(plot, Peaks):
+        _draw_peaks(figure.subplots(), plot)
     else:
         _draw_curves(figure.subplots(2, sharex=True), plot)
     handles, names = figure.axes[0].get_legend_handles_labels()
@@ -71,10 +74,12 @@ def shown_by(path: Path) -> str | None:
         return None
 
 
-def _height(plot: Dots | Curves) -> float:
+def _height(plot: Dots | Curves | Peaks) -> float:
     """Return the height of the figure in inches: panels, legend and margins."""
     if isinstance(plot, Dots):
         return 0.42 * max(len(plot.rows), 2) + 0.22 * math.ceil(len(plot.series) / 2) + 1.2
+    if isinstance(plot, Peaks):
+        return 3.6
     return 6.5 + 0.22 * math.ceil(len(plot.lines) / 2)
 
 
@@ -91,6 +96,17 @@ def _draw_dots(axes: Axes, plot: Dots) -> None:
     axes.set_xlabel(plot.label, fontsize=_FONT)
     _logarithmic(axes, axes.xaxis)
     axes.grid(visible=True, axis="x", color=_GRID, linewidth=0.6)
+
+
+def _draw_peaks(axes: Axes, plot: Peaks) -> None:
+    for name, (style, sizes, amounts) in plot.lines.items():
+        axes.plot(sizes, amounts, label=name, **_look(name, style), linewidth=2)
+    axes.set_xlabel("samples in the batch", fontsize=_FONT)
+    axes.set_ylabel("peak memory of a call [MiB]", fontsize=_FONT)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, color=_GRID, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _look(method: str, style: Style) -> dict[str, Any]:

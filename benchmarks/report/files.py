@@ -28,7 +28,7 @@ def read(path: Path) -> Results:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         return Results(
-            saved["environment"],
+            dict(saved["environment"]),
             tuple(Record(**record) for record in saved["records"]),
             tuple(ScalingRecord(**record) for record in saved["scaling"]),
             tuple(Target(**target) for target in saved["targets"]),

@@ -9,13 +9,16 @@ from benchmarks.report.figures import draw
 from benchmarks.report.plots import Curves, Dots, plots
 from benchmarks.report.records import Results
 from benchmarks.report.standings import Notes, check_notes, losses
-from benchmarks.report.summaries import losses_grid, standings_grid, targets_grid
+from benchmarks.report.summaries import goals_grid, losses_list, standings_grid
 from benchmarks.report.tables import environment_grid, full_table, unit_line
-from benchmarks.report.text import escaped, words
+from benchmarks.report.text import escaped, shortened, words
 
+# The figures of this quantity are on the page that is read.
+_READ = "clipped_mean"
 _STANDINGS = "Pairs of a workload and a quantity, by how each of our methods compares with the best of all others."
-_LOSSES = "The best of the others needs less than the best of ours: by over 5 % (and, of memory, by over 1 MiB)."
-_TARGETS = "Limits are relative to one batch gradient, unless a cell names another method or a unit."
+_LOSSES = """The best of the others needs less than the best of ours: by over 5 % (and, of memory, by over 1 MiB).
+Times are in batch gradients."""
+_GOALS = "Limits are relative to one batch gradient, unless a cell names another method or a unit."
 _TIMES = "One dot per method. Methods without a dot refused, were wrong, or were stopped; the tables give the reasons."
 _CURVES = "Dashed curves are physical limits. A curve ends where its method fails; the reasons are below the figure."
 _NUMBERS = """A ratio is the time divided by the batch gradient's time of the same round: the median over all rounds,
@@ -24,12 +27,27 @@ first call includes compilation. Errors are relative to the largest entry of the
 
 
 def report(results: Results, pictures: str, notes: Notes | None = None, level: int = 2) -> str:
-    """Write the report of a run.
+    """Write the whole report of a run: what `overview` and `numbers` say.
+
+    Args:
+        results: of the run.
+        pictures: as in `overview`.
+        notes: as in `overview`.
+        level: as in `overview`.
+
+    Returns:
+        The Markdown.
+    """
+    return "\n".join([overview(results, pictures, notes, level), numbers(results, pictures, level)])
+
+
+def overview(results: Results, pictures: str, notes: Notes | None = None, level: int = 2) -> str:
+    """Write the part of a report that is read: standings, losses, and the figures of clipped means.
 
     Args:
         results: of the run.
         pictures: the path from the page to its figures, empty or ending in a slash.
-        notes: the reason of every loss, by (workload, quantity, measure); None omits the column of reasons.
+        notes: the reason of every loss, by (workload, quantity, measure); None omits the reasons.
         level: the level of the top headings.
 
     Returns:
@@ -41,18 +59,45 @@ def report(results: Results, pictures: str, notes: Notes | None = None, level: i
     lost = losses(results)
     if notes is not None:
         check_notes(lost, notes)
-    figures = plots(results)
-    dots = "\n".join(_picture(name, plot, pictures) for name, plot in figures.items() if isinstance(plot, Dots))
-    curves = "\n".join(_picture(name, plot, pictures) for name, plot in figures.items() if isinstance(plot, Curves))
+    dots, curves = _figures({name: plot for name, plot in plots(results).items() if _READ in name}, pictures)
     parts = {
         "Where we stand": f"{_STANDINGS}\n\n{standings_grid(results).markdown()}",
-        "Where we lose": f"{_LOSSES}\n\n{losses_grid(results, notes).markdown() if lost else 'Nowhere in this run.'}",
-        "Targets": f"{_TARGETS}\n\n{targets_grid(results).markdown()}" if results.targets else "",
-        "Figures": f"{_TIMES}\n\n{dots}" if dots else "",
-        "Scaling": f"{_CURVES}\n\n{curves}" if curves else "",
+        "Where we lose": f"{_LOSSES}\n\n{losses_list(results, notes) if lost else 'Nowhere in this run.'}",
+        "Figures": dots,
+        "Scaling": curves,
+    }
+    return _joined(parts, level)
+
+
+def numbers(results: Results, pictures: str, level: int = 2) -> str:
+    """Write the part of a report that is looked up: goals, all numbers, the other figures, and the environment.
+
+    Args:
+        results: of the run.
+        pictures: the path from the page to its figures, empty or ending in a slash.
+        level: the level of the top headings.
+
+    Returns:
+        The Markdown.
+    """
+    dots, curves = _figures({name: plot for name, plot in plots(results).items() if _READ not in name}, pictures)
+    parts = {
+        "Goals": f"{_GOALS}\n\n{goals_grid(results).markdown()}" if results.targets else "",
         "All numbers": f"{_NUMBERS}\n\n{_numbers(results, level + 1)}",
+        "More figures": dots,
+        "More scaling": curves,
         "What it ran on": environment_grid(results.environment).markdown(),
     }
+    return _joined(parts, level)
+
+
+def _figures(figures: dict[str, Dots | Curves], pictures: str) -> tuple[str, str]:
+    dots = "\n".join(_picture(name, plot, pictures) for name, plot in figures.items() if isinstance(plot, Dots))
+    curves = "\n".join(_picture(name, plot, pictures) for name, plot in figures.items() if isinstance(plot, Curves))
+    return f"{_TIMES}\n\n{dots}" if dots else "", f"{_CURVES}\n\n{curves}" if curves else ""
+
+
+def _joined(parts: dict[str, str], level: int) -> str:
     return "\n".join(f"{'#' * level} {title}\n\n{text.rstrip()}\n" for title, text in parts.items() if text)
 
 
@@ -90,7 +135,7 @@ def machine(environment: dict[str, Any]) -> str:
     device = environment.get("gpu") or environment.get("cpu") or "an unknown machine"
     forms = {"torch_threads": "threads: {}", "torch": "torch {}", "date": "{}"}
     known = [form.format(environment[name]) for name, form in forms.items() if environment.get(name)]
-    return ", ".join([str(device), *known])
+    return escaped(shortened(", ".join([str(device), *known])))
 
 
 def save_report(results: Results, directory: Path) -> list[Path]:

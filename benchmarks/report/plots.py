@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.report.records import FILL, GEMMS, LIMITS, UNIT, Record, Results, ScalingRecord
 from benchmarks.report.standings import Compared, cost
@@ -71,11 +72,11 @@ class Curves:
     lines: dict[str, Line]
 
 
-def fingerprint(plot: Dots | Curves) -> str:
+def fingerprint(plot: Any) -> str:
     """Hash the data of a figure.
 
     Args:
-        plot: the data.
+        plot: the data, a dataclass.
 
     Returns:
         The hash, which the picture stores: pictures with equal hashes show equal data.

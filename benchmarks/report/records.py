@@ -26,6 +26,15 @@ class _Checked:
             expected = " or ".join(map(repr, names))
             raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Spell it as one of them.")
 
+    def _named(self, *names: str) -> None:
+        """Check names that become headings, and ``quantity``, which becomes part of the name of a file."""
+        for name in names:
+            value = getattr(self, name)
+            known = isinstance(value, str) and value.isprintable() and not set(value) & set("<>|$`\\")
+            if not known or (name == "quantity" and not value.isidentifier()):
+                expected = "a name of letters, digits and _" if name == "quantity" else "a name in one line, no markup"
+                raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Correct the file.")
+
 
 @dataclass(frozen=True)
 class Record(_Checked):
@@ -49,7 +58,7 @@ class Record(_Checked):
         error: the largest relative error against the plain loop in float64.
 
     Raises:
-        ArgumentError: if the status is not one of the five.
+        ArgumentError: if the status is not one of the five, or a name holds markup or a path.
 
     Examples:
         >>> Record("TD(0)", "mean", "Opacus", "cannot", "tied weights").ratio is None
@@ -73,6 +82,7 @@ class Record(_Checked):
     error: float | None = None
 
     def __post_init__(self) -> None:
+        self._named("workload", "quantity", "method")
         self._one_of("status", Status)
 
     @property
@@ -96,7 +106,7 @@ class ScalingRecord(_Checked):
         peak_bytes: peak resident bytes, beyond those held before.
 
     Raises:
-        ArgumentError: if the status is not one of the five.
+        ArgumentError: if the status is not one of the five, or a name holds markup or a path.
 
     Examples:
         >>> ScalingRecord("fill_", "stack", 256, 64, "ok", median_s=1e-3).key
@@ -113,6 +123,7 @@ class ScalingRecord(_Checked):
     peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        self._named("quantity", "method")
         self._one_of("status", Status)
 
     @property
@@ -136,7 +147,7 @@ class Target(_Checked):
         relative_quantity: the quantity that ``relative_to`` computes; None: the same quantity.
 
     Raises:
-        ArgumentError: if the measure is not one of the three.
+        ArgumentError: if the measure is not one of the three, or a name holds markup or a path.
 
     Examples:
         >>> Target("TD(0) MLP 256, B=256", "clipped_mean", "persample compiled", 0.95, issue=4).relative_to
@@ -153,6 +164,7 @@ class Target(_Checked):
     relative_quantity: str | None = None
 
     def __post_init__(self) -> None:
+        self._named("workload", "quantity", "method")
         self._one_of("measure", Measure)
 
 

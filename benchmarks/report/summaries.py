@@ -1,4 +1,4 @@
-"""Summary tables of a run: standings, losses, targets."""
+"""Summary tables of a run: standings, losses, goals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from benchmarks.report.outcomes import Outcome, outcomes
 from benchmarks.report.records import Record, Results
 from benchmarks.report.standings import MARGIN, Compared, Notes, Standing, Verdict, is_ours, losses, standings
-from benchmarks.report.text import Grid, memory, number, shortened, words
+from benchmarks.report.text import Grid, escaped, memory, number, shortened, words
 
 _VERDICTS: tuple[Verdict, ...] = ("alone", "ahead", "even", "behind")
 _MEASURES: tuple[Compared, ...] = ("time", "memory")
@@ -31,25 +31,45 @@ def standings_grid(results: Results) -> Grid:
     return Grid(headings, rows, numbers=range(2, 6))
 
 
-def losses_grid(results: Results, notes: Notes | None = None) -> Grid:
+def losses_grid(results: Results) -> Grid:
     """List the pairs in which another method is ahead of all of ours.
 
     Args:
         results: of a run.
-        notes: the reasons, by (workload, quantity, measure); None omits their column.
 
     Returns:
         The table, without rows if there are no losses.
     """
-    rows = [_loss(standing) + ([notes[standing.key]] if notes else []) for standing in losses(results)]
     headings = ["workload", "quantity", "compared by", "our best", "best of the others", "ours / theirs"]
-    return Grid([*headings, *(["why"] if notes else [])], rows, numbers={5})
+    rows = [[s.workload, words(s.quantity), s.measure, *_pair(s), _factor(s)] for s in losses(results)]
+    return Grid(headings, rows, numbers={5})
 
 
-def _loss(standing: Standing) -> list[str]:
-    pair = [f"{r.method}: {_amount(r, standing.measure)}" if r else "" for r in (standing.ours, standing.peer)]
-    factor = number(standing.factor) if standing.factor < float("inf") else "–"
-    return [standing.workload, words(standing.quantity), standing.measure, *pair, factor]
+def losses_list(results: Results, notes: Notes | None = None) -> str:
+    """List the same pairs in Markdown, with their reasons.
+
+    Args:
+        results: of a run.
+        notes: the reasons, by (workload, quantity, measure), in Markdown; None omits them.
+
+    Returns:
+        One item per pair.
+    """
+    items = []
+    for standing in losses(results):
+        what = f"{standing.workload}, {words(standing.quantity)}, {standing.measure}"
+        reason = f" {notes[standing.key]}" if notes else ""
+        ours, theirs = map(escaped, _pair(standing))
+        items.append(f"- **{escaped(what)}**: {ours}; {theirs} ({_factor(standing)} ×).{reason}\n")
+    return "".join(items)
+
+
+def _pair(standing: Standing) -> list[str]:
+    return [f"{r.method}: {_amount(r, standing.measure)}" if r else "" for r in (standing.ours, standing.peer)]
+
+
+def _factor(standing: Standing) -> str:
+    return number(standing.factor) if standing.factor < float("inf") else "–"
 
 
 def _amount(record: Record, measure: str) -> str:
@@ -60,8 +80,8 @@ def _amount(record: Record, measure: str) -> str:
     return number(record.ratio) if record.ratio is not None else "not measured"
 
 
-def targets_grid(results: Results) -> Grid:
-    """List every target beside the measured value.
+def goals_grid(results: Results) -> Grid:
+    """List every goal beside the measured value.
 
     Args:
         results: of a run.
@@ -69,11 +89,11 @@ def targets_grid(results: Results) -> Grid:
     Returns:
         The table.
     """
-    headings = ("workload", "quantity", "method", "target", "measured", "met")
-    return Grid(headings, [_target(outcome) for outcome in outcomes(results)], numbers={4})
+    headings = ("workload", "quantity", "method", "goal", "measured", "met")
+    return Grid(headings, [_goal(outcome) for outcome in outcomes(results)], numbers={4})
 
 
-def _target(outcome: Outcome) -> list[str]:
+def _goal(outcome: Outcome) -> list[str]:
     target = outcome.target
     unit = "s" if target.relative_to is None else f"× {target.relative_to}"
     unit += f" ({words(target.relative_quantity)})" if target.relative_quantity else ""

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.report.records import LIMITS, UNIT, Record, Results
 from benchmarks.report.standings import cost, is_ours
-from benchmarks.report.text import Grid, escaped, memory, number, seconds, shortened, table, words
+from benchmarks.report.text import Grid, escaped, memory, number, seconds, shortened, table
 
 
 def ordered(methods: Iterable[str]) -> list[str]:
@@ -46,38 +46,48 @@ def environment_grid(environment: dict[str, Any]) -> Grid:
     flat: dict[str, Any] = {}
     for name, value in environment.items():
         flat |= value if isinstance(value, dict) else {name: value}
-    rows = [[name.replace("_", " "), str(value)] for name, value in flat.items() if value is not None]
+    rows = [
+        [shortened(name.replace("_", " ")), shortened(str(value))] for name, value in flat.items() if value is not None
+    ]
     return Grid(("what", "value"), rows)
 
 
-def short_table(results: Results, quantity: str, workloads: Sequence[str]) -> str:
-    """Compare all methods on a few workloads.
+def short_table(results: Results, quantity: str, workloads: Sequence[str], methods: Sequence[str]) -> str:
+    """Compare a few methods on a few workloads.
 
     Args:
         results: of a run.
         quantity: what is computed.
-        workloads: the columns; workloads that are not in the run are omitted.
+        workloads: the rows; workloads that are not in the run are omitted.
+        methods: the columns; each compiled one of ours is followed by a column of its first calls.
 
     Returns:
-        The table of times relative to one batch gradient, and a line naming the methods without a row.
+        The table of times relative to one batch gradient.
     """
-    columns = [workload for workload in workloads if any(r.workload == workload for r in results.records)]
     found = {(r.method, r.workload): r for r in results.records if r.quantity == quantity and r.method not in LIMITS}
-    best = {workload: _lowest(r for (_, w), r in found.items() if w == workload) for workload in columns}
-    rows, without = [_unit_row(results, columns)], []
-    for method in ordered(method for method, _ in found if method != UNIT):
-        cells = {workload: found.get((method, workload)) for workload in columns}
-        if any(cell and cell.status in {"ok", "wrong"} for cell in cells.values()):
-            rows.append([_name(method), *(_ratio(cell, best[workload]) for workload, cell in cells.items())])
-        else:
-            without.append(method)
-    line = f"\nWithout a {words(quantity)} of any of these: {', '.join(without)}.\n" if without else ""
-    return table(("method", *columns), rows, numbers=range(1, len(columns) + 1)) + line
+    shown = [workload for workload in workloads if any(w == workload for _, w in found)]
+    columns = [(method, first) for method in methods for first in ((False, True) if _compiles(method) else (False,))]
+    rows = []
+    for workload in shown:
+        best = _lowest(r for (_, w), r in found.items() if w == workload)
+        cells = [_short_cell(found.get((method, workload)), best, first) for method, first in columns]
+        rows.append([workload, _unit_time(results, workload), *cells])
+    headings = [f"{_name(method)}, first call" if first else _name(method) for method, first in columns]
+    return table(("workload", UNIT, *headings), rows, numbers=range(1, len(columns) + 2))
 
 
-def _unit_row(results: Results, columns: Sequence[str]) -> list[str]:
-    times = {r.workload: r.unit_s for r in reversed(results.records) if r.unit_s is not None}
-    return [f"{UNIT}: time", *(seconds(times[w]) if w in times else "" for w in columns)]
+def _compiles(method: str) -> bool:
+    return is_ours(method) and "compiled" in method
+
+
+def _short_cell(record: Record | None, best: float | None, first: bool) -> str:
+    if not first:
+        return _ratio(record, best)
+    return "" if record is None or record.first_call_s is None else seconds(record.first_call_s)
+
+
+def _unit_time(results: Results, workload: str) -> str:
+    return next((seconds(r.unit_s) for r in results.records if r.workload == workload and r.unit_s is not None), "")
 
 
 def _name(method: str) -> str:
@@ -139,6 +149,6 @@ def unit_line(results: Results, workload: str) -> str:
         The sentence.
     """
     records = [record for record in results.records if record.workload == workload]
-    time = next((seconds(r.unit_s) for r in records if r.unit_s is not None), "not measured")
+    time = _unit_time(results, workload) or "not measured"
     peak = next((f", {memory(r.unit_peak_bytes)}" for r in records if r.unit_peak_bytes is not None), "")
     return f"One batch gradient: {time}{peak}."

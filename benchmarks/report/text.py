@@ -119,7 +119,7 @@ def shortened(text: str) -> str:
         >>> shortened("no\n  hooks")
         'no hooks'
     """
-    line = " ".join(text.split())
+    line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())  # no codes for terminals
     return line if len(line) <= _LONGEST else line[:_LONGEST].rstrip() + " …"
 
 
