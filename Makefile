@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
 QUICK := imports public grid factors merge naive errors_arguments errors_loss explain defer layers_engine
+# The seeds of `make fuzz`, from and up to.
+EAGER ?= 0 5000
+COMPILED ?= 0 300
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
 # One process with one thread per core. Files stay together: the tests of one file share compiled programs.
@@ -12,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test slow lint bench bench-peers bench-report bench-summary docs
+.PHONY: help demo quick test slow fuzz lint bench bench-peers bench-report bench-summary docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -21,8 +24,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# Without torchvision, which only its examples use: built for CUDA, it fails beside a torch for CPUs.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps backpack-for-pytorch
+	@# Without torchvision, which only BackPACK's examples use: built for CUDA, it fails beside a torch for CPUs. Without
+	@# dattri's MIDI files, and the old attrs that dp-accounting pins and does not need.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
+		backpack-for-pytorch curvlinops-for-pytorch dattri dp-accounting
 	@touch $@
 
 .venv-%/.installed: benchmarks/environments/%.txt constraints.txt
@@ -49,13 +54,17 @@ test: lint ## lint, then all tests with warnings as errors, examples, notebooks,
 slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random programs, 2,000 interrupts
 	$(PYTEST) -m slow
 
+fuzz: $(INSTALLED) ## random programs against plain autograd; to go on: make fuzz EAGER='1200 5000' COMPILED='0 300'
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py eager $(EAGER)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py compiled $(COMPILED)
+
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
 	$(BIN)/python -m pytest $(wildcard benchmarks/test_*.py) --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 bench-peers: $(INSTALLED) $(PEERS) ## measure every method and every peer, each in its own environment (resumes)
 	$(BIN)/python -m benchmarks.run
 
-bench-report: $(INSTALLED) ## write the tables and figures of README and docs/benchmarks.md from the committed runs
+bench-report: $(INSTALLED) ## write the tables and figures of README and the benchmark pages from the committed runs
 	$(BIN)/python -m benchmarks.pages
 
 bench-summary: $(INSTALLED) ## summarize one run (RUN=FILE.json), and write its page and figures to bench-report/
