@@ -11,7 +11,8 @@ COMPILED ?= 0 300
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
 # One process with one thread per core. Files stay together: the tests of one file share compiled programs.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -p no:benchmark
+# A process that dies ends the run: pytest-xdist would wait for ever for the rest of its file.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 0 -p no:benchmark
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
