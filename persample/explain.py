@@ -19,7 +19,7 @@ from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
 from persample.factors.output_list import OutputList
 from persample.factors.outputs import unwrapped
-from persample.factors.storage import reason_to_write_out, size_of
+from persample.factors.storage import reason_to_write_out
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
@@ -258,7 +258,7 @@ def _needed_by(operation: str) -> str:
 def _times(factor: Factor, plan: Plan) -> Estimate | None:
     """Return the estimated time of both ways, where the gradients are sums of several products."""
     has_choice = not isinstance(factor, Dense) and factor.is_product and factor.num_terms > 1
-    return plan.estimate(size_of(factor)) if has_choice else None
+    return plan.estimate(factor.size) if has_choice else None
 
 
 def _storage(path: str, could: Factor, stored: Factor, reason: str, times: Estimate | None) -> Storage:

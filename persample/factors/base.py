@@ -69,6 +69,12 @@ class Factor(ABC):
         return self.stored
 
     @property
+    def size(self) -> cost_model.Size:
+        """The sizes by which the cost model estimates times."""
+        written = len(self) * prod(self.shape)
+        return cost_model.Size(self.num_terms, written, self.stored, self.device.type, self.operands)
+
+    @property
     def is_product(self) -> bool:
         """Whether writing a gradient out takes matrix products."""
         return True

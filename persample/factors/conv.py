@@ -108,8 +108,7 @@ class Conv(Factor):
 
     @property
     def _squares_by_inner_products(self) -> bool:
-        size = cost_model.Size(self.num_terms, len(self) * prod(self.shape), self.operands, self.device.type)
-        return cost_model.inner_products_are_faster(size)
+        return cost_model.inner_products_are_faster(self.size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the convolution that computes the batch gradient, on scaled signals."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -101,9 +100,7 @@ class Outer(Factor):
 
     @property
     def _squares_by_inner_products(self) -> bool:
-        written, operands = len(self) * prod(self.shape), self.left.numel() + self.right.numel()
-        size = cost_model.Size(self.num_terms, written, operands, self.device.type)
-        return cost_model.inner_products_are_faster(size)
+        return cost_model.inner_products_are_faster(self.size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""

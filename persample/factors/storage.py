@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from persample.factors.base import Factor
-from persample.factors.cost_model import Plan, Size
+from persample.factors.cost_model import Plan
 from persample.factors.dense import Dense
 
 
@@ -26,14 +24,4 @@ def reason_to_write_out(factor: Factor, plan: Plan) -> str:
         factor: the gradients of one parameter.
         plan: what the cost model decides by.
     """
-    return plan.reason_to_write_out(size_of(factor), is_product=factor.is_product)
-
-
-def size_of(factor: Factor) -> Size:
-    """Return the size of the gradients of a factor.
-
-    Args:
-        factor: the gradients of one parameter.
-    """
-    written, device = len(factor) * prod(factor.shape), factor.device.type
-    return Size(factor.num_terms, written, factor.stored, device, factor.operands)
+    return plan.reason_to_write_out(factor.size, is_product=factor.is_product)

@@ -52,11 +52,11 @@ def linear_einsum(equation: str, place: int) -> LinearEinsum | None:
     if len(matrix) != 2 or set(matrix) != contracted | made or not len(contracted) == len(made) == 1:
         return None
     (i,), (o,) = contracted, made
-    # The ellipsis, where there is one, comes first, so that axes count from the end; no axis is repeated or moved.
-    if given.replace(i, "") != result.replace(o, "") or given.count(i) > 1 or result.count(o) > 1 or "." in given[3:]:
+    kept = given.removeprefix("...").replace(i, "")
+    if "." in kept + result.removeprefix("..."):  # axes count from the end
         return None
-    kept = given.replace("...", "").replace(i, "")
-    if len(set(kept)) < len(kept) or (given[:1] != "." and "." in given) or (result[:1] != "." and "." in result):
+    repeats = given.count(i) > 1 or result.count(o) > 1 or len(set(kept)) < len(kept)
+    if repeats or given.replace(i, "") != result.replace(o, ""):  # repeated or moved axes
         return None
     return LinearEinsum(matrix == i + o, given.index(i) - len(given), result.index(o) - len(result))
 
