@@ -255,7 +255,7 @@ def test_leaves_without_names_are_counted():
         ((None, "0"), ("in_dims[1]:", "received '0'")),
         (
             (None, (0, 0, 0)),
-            ("in_dims[1]:", "for 2 leaves", "received (0, 0, 0)", "Match the structure TreeSpec(tuple"),
+            ("in_dims[1]:", "for 2 leaves", "received (0, 0, 0)", "Match the structure (0, 0)"),
         ),
         ((None, {"s": 0}), ("in_dims[1]:", "received {'s': 0}", "Match the structure")),
         ((None, (0, {"r": 0})), ("in_dims[1]:", "received (0, {'r': 0})")),
@@ -311,7 +311,14 @@ def test_weights(weights, received):
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: {"norms": ps.Norm(), "x": [r]}], ids=["alone", "in-container"])
 def test_averages_over_nothing(reduction, wrap):
     name, reduce = f"{type(reduction).__name__}():", wrap(reduction)
-    refuse(name, "add up to more than", "B = 0", "Leave such batches out, or ask for a sum", batch=X[:0], reduce=reduce)
+    refuse(
+        name,
+        "add up to more than",
+        "B = 0",
+        "Take more samples, leave such a batch out, or ask for a sum",
+        batch=X[:0],
+        reduce=reduce,
+    )
     fix = "An average takes weights >= 0"
     refuse(name, "weights that sum to 0, the smallest 0", fix, reduce=reduce, weights=[0.0] * 4)
     refuse(name, "weights that sum to 5, the smallest -1", fix, "Sum()", reduce=reduce, weights=[-1, 2, 2, 2])

@@ -109,7 +109,7 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
 
     Raises:
         LossError: instead of an error whose cause is known. Any other error passes; that of a shape says that the loss
-            sees one sample.
+            sees one sample, and that of a call of ``params`` that these are no module.
     """
     handled = handled_error()
     try:
@@ -121,6 +121,10 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
             _explain(call, error, batched=batched)
         if re.search(_SHAPES, str(error)) and not is_raised(error):
             error.args = (f"{error}{_one_sample(call)}",)
+        raise
+    except TypeError as error:
+        if re.fullmatch(r"'(list|tuple|dict)' object is not callable", str(error)) and not call.loss.params.parts:
+            error.args = (f"{error}\nparams is a tree of tensors: pass the module itself as params to call it.",)
         raise
 
 
@@ -144,8 +148,10 @@ def _one_sample(call: Call) -> str:
     loss = call.loss
     rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
     name, shape = next(((name, list(x.shape[1:])) for name, x, split in rows if split), ("", []))
-    if not name or loss.keep_batch_dim or loss.called != "loss_fn":  # an encoder may take many samples
+    if not name or loss.called != "loss_fn":  # an encoder may take many samples
         return ""
+    if loss.keep_batch_dim:
+        return f"\nloss_fn sees one sample, with a batch axis of 1: {name} of shape {[1, *shape]}."
     return (
         f"\nloss_fn sees one sample, without the batch axis: {name} of shape {shape}. If the model needs that axis, "
         f"pass keep_batch_dim=True: then {name} has the shape {[1, *shape]}."

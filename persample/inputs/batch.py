@@ -12,7 +12,10 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.utils import trees
 
-_PAD = "Pad episodes of different lengths to one length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
+_PAD = (
+    "Stack a list of samples (torch.stack, torch.utils.data.default_collate). Pad episodes of different lengths to one "
+    "length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
+)
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from persample.errors import ArgumentError
 from persample.utils import trees
 
+_CONTAINERS = {tuple, list, dict}
+
 
 def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
     """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``.
@@ -49,6 +51,9 @@ def spread_dims(argument: str, dims: Any, spec: trees.TreeSpec) -> list[int | No
     flat = trees.broadcast_prefix(dims, spec)
     if flat is None or any(not (dim is None or type(dim) is int) for dim in flat):
         expected = f"an int, None, or a tree prefix of them for {spec.num_leaves} leaves"
-        fix = f"Match the structure {spec}, where one entry may stand for a whole subtree."
+        like = (
+            trees.unflatten([0] * spec.num_leaves, spec) if trees.is_flat(spec) and spec.type in _CONTAINERS else spec
+        )
+        fix = f"Match the structure {like}, where one entry may stand for a whole subtree."
         raise ArgumentError.about(argument, expected=expected, received=repr(dims), fix=fix)
     return flat

@@ -115,7 +115,10 @@ def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[An
     try:
         signature.bind(params, *sample)
     except TypeError as error:
-        fix = "The batch is passed as one argument; a plain tuple is unpacked into several."
+        fix = (
+            "The batch is passed as one argument; a plain tuple is unpacked into several: pass tuple(batch) of a "
+            "NamedTuple. `accumulate` takes an iterable of batches: pass [batch] for one."
+        )
         if unpacked:
             fix = (
                 f"A plain {type(sample).__name__} is unpacked into positional arguments; to pass {len(sample)} "

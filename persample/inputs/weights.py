@@ -87,7 +87,7 @@ class TotalWeight:
             if self.total > bound and self.least >= 0:
                 continue
             name = f"{type(reduction).__name__}()"
-            received, fix = f"B = {self.total:.0f}", "Leave such batches out, or ask for a sum."
+            received, fix = f"B = {self.total:.0f}", "Take more samples, leave such a batch out, or ask for a sum."
             if self.given:
                 received = f"weights that sum to {self.total:g}, the smallest {self.least:g}"
                 fix = f"An average takes weights >= 0 with a sum of more than {bound:g}; sums such as Sum() take any."
