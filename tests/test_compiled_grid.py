@@ -26,7 +26,7 @@ def assert_all_close(results, rows, rtol):
 
 
 # What Inductor compiles in seconds; the other programs run as traced here, and compiled in the slow tests.
-QUICK = {"tutorial_td", "mlp_td", "reinforce_episodes", "embedding_attention"}
+QUICK = {"mlp_td", "embedding_attention"}
 COMPILED = [pytest.param(name, True, marks=[] if name in QUICK else pytest.mark.slow) for name in WORKLOADS]
 TRACED = [pytest.param(name, False) for name in WORKLOADS if name not in QUICK]
 
@@ -47,9 +47,8 @@ def test_equals_the_loop(workload, inductor, monkeypatch):
             leaf.fill_(NAN)  # results own their memory: the next one must not see it
 
 
-@pytest.mark.parametrize("workload", ["mlp_td", "embedding_attention"])
-def test_equals_the_loop_in_float32(workload):
-    work = build(workload, torch.float32)
+def test_equals_the_loop_in_float32():
+    work = build("embedding_attention", torch.float32)
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = wanted_of(rows, torch.float32)
     results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled")
@@ -57,8 +56,12 @@ def test_equals_the_loop_in_float32(workload):
     assert {leaf.dtype for leaf in torch.utils._pytree.tree_leaves(results["Stack"])} == {torch.float32}
 
 
-@pytest.mark.parametrize(("workload", "chunk_size"), [("tutorial_td", 2), ("reinforce_episodes", 3)])
-def test_chunks_equal_the_loop(workload, chunk_size):
+@pytest.mark.parametrize(
+    ("workload", "chunk_size", "inductor"), [("tutorial_td", 2, True), ("reinforce_episodes", 3, False)]
+)
+def test_chunks_equal_the_loop(workload, chunk_size, inductor, monkeypatch):
+    if not inductor:
+        without_compiling(monkeypatch)
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = wanted_of(rows, torch.float64)

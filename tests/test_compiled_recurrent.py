@@ -48,7 +48,7 @@ def test_lengths(kind, length, monkeypatch):
     agree(loss, model_of(kind), torch.randn(3, length, 3, dtype=F64))
 
 
-@pytest.mark.parametrize("kind", ["gru", "lstm of both directions"])
+@pytest.mark.parametrize("kind", ["gru", pytest.param("lstm of both directions", marks=pytest.mark.slow)])
 def test_compiled_loops(kind):
     # The initial state is made by the layer: zeros whose rows share memory.
     agree(loss, model_of(kind), torch.randn(3, 12, 3, dtype=F64))
@@ -59,6 +59,7 @@ def test_compiled_loop_from_a_given_state():
     agree(loss_of_the_last_state, model_of("gru"), batch, ClippedMean(0.5))
 
 
+@pytest.mark.slow
 def test_one_loop_serves_all_batch_sizes():
     clear_cache()
     model = model_of("gru")
