@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.quantities import QUANTITIES
+from benchmarks.sweep import draws
 
 # Clipped means everywhere, stacks where other libraries aim at them, every quantity once: more would take too long.
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -27,6 +28,17 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "wide MLP 5120, B=32": ("clipped_mean", "stack"),
 }
 QUICK: dict[str, tuple[str, ...]] = {"TD(0) MLP 64, B=256": ("clipped_mean",)}
+# The methods of the sweep: ours, and the libraries that users choose between.
+SWEEPING = (
+    "persample eager",
+    "persample compiled",
+    "torch.func",
+    "Opacus hooks",
+    "Opacus ghost clipping",
+    "Opacus fast gradient clipping",
+    "BackPACK",
+    "JAX jit(vmap(grad))",
+)
 
 
 @dataclass(frozen=True)
@@ -81,4 +93,15 @@ def cells(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str]
         for method in methods
         if is_shown(method, workload, quantity)
     ]
+    return _chosen(found, only)
+
+
+def swept(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:
+    """List the cells of the sweep: clipped means of its workloads, two of them in a smoke run."""
+    chosen = [method for method in methods if method.name in SWEEPING]
+    names = draws.QUICK if quick else draws.DRAWS
+    return _chosen([Cell(name, "clipped_mean", method) for name in names for method in chosen], only)
+
+
+def _chosen(found: list[Cell], only: Sequence[str]) -> list[Cell]:
     return [cell for cell in found if all(text in cell.label for text in only)]

@@ -40,6 +40,7 @@ class Pace:
     calls_timeout_s: float = 40.0
 
 
+SWEEP = Pace(cell_s=0.5, rounds=(5, 25), first_timeout_s=180.0, calls_timeout_s=20.0)
 QUICK = Pace(cell_s=0.1, turn_s=0.002, rounds=(3, 5))
 
 

@@ -1,7 +1,8 @@
 """Writes the tables and figures of README and of the documentation from the committed results: ``make bench-report``.
 
 There is one results file per machine. README shows ``results/cpu.json``, and one row for each other file;
-docs/benchmarks.md and docs/benchmark-tables.md have a part for each file.
+docs/benchmarks.md and docs/benchmark-tables.md have a part for each file. Those in ``results/sweep`` are runs of the
+sweep, which have a part of their own on both pages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.report.memory import Peaks, peaks
 from benchmarks.report.page import machine, numbers, overview
 from benchmarks.report.plots import Curves, Dots, fingerprint, plots
 from benchmarks.report.records import UNIT, Results
+from benchmarks.report.sweep import distribution, every_workload, goals
 from benchmarks.report.tables import short_table
 from benchmarks.report.text import words
 from persample.errors import ArgumentError
@@ -43,18 +45,27 @@ METHODS = (*OURS, "torch.func", "Opacus ghost clipping", "JAX jit(vmap(grad))")
 # README's picture: of which curves, and what it calls them.
 CURVES, PICTURE = f"scaling-{QUANTITY}-batch", "memory"
 NAMES = {"torch.func": "torch.func: vmap(grad)", "persample eager": "persample", UNIT: "ordinary backward pass"}
+_SWEEP = f"""Time of a clipped mean over that of one {UNIT}, on workloads whose kinds and sizes a seed draws.
+Ahead of the best peer means by over 5 %. A peer that cannot compute a workload is not compared with. Every
+workload is in the [tables](benchmark-tables.md)."""
 _NOTHING = "No results are committed yet: `make bench-peers` measures, and `make bench-report` writes them down here.\n"
 
 
-def runs(root: Path) -> dict[str, Results]:
+def runs(root: Path, folder: str = "") -> dict[str, Results]:
     """Read the committed results by file name, README's first."""
-    files = sorted((root / "benchmarks" / "results").glob("*.json"), key=lambda path: (path.stem != MAIN, path.stem))
+    paths = (root / "benchmarks" / "results" / folder).glob("*.json")
+    files = sorted(paths, key=lambda path: (path.stem != MAIN, path.stem))
     return {path.stem: read(path) for path in files}
 
 
 def pages(root: Path, found: dict[str, Results]) -> dict[Path, str]:
     """Return the up-to-date text of the pages."""
-    inside = {README: readme_part(found), DOCS: docs_part(found), TABLES: tables_part(found)}
+    swept = runs(root, "sweep")
+    inside = {
+        README: readme_part(found),
+        DOCS: docs_part(found) + _swept(swept, sweep_part),
+        TABLES: tables_part(found) + _swept(swept, lambda run: every_workload(run).markdown()),
+    }
     return {root / page: between(root / page, part) for page, part in inside.items()}
 
 
@@ -83,6 +94,15 @@ def docs_part(found: dict[str, Results]) -> str:
 def tables_part(found: dict[str, Results]) -> str:
     """Return the part of each machine's report that is looked up."""
     return _parts(found, lambda _, run, at: numbers(run, at, level=3))
+
+
+def sweep_part(run: Results) -> str:
+    """Return the distribution of a sweep's ratios, and its goals."""
+    return f"{_SWEEP}\n\n{distribution(run).markdown()}\n{goals(run).markdown()}"
+
+
+def _swept(swept: dict[str, Results], text: Callable[[Results], str]) -> str:
+    return "".join(f"\n## The sweep on {machine(run.environment)}\n\n{text(run)}" for run in swept.values())
 
 
 def _parts(found: dict[str, Results], text: Callable[[str, Results, str], str]) -> str:

@@ -44,7 +44,10 @@ class Process:
     Attributes:
         about: the worker's description of its environment.
         used: whether any method ran in it.
+        workload: what it was last used for.
     """
+
+    workload = ""
 
     def __init__(self, environment: str, *, cuda: bool = False, cache: str | None = None):
         self.environment = environment
@@ -62,6 +65,11 @@ class Process:
             start_new_session=True,  # Ctrl-C reaches the runner only
         )
         self.about = self._answer(_START_TIMEOUT)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can answer."""
+        return self._process.poll() is None
 
     def ask(self, do: str, timeout: float, **arguments: Any) -> dict[str, Any]:
         """Send a request; raises ``FailedError`` if the worker fails, or does not answer in time."""

@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks import measure, scaling
-from benchmarks.cells import cells
+from benchmarks.cells import cells, swept
 from benchmarks.process import ROOT, FailedError
 from benchmarks.report.records import Record
 from benchmarks.session import Session
+from benchmarks.targets import TARGETS
 from benchmarks.workers import Workers
 from persample.errors import ArgumentError
 
@@ -28,10 +29,14 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def run(
+    *,
     results: Annotated[Path | None, typer.Option(help="JSON file; what is in it is not measured again.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Text in the label of what is measured; all must be.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A smoke run of under 2 minutes; its times mean little.")
+    ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="The sweep: clipped means of workloads whose sizes are drawn.")
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="Start the file anew.")] = False,
     cuda: Annotated[bool, typer.Option("--cuda", help="On the GPU, with its own clock and allocator.")] = False,
@@ -43,13 +48,13 @@ def run(
     """
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; leave it out to measure on the CPU", param_hint="--cuda")
-    folder = Path(tempfile.mkdtemp()) if quick else RESULTS
+    folder = Path(tempfile.mkdtemp()) if quick else RESULTS / "sweep" if sweep else RESULTS
     path = results or folder / ("cuda.json" if cuda else "cpu.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     if again:
         path.unlink(missing_ok=True)
     try:
-        _run(path, only or [], quick=quick, cuda=cuda)
+        _run(path, only or [], quick=quick, sweep=sweep, cuda=cuda)
     except KeyboardInterrupt:
         console.print(f"Stopped. What was measured is in {path}; the same command (without --again) goes on.")
         raise typer.Exit(130) from None
@@ -58,14 +63,16 @@ def run(
         raise typer.Exit(1) from error
 
 
-def _run(path: Path, only: list[str], *, quick: bool, cuda: bool) -> None:
-    with Workers(cuda=cuda, cold=not quick) as workers, _progress() as progress:
+def _run(path: Path, only: list[str], *, quick: bool, sweep: bool, cuda: bool) -> None:
+    pace = measure.QUICK if quick else measure.SWEEP if sweep else measure.Pace()
+    with Workers(cuda=cuda, cold=not quick, shared=sweep) as workers, _progress() as progress:
         for name in workers.missing:
             progress.console.print(f"[yellow]Without the environment {name}[/]: `make bench-peers` creates it.")
         task = progress.add_task("")
-        session = Session(workers, path, measure.QUICK if quick else measure.Pace(), _report(progress, task))
-        todo = session.missing(cells(workers.methods, quick=quick, only=only))
-        points = session.missing(scaling.points(workers.methods, quick=quick, only=only))
+        session = Session(workers, path, pace, _report(progress, task), () if sweep else TARGETS)
+        listed, options = workers.methods, {"quick": quick, "only": only}
+        todo = session.missing((swept if sweep else cells)(listed, **options))
+        points = [] if sweep else session.missing(scaling.points(listed, **options))
         progress.update(task, total=len(todo) + len(points))
         session.measure_cells(todo)
         session.measure_points(points)

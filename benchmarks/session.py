@@ -14,7 +14,7 @@ import torch
 from benchmarks.cells import Cell
 from benchmarks.measure import Pace, Turn, measure, set_up
 from benchmarks.report.files import merge, read, write
-from benchmarks.report.records import UNIT, Record, Results
+from benchmarks.report.records import UNIT, Record, Results, Target
 from benchmarks.scaling import Point, has_given_up
 from benchmarks.targets import TARGETS
 from benchmarks.workers import Workers, truth_of
@@ -34,14 +34,22 @@ class Session:
         path: the results file, read now and written after every measurement.
         pace: the duration of measurements.
         report: called with each label and record.
+        targets: the limits that the file states.
 
     Raises:
         ArgumentError: if the results file comes from another machine.
     """
 
-    def __init__(self, workers: Workers, path: Path, pace: Pace, report: Callable[[str, Record], object]):
+    def __init__(
+        self,
+        workers: Workers,
+        path: Path,
+        pace: Pace,
+        report: Callable[[str, Record], object],
+        targets: tuple[Target, ...] = TARGETS,
+    ):
         self._workers, self._path, self._pace, self._report = workers, path, pace, report
-        self._results = Results(_environment(workers), targets=TARGETS)
+        self._results = Results(_environment(workers), targets=targets)
         if path.exists():
             before = read(path)
             _check_same(path, before.environment, self._results.environment)

@@ -23,6 +23,8 @@ class Workers:
     Args:
         cuda: whether they use the GPU, which only environments with torch can.
         cold: whether the run uses compile caches of its own, initially empty.
+        shared: whether the methods of a workload take turns in one process per environment: half of the time, and no
+            memory of theirs that means anything.
 
     Attributes:
         methods: the available methods.
@@ -30,8 +32,8 @@ class Workers:
         missing: the names of missing environments.
     """
 
-    def __init__(self, *, cuda: bool = False, cold: bool = True):
-        self.cuda, self._cold = cuda, cold
+    def __init__(self, *, cuda: bool = False, cold: bool = True, shared: bool = False):
+        self.cuda, self._cold, self._shared = cuda, cold, shared
         self._caches = Path(tempfile.mkdtemp(prefix="persample-bench-"))
         self._all: list[Process] = []
         there = [name for name, python in PYTHONS.items() if python.exists() and (name in WITH_TORCH or not cuda)]
@@ -43,16 +45,21 @@ class Workers:
 
     @contextlib.contextmanager
     def of(self, cell: Cell) -> Iterator[Process]:
-        """Yield a process for one cell, and end it after use."""
+        """Yield a process for one cell; it is kept if it may serve another one."""
+        environment = cell.method.environment
         if cell.key in COLD and self._cold:
-            process = self._start(cell.method.environment, cache="cold")
+            process = self._start(environment, cache="cold")
         else:
-            process = self._spare.pop(cell.method.environment, None) or self._start(cell.method.environment)
+            process = self._spare.pop(environment, None) or self._start(environment)
+        if process.used and process.workload != cell.workload:
+            self._end(process)
+            process = self._start(environment)
+        process.workload = cell.workload
         yield process
-        if process.used:
+        if environment in self._spare or (process.used and not (self._shared and process.is_alive)):
             self._end(process)
         else:
-            self._spare[process.environment] = process
+            self._spare[environment] = process
 
     def _start(self, environment: str, cache: str = "shared") -> Process:
         folder = str(self._caches / cache) if self._cold else None

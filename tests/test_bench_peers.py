@@ -19,6 +19,8 @@ from benchmarks.methods import FILES, by_hand, stacked
 from benchmarks.methods.hooked import Hooked
 from benchmarks.methods.layers import layered, losses
 from benchmarks.quantities import QUANTITIES
+from benchmarks.sweep import drawn
+from benchmarks.sweep.draws import KINDS, Draw
 
 BENCHMARKS = Path(workloads.__file__).parent
 
@@ -46,6 +48,7 @@ SMALL = {
     "transformer": lambda: workloads.transformer(50, 3, length=8, width=16, layers=2),
     "lora": small_lora,
     "wide_mlp": small_wide,
+    **{f"drawn {kind}": lambda kind=kind: drawn.build(Draw(0, kind, 3, 4, 8, 2)) for kind in KINDS},
 }
 
 
@@ -77,7 +80,7 @@ def test_batched_losses_hold_targets_fixed(kind):
     torch.testing.assert_close(found, torch.autograd.grad(work.batch_loss(work.model, *work.batch), params))
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", SMALL.keys() - {"drawn functional"})  # bare parameters
 def test_layered_models_compute_the_same_with_every_parameter_in_a_layer(kind):
     work = build(kind)
     model, original = layered(work.model)
@@ -149,8 +152,8 @@ def flat(result, quantity):
 
 def test_every_kind_of_workload_is_rebuilt_for_the_peers():
     kinds = {workloads.build(name).kind for name in workloads.WORKLOADS if "5120" not in name and "32000" not in name}
-    kinds |= {"wide_mlp"}
-    assert kinds == SMALL.keys() == keys_of("jax_models.py", "_LOSSES")
+    kinds |= {"wide_mlp", *(f"drawn {kind}" for kind in KINDS)}
+    assert kinds == SMALL.keys() == keys_of("jax_losses.py", "_LOSSES")
     assert keys_of("mindspore_.py", "_LOSSES") == {"td_linear", "td_mlp", "reinforce_mlp", "wide_mlp"}
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.methods import jax_models, stacked
+from benchmarks.methods import jax_losses, stacked
 from benchmarks.methods.method import CORRECTION, DAMPING, Method, Prepared
 from benchmarks.quantities import QUANTITIES
 from benchmarks.saved import Saved
@@ -22,7 +22,7 @@ reduce = partial(
 
 
 def prepare(saved: Saved, quantity: str) -> Prepared:
-    gradient = jax.grad(jax_models.loss_of(saved))
+    gradient = jax.grad(jax_losses.loss_of(saved))
     return jitted(
         saved, lambda *args: reduce(jax.vmap(gradient, (None, None, *(0 for _ in saved.batch)))(*args), quantity)
     )

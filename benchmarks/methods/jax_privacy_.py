@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_privacy import clipped_grad
 
 from benchmarks.methods.jax_ import jitted
-from benchmarks.methods.jax_models import loss_of
+from benchmarks.methods.jax_losses import loss_of
 from benchmarks.methods.method import CORRECTION, MAX_NORM, CannotError, Method, Prepared
 from benchmarks.saved import Saved
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models import LinearValue, Transformer
+from benchmarks.sweep.draws import KINDS
 from benchmarks.workloads import DISCOUNT, Workload
 
 
@@ -94,6 +95,12 @@ def _squared_error(model, x, y):
     return (model(x) - y).square().mean(1)
 
 
+def _classes(model, *batch):
+    *inputs, y = batch
+    losses = F.cross_entropy(model(*inputs).flatten(0, -2), y.flatten(), reduction="none")
+    return losses.view(len(y), -1).mean(1)
+
+
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "td_linear": _tutorial,
     "td_mlp": _td,
@@ -102,4 +109,5 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
     "transformer": _next_token,
     "lora": _next_token,
     "wide_mlp": _squared_error,
+    **dict.fromkeys((f"drawn {kind}" for kind in KINDS), _classes),
 }
