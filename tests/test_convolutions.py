@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import clear_cache, per_sample_grads
+from persample.factors import cost_model
+from persample.factors.conv import Conv
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 F64 = torch.float64
@@ -81,6 +83,28 @@ def test_settings(dims, options):
     module, x = build(lambda: MODULES[dims](2, 4, **options), *(2, *[6, 7, 5][:dims]))
     assert_is_loop(module, x)
     assert kinds(plain, module, x) == {"weight": "Conv"}
+
+
+@pytest.mark.parametrize(("dims", "options"), SETTINGS)
+def test_norms_by_inner_products(dims, options, monkeypatch):
+    """All pairs of pixels are multiplied, or all pairs of patches where those are fewer products."""
+    options = {"kernel_size": 3, **options}
+    module, x = build(lambda: MODULES[dims](2, 4, **options), *(2, *[6, 7, 5][:dims]))
+    norms = oracle(plain, module, (x,)).grads[0].flatten(1).norm(dim=1)
+    factor = per_sample_grads(plain, module, x, ps.Factored())["weight"]
+    monkeypatch.setattr(cost_model, "inner_products_are_faster", lambda size: True)
+    for fewer in (True, False):
+        monkeypatch.setattr(Conv, "_multiplies_pixels", fewer)
+        assert_trees_close(factor.squared_norms().sqrt(), norms, 1e-9)
+
+
+def test_all_pairs_of_pixels_are_counted():
+    signals, inputs = torch.randn(5, 1, 8, 4, 4), torch.randn(5, 1, 6, 4, 4)
+    factor = Conv(signals, inputs, (8, 6, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    # 36 padded pixels of 6 channels, 16 places of 8; both are read, and 16² pairs for each of 9 offsets.
+    assert factor.size.inner == (5 * (36**2 * 6 + 16**2 * 8), 5 * (36 * 6 + 16 * 8 + 9 * 16**2))
+    apart = Conv(torch.randn(5, 1, 8, 2, 2), torch.randn(5, 1, 6, 8, 8), (8, 6, 1, 1), (4, 4), (0, 0), (1, 1), 1)
+    assert apart.size.inner is None  # 4 patches of one of 64 pixels each
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +12,10 @@ from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor, row_format
+from persample.factors.kernel_grads import kernel_grad, kernel_grads, kernel_grads_for_any_size
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
+from persample.factors.patch_products import patch_products
 from persample.utils import dtypes
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -68,16 +68,41 @@ class Conv(Factor):
         return len(self) * self.num_terms * (channels + self.groups * prod(kernel))
 
     @property
+    def size(self) -> cost_model.Size:
+        """The sizes by which the cost model estimates times, with inner products of pixels where these are fewer."""
+        size = super().size
+        if not self._multiplies_pixels:
+            return size
+        terms, signals, images = self.num_terms, self._kernel[0], self.inputs.shape[2]
+        products = terms**2 * signals + self._pixels**2 * images
+        read = terms * signals + self._pixels * images + terms**2 * prod(self._kernel[2:]) * self.groups
+        return size._replace(inner=(len(self) * products, len(self) * read))
+
+    @property
+    def _pixels(self) -> int:
+        """The number of pixels of the padded images of one sample."""
+        sizes = zip(self.inputs.shape[3:], self.padding, strict=True)
+        return self.inputs.shape[1] * prod(size + 2 * sides for size, sides in sizes)
+
+    @property
+    def _multiplies_pixels(self) -> bool:
+        """Whether all pairs of pixels are fewer than all pairs of patches times the offsets in the kernel."""
+        return self._pixels**2 <= prod(self._kernel[2:]) * self.num_terms**2
+
+    @property
     def _kernel(self) -> tuple[int, ...]:
         """The shape of the kernel with one axis of channels."""
         axis = len(self.shape) - len(self.stride) - 1
         return (prod(self.shape[:axis]), *self.shape[axis:])
 
+    @property
+    def _padded(self) -> Tensor:
+        return pad(self.inputs, [side for sides in reversed(self.padding) for side in (sides, sides)])
+
     def patches(self) -> Outer:
         """Return the same gradients as outer products of signals and patches of the images."""
         axes = range(len(self.stride))
-        sides = [side for axis in reversed(axes) for side in [self.padding[axis]] * 2]
-        patches = pad(self.inputs, sides)
+        patches = self._padded
         for axis in axes:
             size, dilation = self._kernel[2 + axis], self.dilation[axis]
             patches = patches.unfold(3 + axis, (size - 1) * dilation + 1, self.stride[axis])[..., ::dilation]
@@ -94,7 +119,7 @@ class Conv(Factor):
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
-        each = kernel_grads() if cost_model.is_for_any_size() else _kernel_grads
+        each = kernel_grads_for_any_size() if cost_model.is_for_any_size() else kernel_grads
         grads = each(self.signals, self.inputs, self._kernel, *self._geometry).view(len(self), *self.shape)
         return grads if out is None else out.copy_(grads)
 
@@ -104,7 +129,18 @@ class Conv(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        return self.patches().squared_norms() if self._squares_by_inner_products else super().squared_norms()
+        if not self._squares_by_inner_products:
+            return super().squared_norms()
+        if not self._multiplies_pixels:
+            return self.patches().squared_norms()
+        # As in Outer, the terms cancel: float32 would lose per cents.
+        signals, images = (
+            x.unflatten(2, (self.groups, -1)).transpose(1, 2).movedim(3, -1).double()
+            for x in (self.signals, self._padded)
+        )
+        left = signals.flatten(2, -2)
+        right = patch_products(images, self._kernel[2:], self.stride, self.dilation)
+        return ((left @ left.mT) * right).sum((1, 2, 3)).clamp_min(0)
 
     @property
     def _squares_by_inner_products(self) -> bool:
@@ -114,7 +150,7 @@ class Conv(Factor):
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the convolution that computes the batch gradient, on scaled signals."""
         signals = self.signals if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
         images, signals = self.inputs.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
-        return _kernel_grad(signals, images, self._kernel, self._geometry).view(self.shape)
+        return kernel_grad(signals, images, self._kernel, self._geometry).view(self.shape)
 
     @property
     def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
@@ -168,36 +204,3 @@ class Conv(Factor):
             return self.patches().add(other.patches())
         signals, inputs = (torch.cat(pair, 1) for pair in zip(self.tensors, other.tensors, strict=True))
         return replace(self, signals=signals, inputs=inputs)
-
-
-def _kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Any, ...]) -> Tensor:
-    """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
-    kernel = images.new_empty(shape)  # only its shape is read; an expanded tensor would be copied
-    *steps, groups = geometry
-    settings = (*steps, False, (0,) * len(steps[0]), groups)
-    return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
-
-
-def _kernel_grads(  # noqa: PLR0917 - as torch's
-    signals: Tensor,
-    images: Tensor,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """Return the gradients ``[B, *shape]`` of each sample, by one convolution with B times as many groups."""
-    size = len(signals)
-    signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (signals, images))
-    geometry = stride, padding, dilation, size * groups
-    grads = _kernel_grad(signals, images, (size * shape[0], *shape[1:]), geometry)
-    return grads.view(size, *shape)
-
-
-@functools.cache
-def kernel_grads() -> Any:
-    """Return the same as an operation that programs for any B call: Inductor fixes the number of groups of its own."""
-    own = torch.library.custom_op("persample::kernel_grads", _kernel_grads, mutates_args=())
-    own.register_fake(lambda signals, images, shape, *_: images.new_empty((signals.shape[0], *shape)))
-    return own

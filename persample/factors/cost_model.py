@@ -51,7 +51,7 @@ class Work(NamedTuple):
     Args:
         products: multiply-adds in units of T·E, in float32.
         products64: the same in float64.
-        inner64: multiply-adds in float64, in units of T·S.
+        inner64: inner products of all pairs of terms in float64.
         written: numbers read or written, in units of E.
         stored: the same, in units of S.
     """
@@ -83,7 +83,8 @@ _OF_WRITTEN = {
     "gram": Work(written=3),
     "project": Work(written=2),
 }
-_INNER_PRODUCTS = Work(inner64=1, stored=8)  # norms without blocks
+_INNER_PRODUCTS = Work(inner64=1)  # norms without blocks
+_INNER_PASSES = 8  # over what they read, for conversion to float64 and the products of the results
 
 
 class Size(NamedTuple):
@@ -95,6 +96,8 @@ class Size(NamedTuple):
         stored: the number of elements in the factor of all samples.
         device: the type of the device.
         operands: S, the number of elements that products read, where these are not the stored ones.
+        inner: the multiply-adds of inner products of all pairs of terms, and the number of elements that they read,
+            where these are not T·S and S.
     """
 
     num_terms: int
@@ -102,15 +105,17 @@ class Size(NamedTuple):
     stored: float
     device: str = "cpu"
     operands: float | None = None
+    inner: tuple[float, float] | None = None
 
     def seconds(self, *works: Work) -> float:
         """Return the estimated time of some work."""
         rates = _CPU if self.device == "cpu" else _GPU
         products, products64, inner64, written, stored = map(sum, zip(*works, strict=True))
         terms, operands = self.num_terms, self.stored if self.operands is None else self.operands
+        inner_products, inner_operands = (terms * operands, operands) if self.inner is None else self.inner
         return (
             (products * rates.product + products64 * rates.product64) * terms * self.written
-            + inner64 * rates.product64 * terms * operands
+            + inner64 * (inner_products * rates.product64 + _INNER_PASSES * inner_operands * rates.number)
             + (written * self.written + stored * operands) * rates.number
         )
 
