@@ -108,7 +108,7 @@ def _gradients(cell: Cell, gates: Tensor, products: Tensor, weight: Tensor, *res
     whole, first = _reverse_scan(by_products, by_state, grads, weight)
     whole = [x.unsqueeze(-2) for x in whole]
     by_input = _chain(by_gates, whole).flatten(-2)
-    return by_input, _chain(by_products, whole).flatten(-2), *first
+    return by_input, by_input if by_products is by_gates else _chain(by_products, whole).flatten(-2), *first
 
 
 def _derivatives(cell: Cell, *inputs: Tensor) -> list[Derivatives]:
@@ -120,8 +120,10 @@ def _derivatives(cell: Cell, *inputs: Tensor) -> list[Derivatives]:
     rows = [torch.autograd.grad(x, leaves, retain_graph=True, allow_unused=True) for x in sums]
     columns = [{j: x for j, x in enumerate(column) if x is not None} for column in zip(*rows, strict=True)]
     width = inputs[-1].shape[-1]
-    gates = [{j: x.unflatten(-1, (-1, width)) for j, x in column.items()} for column in columns[:2]]
-    return [*gates, *columns[2:]]
+    by_gates, by_products = ({j: x.unflatten(-1, (-1, width)) for j, x in column.items()} for column in columns[:2])
+    # Of a cell that reads their sum, as an LSTM's, autograd returns the same tensors for both.
+    is_sum = columns[0].keys() == columns[1].keys() and all(columns[0][j] is x for j, x in columns[1].items())
+    return [by_gates, by_gates if is_sum else by_products, *columns[2:]]
 
 
 def _reverse_scan(
