@@ -22,6 +22,7 @@ from benchmarks.report.records import UNIT, Results
 from benchmarks.report.sweep import distribution, every_workload, goals
 from benchmarks.report.tables import short_table
 from benchmarks.report.text import words
+from benchmarks.sweep.draws import DRAWS
 from persample.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +99,9 @@ def tables_part(found: dict[str, Results]) -> str:
 
 def sweep_part(run: Results) -> str:
     """Return the distribution of a sweep's ratios, and its goals."""
-    return f"{_SWEEP}\n\n{distribution(run).markdown()}\n{goals(run).markdown()}"
+    measured = len({record.workload for record in run.records})
+    some = f"Measured so far: {measured} of {len(DRAWS)} workloads.\n" if measured < len(DRAWS) else ""
+    return f"{some}{_SWEEP}\n\n{distribution(run).markdown()}\n{goals(run).markdown()}"
 
 
 def _swept(swept: dict[str, Results], text: Callable[[Results], str]) -> str:

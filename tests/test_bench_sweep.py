@@ -113,6 +113,7 @@ def test_goals_say_which_hold():
 def test_every_workload_names_its_best_peer():
     assert every_workload(RUN).rows[0] == ["w0", "1.00 ms", "9.00", "0.50", "Opacus hooks: 2.00"]
     assert every_workload(RUN).rows[2] == ["w2", "10.0 ms", "2.00", "1.30", "–"]
+    assert sweep_part(RUN).startswith("Measured so far: 4 of 40 workloads.\nTime of a clipped mean")
     assert "| persample eager | all | 4 |" in sweep_part(RUN)
 
 
