@@ -240,7 +240,6 @@ aten_attention_cpu = private("torch:ops.aten._scaled_dot_product_flash_attention
 aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 aten_efficientzerotensor = private("torch:ops.aten._efficientzerotensor.default")  # zeros without memory
 aten_local_scalar_dense = private("torch:ops.aten._local_scalar_dense.default")  # what .item() calls
-aten_cholesky_solve = private("torch:ops.aten._cholesky_solve_helper.default")  # for any size
 aten_to_copy = private("torch:ops.aten._to_copy.default")
 aten_reshape_alias = private("torch:ops.aten._reshape_alias.default")
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")

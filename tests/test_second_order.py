@@ -18,7 +18,7 @@ from workloads import build
 import persample as ps
 from persample import ArgumentError, Leverage, LossError, NaturalGradient, fisher_vector_product, per_sample_grads
 from persample.factors import Dense, contractions
-from persample.factors.gram import summed_gram
+from persample.factors.float64_gram import float64_gram
 from persample.utils.solve import solve
 
 ENGINES = pytest.mark.parametrize(
@@ -151,7 +151,23 @@ def test_a_bias_shares_the_product_of_its_signals(monkeypatch):
 def test_products_are_shared_by_the_same_memory_only():
     values = draw(4, 6)
     halves = [Dense(values[:, :3]), Dense(values[:, 3:])]
-    assert_trees_close(summed_gram(halves, torch.float64), values @ values.T, 1e-12)
+    assert_trees_close(float64_gram(halves), values @ values.T, 1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 150])
+def test_the_gram_matrix_is_computed_by_blocks(size):
+    """Of a layer with its bias, one with a single output, and one without a factor."""
+    x, w = draw(size, 4), {"hidden": draw(4, 3), "bias": draw(3), "out": draw(3), "scale": draw(2)}
+
+    def loss(w, x):
+        return torch.tanh(x @ w["hidden"] + w["bias"]) @ w["out"] * w["scale"].prod()
+
+    factors = list(per_sample_grads(loss, w, x, ps.Factored()).values())
+    rows = reals(oracle(loss, w, (x,)))
+    s = draw(size, seed=1)
+    expected = s[:, None] * (rows @ rows.T) * s
+    assert_trees_close(float64_gram(factors, s), expected, 1e-12)
+    assert_trees_close(float64_gram(factors, s, lower=True).tril(), expected.tril(), 1e-12)
 
 
 @ENGINES
@@ -312,7 +328,7 @@ def test_a_system_is_solved():
     a = draw(5, 5)
     a, b = a @ a.T, draw(5, 2, seed=1)
     damping = torch.tensor(0.3, dtype=torch.float64)
-    got, _ = solve(a, damping, b, eps=1e-16, minimum_norm=False)
+    got, _ = solve(a.clone(), damping, b, eps=1e-16, minimum_norm=False)
     assert_trees_close(got, torch.linalg.solve(a + 0.3 * torch.eye(5, dtype=a.dtype), b), 1e-10)
 
 

@@ -554,11 +554,6 @@ def test_aten_operators_by_value():
     assert x.tolist() == [0, 9, 2, 3]
 
 
-def test_aten_cholesky_solve():
-    right, lower = torch.tensor([[4.0], [2.0]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]])
-    torch.testing.assert_close(_torch.aten_cholesky_solve(right, lower, False), torch.cholesky_solve(right, lower))
-
-
 # Pytrees.
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
-from persample.factors.gram import summed_gram
+from persample.factors.float64_gram import float64_gram
 from persample.factors.outputs import by_row, sizes
 from persample.gradients import Gradients, weighted_sums
 from persample.merge import Stacked
@@ -45,10 +45,11 @@ class _Solve(Reduction):
         object.__setattr__(self, "minimum_norm", not hidden and bool(self.damping == 0))
 
     def _solved(
-        self, matrix: Tensor, right: Tensor, dtypes: Sequence[torch.dtype], scale: Tensor | None = None
+        self, matrix: Tensor, n: Tensor, right: Tensor, dtypes: Sequence[torch.dtype], scale: Tensor | None = None
     ) -> tuple[Tensor, bool]:
+        """Return the solution of (K + nλI) X = B, and whether λ counted as 0."""
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return solve(matrix, self._on(matrix), right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
+        return solve(matrix, n * self._on(matrix), right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
 
     def _on(self, x: Tensor) -> Tensor:
         """Return λ on the device of a float64 tensor, a number without a copy from the CPU."""
@@ -151,35 +152,35 @@ class NaturalGradient(_Solve):
 
     def _sums(self, group: Sequence[tuple[Factor, torch.dtype]], weights: Tensor, targets: Tensor) -> list[Tensor]:
         factors, dtypes = zip(*group, strict=True)
-        gram = summed_gram(factors, torch.float64)
-        plain = self._is_recorded(gram, weights, targets)
-        if plain and not self.minimum_norm:
-            coefficients = self._plain_coefficients(gram, weights, targets)
-        else:
-            gram = gram.clone() if plain else gram
-            coefficients = self._coefficients(gram, weights, targets, dtypes)
+        is_plain = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
+        solve_for = self._plain_coefficients if is_plain and not self.minimum_norm else self._coefficients
+        coefficients = solve_for(factors, weights, targets, dtypes)
         # Of more samples than parameters, targets have a part that no update fits. It cancels in the sum, and what
         # rounding leaves of it is divided by λ.
         is_tall = len(coefficients) > sum(prod(factor.shape) for factor in factors)
         wide = [torch.float64 if is_tall else accumulate_dtype(dtype) for dtype in dtypes]
         return weighted_sums(factors, [coefficients] * len(factors), wide)
 
-    def _coefficients(self, gram: Tensor, weights: Tensor, targets: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+    def _coefficients(
+        self, factors: Sequence[Factor], weights: Tensor, targets: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> Tensor:
         root, n = weights.sqrt(), weights.sum()
         each = _of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
-        gram, right = gram.mul_(each).mul_(each[:, None] / n), each * targets.flatten()
+        gram, right = float64_gram(factors, each, lower=not self.centered), each * targets.flatten()
         scale = None
         if self.centered:
             scale = gram.trace()  # of which the centered matrix has the rounding errors
             gram, right = _centered(_centered(gram, root, root, n).T, root, root, n), _centered(right, root, root, n)
-        solution = self._solved(gram, right[:, None], dtypes, scale)[0][:, 0]
+        solution = self._solved(gram, n, right[:, None], dtypes, scale)[0][:, 0]
         if self.centered:  # again: what rounding adds along √w is divided by λ, and the gradients are not centered
             solution = _centered(solution, root, root, n)
-        return each * solution / n
+        return each * solution
 
-    def _plain_coefficients(self, gram: Tensor, weights: Tensor, targets: Tensor) -> Tensor:
+    def _plain_coefficients(
+        self, factors: Sequence[Factor], weights: Tensor, targets: Tensor, _: Sequence[torch.dtype]
+    ) -> Tensor:
         """Return the same for λ > 0 without √w, which has no derivative where a weight is 0."""
-        ones, n = torch.ones_like(weights), weights.sum()
+        gram, ones, n = float64_gram(factors), torch.ones_like(weights), weights.sum()
         each, right = _of_each(weights, targets.shape).flatten(), targets.flatten()
         if self.centered:
             gram = _centered(_centered(gram, ones, weights, n).T, ones, weights, n)
@@ -237,19 +238,19 @@ class Leverage(_Solve):
         """Return the leverages."""
         dtypes = [leaf.dtype for leaf in merged["factors"]]
         factors = [leaf.concatenated() for leaf in merged["factors"]]
-        gram = summed_gram(list(map(by_row, factors)), torch.float64)
+        gram = float64_gram(factors)
         weights, shape = merged["weights"].finish(), sizes(factors[0])
         n = weights.sum()
         weights = _of_each(weights, shape).flatten()
         if not self.minimum_norm and self._is_recorded(gram, weights):
             return self._plain_scores(gram, weights, n).view(shape).to(widest(dtypes))
         counts, root = weights != 0, weights.sqrt()
-        seen = torch.where(counts[:, None], root[:, None] * gram, 0) / n  # a sample of weight 0 may be NaN
-        solution, is_undamped = self._solved(torch.where(counts, seen * root, 0), seen, dtypes)
+        seen = torch.where(counts[:, None], root[:, None] * gram, 0)  # a sample of weight 0 may be NaN
+        solution, is_undamped = self._solved(torch.where(counts, seen * root, 0), n, seen, dtypes)
         if is_undamped:
             scores = solution.square().sum(0)
         else:  # samples that do not count by the formula of Sherman, Morrison and Woodbury, whose difference cancels
-            others = (gram.diagonal() / n - (seen * solution).sum(0)).clamp_min(0) / self.damping
+            others = (gram.diagonal() - (seen * solution).sum(0)).clamp_min(0) / (n * self.damping)
             scores = torch.where(counts, solution.diagonal() / root, others)
         return scores.view(shape).to(widest(dtypes))
 

@@ -67,7 +67,7 @@ class Accumulator:
             self.leaves = [leaf.widened() if isinstance(leaf, Summed | Moments) else leaf for leaf in leaves]
             self._later_rows = [[] for _ in leaves]
             return
-        if structure != self.structure:
+        if structure is not self.structure and structure != self.structure:
             expected, received = (" ".join(str(one).split()) for one in (self.structure, structure))
             raise LossError(f"expected results like those of earlier batches, {expected}, received {received}.")
         for place, leaf in enumerate(leaves):

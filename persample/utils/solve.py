@@ -7,7 +7,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from persample._torch import aten_cholesky_solve
 from persample.utils.tracing import holds, is_recorded, is_wrapped
 
 _EPS = torch.finfo(torch.float64).eps
@@ -23,7 +22,7 @@ def solve(
     NaN or infinity in A makes all of X NaN.
 
     Args:
-        matrix: A, ``[B, B]`` float64, of which only the lower triangle is read.
+        matrix: A, ``[B, B]`` float64, of which only the lower triangle is read; its diagonal is overwritten.
         damping: λ >= 0, 0-d float64.
         right: B, ``[B, K]`` float64.
         eps: the relative precision of the rows.
@@ -43,18 +42,19 @@ def solve(
         >>> solve(matrix, torch.tensor(0.0).double(), right, eps=1e-16, minimum_norm=True)[0].T
         tensor([[0.3333, 0.0000]], dtype=torch.float64)
     """
-    poison = 0 * matrix.sum()
-    matrix = torch.where(poison == 0, matrix, 0)  # factorizations refuse NaN
+    poison = 0 * matrix.diagonal().sum()  # every row that is not finite shows there
     if not minimum_norm:
         matrix.diagonal().add_(damping)
         lower, info = torch.linalg.cholesky_ex(matrix)
         if is_wrapped(info):
             poison = poison + torch.where(info == 0, 0, torch.nan)
         if is_wrapped(info) or not holds(info != 0):
-            solution = (torch.cholesky_solve if is_wrapped(lower) else aten_cholesky_solve)(right, lower, False)
-            return solution + poison, False
+            # Two triangular solves, which do not copy the factor, as cholesky_solve does.
+            half = torch.linalg.solve_triangular(lower, right, upper=False)
+            return torch.linalg.solve_triangular(lower.mT, half, upper=True) + poison, False
         matrix.diagonal().sub_(damping)
-    return _pseudo_inverse(matrix, eps, scale) @ right + poison, True
+    known = torch.where(poison == 0, matrix, 0)  # eigenvalues of NaN are an error
+    return _pseudo_inverse(known, eps, scale) @ right + poison, True
 
 
 def solve_weighted(gram: Tensor, weights: Tensor, n: Tensor, damping: Tensor, right: Tensor) -> Tensor:
