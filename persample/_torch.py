@@ -15,6 +15,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -307,6 +308,11 @@ def run_captured(function: Callable[..., Any]) -> Any:
     ``torch.compile`` itself would capture it once more.
     """
     return private("torch._dynamo:run")(function)
+
+
+def forget_captured(code: CodeType) -> None:
+    """Drop what Dynamo captured of a code object; torch keeps every code object that it captured."""
+    private("torch._C._dynamo.eval_frame:reset_code")(code)
 
 
 def recompile_reason() -> str:

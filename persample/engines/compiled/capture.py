@@ -11,6 +11,7 @@ import builtins
 import functools
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from persample._torch import (
     capture_settings,
     dynamo_settings,
+    forget_captured,
     recompile_reason,
     run_captured,
     set_dynamo_settings,
@@ -146,6 +148,7 @@ class Entry:
         # Code of its own: Dynamo keeps its guards beside the code. The globals are those that it sees and adds to.
         code: CodeType = _call.__code__.replace(co_name=f"loss_{number}")
         function = FunctionType(code, {"__builtins__": builtins, "torch": torch, "NewError": NewError})
+        weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
         compiler: Any = torch.compile  # torch's types do not have recompile_limit
         self._compiled = compiler(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
