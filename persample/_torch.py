@@ -270,6 +270,7 @@ LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad":
 
 _CAPTURE_SETTINGS = {
     "allow_rnn": True,
+    "trace_autograd_ops": True,
     "ignore_logging_functions": {warnings.warn, print},
     "skip_nnmodule_hook_guards": False,
     "record_runtime_overhead": False,  # at every call, for the profiler
