@@ -183,7 +183,7 @@ class Entry:
         """
         with lock:
             try:
-                return Captured.of(self.find(function, *args))
+                return self._prepared(Captured.of(self.find(function, *args)))
             except NewError:
                 pass
             if len(self.captures) >= MOST_CAPTURES:
@@ -207,10 +207,13 @@ class Entry:
                     self._unread = _UnreadIndices
                     return self.capture(function, *args)
                 raise UncapturableError(refusal(error)) from error
-            if captured.capture is not None:
-                captured.capture.prepare(self.history)  # not in the backend, where torch traces
-                self.captures.add(captured.capture)
-            return captured
+            return self._prepared(captured)
+
+    def _prepared(self, captured: Captured) -> Captured:
+        if captured.capture is not None:  # not in the backend, where torch traces; an interrupt may have come between
+            captured.capture.prepare(self.history)
+            self.captures.add(captured.capture)
+        return captured
 
     def _record(
         self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
