@@ -15,6 +15,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -268,6 +269,7 @@ LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad":
 
 _CAPTURE_SETTINGS = {
     "allow_rnn": True,
+    "trace_autograd_ops": True,
     "ignore_logging_functions": {warnings.warn, print},
     "skip_nnmodule_hook_guards": False,
     "record_runtime_overhead": False,  # at every call, for the profiler
@@ -306,6 +308,11 @@ def run_captured(function: Callable[..., Any]) -> Any:
     ``torch.compile`` itself would capture it once more.
     """
     return private("torch._dynamo:run")(function)
+
+
+def forget_captured(code: CodeType) -> None:
+    """Drop what Dynamo captured of a code object; torch keeps every code object that it captured."""
+    private("torch._C._dynamo.eval_frame:reset_code")(code)
 
 
 def recompile_reason() -> str:

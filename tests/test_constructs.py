@@ -508,7 +508,13 @@ def _(w, x):
     return torch.func.jacrev(f)(x).square().sum() + torch.func.jacfwd(f)(x).sum() + torch.func.hessian(f)(x).sum()
 
 
-@autograd("`torch.autograd.grad(…, create_graph=True)`", eager=DERIVATIVES, compiled=DERIVATIVES)
+@autograd("`torch.autograd.grad(…, create_graph=True)` with respect to a parameter")
+def _(w, x):
+    (slope,) = torch.autograd.grad(torch.tanh(w * x).sum(), w, create_graph=True)
+    return (slope * x).square().sum()
+
+
+@autograd("the same with respect to a tensor that requires a gradient inside", eager=DERIVATIVES, compiled=DERIVATIVES)
 def _(w, x):
     x = x.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(torch.tanh(w * x).sum(), x, create_graph=True)

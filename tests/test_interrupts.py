@@ -20,10 +20,11 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
-from traced import without_compiling
+from traced import without_compiling, without_inductor
 
 import persample
 from persample import ClippedMean, Norm, Stack, clear_cache, composite_grads, per_sample_grads
+from persample.engines.compiled import batchable
 from persample.utils import interrupts
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
@@ -279,3 +280,28 @@ def test_modes_of_the_caller_are_there_again_where_torch_took_them_off():
     with Mode() as mode:
         interrupts.in_same_state(torch.overrides._pop_mode)
         assert torch.overrides._get_current_function_mode_stack() == [mode]
+
+
+@pytest.mark.parametrize("step", ["_inline", "_keep_values", "_give_each_sample_its_own"])
+def test_an_interrupted_capture_is_completed(step, monkeypatch):
+    clear_cache()
+    without_inductor(monkeypatch)
+    w, x = torch.randn(3), torch.randn(4, 3)
+
+    def loss(w, x):
+        out = torch.zeros(3)
+        out[:2] = torch.func.vmap(lambda a: torch.tanh(w * a).sum())(x[:2])
+        return out.sum() ** 2
+
+    whole = getattr(batchable, step)
+
+    def interrupted(graph):
+        whole(graph)
+        monkeypatch.setattr(batchable, step, whole)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batchable, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        per_sample_grads(loss, w, (x,), engine="compiled")
+    found = per_sample_grads(loss, w, (x,), engine="compiled")
+    assert torch.allclose(found, per_sample_grads(loss, w, (x,), engine="loop"))

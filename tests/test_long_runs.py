@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.data import DataLoader, Dataset
 from traced import without_inductor
 
 import persample as ps
 from persample import clear_cache, per_sample_grads
+from persample.engines.compiled.capture import Entry
+from persample.engines.compiled.graph import Capture
 
 F64 = torch.float64
 REDUCE = {"mean": ps.ClippedMean(0.3), "norm": ps.Norm()}
@@ -50,6 +56,41 @@ def test_memory_is_flat_in_a_long_run(engine, calls):
     assert_nothing_stays(ran(engine, calls), 12)
 
 
+# Losses made anew
+
+KEPT_BY_TORCH = 64  # the losses whose bytecode was translated last
+
+
+def powers(number):
+    """A loss of its own code: they differ in what is captured."""
+    source = f"def loss(w, x):\n    return ((w * x).sum() + {number}) ** {2 + number % 3}\n"
+    space = {"__name__": __name__}
+    exec(source, space)
+    return space["loss"]
+
+
+def alive():
+    """How many captures are alive, and how many of torch's records of one trace."""
+    while gc.collect():
+        pass
+    return Counter(type(x) for x in gc.get_objects() if type(x) in (Entry, Capture, ShapeEnv, FakeTensorMode))
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(1000, marks=pytest.mark.slow)])
+def test_dropped_losses_leave_nothing(count, monkeypatch):
+    clear_cache()
+    without_inductor(monkeypatch)
+    w, x = torch.randn(3), torch.randn(9, 3)
+    before = alive()
+    for number in range(count):
+        per_sample_grads(powers(number), w, x, ps.Norm(), engine="compiled")
+    found = alive() - before
+    assert found[Capture] == min(count, KEPT_BY_TORCH)
+    assert max(found.values()) <= 2 * KEPT_BY_TORCH, found
+    clear_cache()
+    assert not alive() - before
+
+
 # Threads
 
 
@@ -71,14 +112,6 @@ def in_threads(works):
         thread.join()
     if errors:
         raise errors[0]
-
-
-def powers(number):
-    """A loss of its own code: they differ in what is captured."""
-    source = f"def loss(w, x):\n    return ((w * x).sum() + {number}) ** {2 + number % 3}\n"
-    space = {"__name__": __name__}
-    exec(source, space)
-    return space["loss"]
 
 
 @pytest.mark.parametrize("calls", [6, pytest.param(400, marks=pytest.mark.slow)])

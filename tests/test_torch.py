@@ -671,6 +671,17 @@ def test_run_captured():
     assert len(graphs) == 1
 
 
+def test_forget_captured():
+    def function(x):
+        return x.sin() if torch.compiler.is_compiling() else "not captured"
+
+    run, x = _torch.run_captured(function), torch.ones(2)
+    captured(function, x)
+    assert torch.equal(run(x), x.sin())
+    _torch.forget_captured(function.__code__)
+    assert run(x) == "not captured"
+
+
 def test_recompile_reason():
     scale = 2.0
     compiled, _, reasons = captured(lambda x: scale * x, torch.ones(2))

@@ -32,7 +32,7 @@ _WRITES = {
 
 
 def make_batchable(module: GraphModule) -> None:
-    """Rewrite a graph in place.
+    """Rewrite a graph in place; after an interrupt, a second call completes the first.
 
     Args:
         module: a graph of Dynamo. It gets one more input, the first: any tensor of the sample.
@@ -50,9 +50,10 @@ def make_batchable(module: GraphModule) -> None:
 
 def _give_each_sample_its_own(graph: Graph) -> None:
     """Copy for each sample what the loss made for all of them and writes into: vmap refuses the write otherwise."""
-    first = next(iter(graph.nodes))
-    with graph.inserting_before(first):
-        sample = graph.placeholder("sample")
+    sample = next(iter(graph.nodes))
+    if sample.target != "sample":
+        with graph.inserting_before(sample):
+            sample = graph.placeholder("sample")
     written = {_memory(node.args[0]) for node in graph.nodes if _writes(node)} - {None}
     for node in list(graph.nodes):
         memory = _memory(node)
@@ -98,7 +99,8 @@ def _shift_levels(graph: Graph) -> None:
             opened.pop()
         elif name in LEVEL_ARGUMENT:
             place = LEVEL_ARGUMENT[name]
-            node.update_arg(place, opened[node.args[place] - 1])
+            if isinstance(level := node.args[place], int):
+                node.update_arg(place, opened[level - 1])
 
 
 def _inline(graph: Graph) -> None:

@@ -11,6 +11,7 @@ import builtins
 import functools
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from persample._torch import (
     capture_settings,
     dynamo_settings,
+    forget_captured,
     recompile_reason,
     run_captured,
     set_dynamo_settings,
@@ -146,6 +148,7 @@ class Entry:
         # Code of its own: Dynamo keeps its guards beside the code. The globals are those that it sees and adds to.
         code: CodeType = _call.__code__.replace(co_name=f"loss_{number}")
         function = FunctionType(code, {"__builtins__": builtins, "torch": torch, "NewError": NewError})
+        weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
         compiler: Any = torch.compile  # torch's types do not have recompile_limit
         self._compiled = compiler(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
@@ -180,7 +183,7 @@ class Entry:
         """
         with lock:
             try:
-                return Captured.of(self.find(function, *args))
+                return self._prepared(Captured.of(self.find(function, *args)))
             except NewError:
                 pass
             if len(self.captures) >= MOST_CAPTURES:
@@ -204,10 +207,13 @@ class Entry:
                     self._unread = _UnreadIndices
                     return self.capture(function, *args)
                 raise UncapturableError(refusal(error)) from error
-            if captured.capture is not None:
-                captured.capture.prepare(self.history)  # not in the backend, where torch traces
-                self.captures.add(captured.capture)
-            return captured
+            return self._prepared(captured)
+
+    def _prepared(self, captured: Captured) -> Captured:
+        if captured.capture is not None:  # not in the backend, where torch traces; an interrupt may have come between
+            captured.capture.prepare(self.history)
+            self.captures.add(captured.capture)
+        return captured
 
     def _record(
         self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False

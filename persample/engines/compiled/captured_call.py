@@ -82,7 +82,7 @@ def captured_call(call: Call) -> Call:
     values = [own if isinstance(slot, str) else parameter(x) for slot, own, x in pairs]
     values = [row(x) if split else x for x, split in zip(values, call.params_batched, strict=True)]
     pairs_of_batch = zip(call.leaves, call.leaves_batched, strict=True)
-    sample = [row_taker(x, loss.keep_batch_dim)(x) if split else x for x, split in pairs_of_batch]
+    sample = [_first_row(x, loss.keep_batch_dim) if split else x for x, split in pairs_of_batch]
     with torch.enable_grad():
         capture = functools.partial(entry_of(loss.fn).capture, loss.fn)
 
@@ -123,6 +123,12 @@ def row(x: Tensor) -> Tensor:
     """
     is_number = x.ndim == 0 and x.dtype in _NUMBERS
     return nn.Parameter(x, requires_grad=x.requires_grad) if is_number else x
+
+
+def _first_row(x: Tensor, keep_batch_dim: bool) -> Tensor:
+    """Return the first sample's row, not as a view: of views torch's records of a capture are never freed."""
+    taken = row_taker(x, keep_batch_dim)(x)
+    return taken if isinstance(taken, nn.Parameter) else taken.detach()
 
 
 def row_taker(x: Tensor, keep_batch_dim: bool) -> Callable[[Tensor], Tensor]:

@@ -65,6 +65,7 @@ class Capture:
         self.num_outputs = len(outputs)
         self.history = History()
         self.constants: list[int] = []
+        self._prepared = False
 
     @property
     def guard(self) -> str:
@@ -72,13 +73,15 @@ class Capture:
         return self.reason.partition(" == ")[0]
 
     def prepare(self, history: History) -> None:
-        """Rewrite the graph so that torch.func can batch it.
+        """Rewrite the graph so that torch.func can batch it, unless that is done.
 
         Args:
             history: what happened to the function.
         """
-        make_batchable(self.graph)
-        self.history = history
+        if not self._prepared:
+            make_batchable(self.graph)
+            self.history = history
+            self._prepared = True
 
     def run(self, *inputs: Any) -> Any:
         """Run the graph; an error gets an attribute ``users_line``, where it names the line that made the operation."""
