@@ -63,6 +63,7 @@ class Summed:
         return restore(self.value if divisor is None else self.value.div_(divisor), self.dtype)
 
 
+@leaf
 @dataclass(frozen=True)
 class Moments:
     """Weight, mean and sum of squared deviations; merging uses Chan's formula.
