@@ -76,7 +76,7 @@ class Conv(Factor):
         terms, signals, images = self.num_terms, self._kernel[0], self.inputs.shape[2]
         products = terms**2 * signals + self._pixels**2 * images
         read = terms * signals + self._pixels * images + terms**2 * prod(self._kernel[2:]) * self.groups
-        return size._replace(inner=(len(self) * products, len(self) * read))
+        return cost_model.Size(*size[:5], inner=(len(self) * products, len(self) * read))
 
     @property
     def _pixels(self) -> int:
