@@ -187,8 +187,11 @@ class Conv(Factor):
 
     def squared_norms_of_outputs(self) -> Tensor:
         """Return ‖gₖ‖² for gradients ``[K, *shape]``, ``[B, K]`` float64."""
-        inner = self._squares_by_inner_products
-        return self.patches().squared_norms_of_outputs() if inner else super().squared_norms_of_outputs()
+        if not self._squares_by_inner_products:
+            return super().squared_norms_of_outputs()
+        if not self._multiplies_pixels:
+            return self.patches().squared_norms_of_outputs()
+        return torch.stack([factor.squared_norms() for factor in self.outputs()], 1)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Conv]) -> Factor | None:

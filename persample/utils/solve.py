@@ -37,7 +37,7 @@ def solve(
 
     Examples:
         >>> matrix, right = torch.tensor([[3.0, 0.0], [0.0, 0.0]]).double(), torch.ones(2, 1).double()
-        >>> solve(matrix, torch.tensor(1.0).double(), right, eps=1e-16, minimum_norm=False)[0].T
+        >>> solve(matrix.clone(), torch.tensor(1.0).double(), right, eps=1e-16, minimum_norm=False)[0].T
         tensor([[0.2500, 1.0000]], dtype=torch.float64)
         >>> solve(matrix, torch.tensor(0.0).double(), right, eps=1e-16, minimum_norm=True)[0].T
         tensor([[0.3333, 0.0000]], dtype=torch.float64)
