@@ -11,7 +11,7 @@ NOTES: dict[tuple[str, str, str], str] = {
         "A call is all overhead: we check in Python what the loss would read, JAX in C++ its arguments only."
     ),
     ("REINFORCE MLP 256, 32x200", "clipped_mean", "time"): (
-        "XLA multiplies with kernels of its own, torch with MKL, which takes twice the time of others on this processor."
+        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
     ),
     ("GRU policy, 32x50", "clipped_mean", "time"): (
         "Fifty steps of small products, each a call of torch's: half of our time is addmm, bmm and mm."
@@ -47,7 +47,7 @@ NOTES: dict[tuple[str, str, str], str] = {
         "The loop holds the graph of one sample, we of 16, less than the batch gradient; `chunk_size` bounds it."
     ),
     ("transformer tied 32000, B=16", "clipped_mean", "time"): (
-        "XLA multiplies with kernels of its own, torch with MKL, which takes twice the time of others on this processor."
+        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
     ),
     ("transformer tied 32000, B=16", "clipped_mean", "memory"): (
         "The loop holds the graph of one sample, we of 16, half of the batch gradient; `chunk_size` bounds it."
