@@ -16,6 +16,7 @@ from torch import Tensor
 
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
+from persample.utils import trees
 from persample.utils.dtypes import restore
 from persample.utils.trees import leaf, tree_map
 
@@ -164,6 +165,21 @@ class Stacked:
 def _share(part: Tensor, n: Tensor) -> Tensor:
     """Return part / n, and 0 for leaves without samples; a clamp takes a quarter of the time of ``torch.where``."""
     return part / n.clamp_min(torch.finfo(n.dtype).tiny)
+
+
+def check_alike(expected: trees.TreeSpec, received: trees.TreeSpec) -> None:
+    """Reject leaves whose tree is another than that of earlier batches.
+
+    Args:
+        expected: the structure of the earlier ones.
+        received: the structure of these.
+
+    Raises:
+        LossError: if they differ.
+    """
+    if expected is not received and expected != received:
+        one, other = (" ".join(str(structure).split()) for structure in (expected, received))
+        raise LossError(f"expected results like those of earlier batches, {one}, received {other}.")
 
 
 def _check_shapes(one: Sequence[int], other: Sequence[int]) -> None:

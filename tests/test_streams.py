@@ -86,6 +86,32 @@ def test_compiled_batches_like_an_earlier_one_run_its_program_at_once(monkeypatc
     assert_trees_close(weighted, per_sample_grads(loss, w, x, ps.Mean(), weights=x[:, 0].abs()), 1e-9)
 
 
+def test_one_program_merges_all_batches(monkeypatch):
+    without_inductor(monkeypatch)
+    clear_cache()
+    w, x = draw(3, dtype=torch.float32), draw(9, 3, dtype=torch.float32, seed=1)
+    wanted = {"mean": ps.Mean(), "norms": ps.Norm(), "unit": ps.WeightedSum(torch.reciprocal)}
+    loss = lambda w, x: (w @ x) * 10 ** x[0]
+    one, other = x[:6].split(2), [x[:2], 30 - x[2:4], x[4:6], x[6:]]  # inverses of norms of 1e30: outside of programs
+    first, *rest = (accumulate(loss, w, batches, wanted, engine="compiled") for batches in (one, other, one))
+    assert [made.batch_size for made in ps.explain(loss, w, x, ps.Mean(), engine="compiled").compilations] == [2, None]
+    exact = accumulate(loss, w.double(), [x.double() for x in other], wanted, engine="loop")
+    assert_trees_close(rest[0], tree_map(torch.Tensor.float, exact), 1e-5)
+    assert_trees_close(rest[1], first, 0)  # no call writes into the total of another
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_batches_with_results_of_another_form(engine, monkeypatch):
+    without_inductor(monkeypatch)
+    loss = lambda w, x: (w[: x.shape[0]] @ x, {"a": x} if x.shape[0] == 3 else [x])
+    batches = [draw(2, 3), draw(2, 2)]
+    with pytest.raises(LossError, match=r"expected results like those of earlier batches.*'a'.*received"):
+        accumulate(loss, draw(3), batches, ps.Aux(), engine=engine)
+    rows = lambda w, x: (w[: x.shape[0]] @ x, x)
+    with pytest.raises(LossError, match=r"rows like those of earlier batches, shape \[3\].*received shape \[2\]"):
+        accumulate(rows, draw(3), batches, ps.Aux(), engine=engine)
+
+
 class TestSources:
     w, x, y = draw(3), draw(7, 3, seed=1), draw(7, seed=2)
 

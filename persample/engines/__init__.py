@@ -3,10 +3,12 @@
 from persample.engines.compiled import (
     Asked,
     Compilation,
+    Total,
     clear_cache,
     compilations_of,
     compiled,
     lift_compiled,
+    merge_compiled,
     repeated,
 )
 from persample.engines.empty import empty
@@ -21,10 +23,12 @@ __all__ = [
     "ENGINES",
     "Asked",
     "Compilation",
+    "Total",
     "clear_cache",
     "compilations_of",
     "compiled",
     "empty",
     "lift_compiled",
+    "merge_compiled",
     "repeated",
 ]

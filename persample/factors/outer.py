@@ -115,14 +115,18 @@ class Outer(Factor):
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((folded(left).mT @ folded(right))[None])[0]
 
-    def balanced(self) -> Outer:
-        """Return the same gradients with operands of like norms, where the squares of one operand might overflow."""
-        dtype = dtypes.accumulate_dtype(self.dtype)
-        if dtype == torch.float64:
+    def balanced(self, dtype: torch.dtype) -> Outer:
+        """Return the same gradients with operands of like norms, where the squares of one might overflow in a dtype.
+
+        Args:
+            dtype: the dtype of the squares; float64 holds those of all float32 numbers.
+        """
+        if torch.float64 in (dtype, self.dtype):
             return self
+        dtype = dtypes.accumulate_dtype(self.dtype)
         left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
         # A GPU balances faster than it answers.
-        if left.device.type == "cpu" and not any(norms.has_extreme(x, 1e10) for x in (left, right)):
+        if left.device.type == "cpu" and not any(norms.has_extreme(x, 1e20) for x in (left, right)):
             return self
         regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
         ratio = torch.where(regular, right / left, 1).sqrt().sqrt().view(-1, 1, 1, 1)
@@ -132,7 +136,7 @@ class Outer(Factor):
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
         if self.num_terms > 1 or (center is not None and dtype != torch.float64):
             return super().second_moment(weights, dtype, center)
-        balanced = self.balanced()
+        balanced = self.balanced(dtype)
         squares = replace(self, left=balanced.left.to(dtype).square(), right=balanced.right.to(dtype).square())
         moment = squares.weighted_sum(weights, dtype)
         if center is not None:  # float64 keeps 6 digits of this difference at mean/std = 1e5
@@ -147,8 +151,7 @@ class Outer(Factor):
             return super().gram(other, dtype)
         dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
         if self.num_terms == other.num_terms == 1:
-            # float64 holds the products of all float32 numbers.
-            pairs = _pairs(self, other) if dtype == torch.float64 else _pairs(self.balanced(), other.balanced())
+            pairs = _pairs(self.balanced(dtype), other.balanced(dtype))
             left, right = (folded(a.to(dtype)) @ folded(b.to(dtype)).mT for a, b in pairs)
             return left[0] * right[0] if len(left) == 1 else (left * right).sum(0)
         blocks = _written_out(self, other, contractions.gram_dtype(self.dtype, other.dtype))

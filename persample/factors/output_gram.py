@@ -46,8 +46,7 @@ def gram_of_outputs(one: Factor, other: Factor, dtype: torch.dtype | None) -> Te
 def _products_of_grams(one: Outer, other: Outer, dtype: torch.dtype) -> Tensor:
     """Return the inner products for T = 1: those of signals, times those of inputs."""
     sizes = len(one), one.shape[0], len(other), other.shape[0]
-    if dtype != torch.float64:  # which holds the products of all float32 numbers
-        one, other = one.balanced(), other.balanced()
+    one, other = one.balanced(dtype), other.balanced(dtype)
 
     def signals(x: Outer) -> Tensor:
         return x.left.squeeze(2).unflatten(2, (x.shape[0], -1)).movedim(1, 0).flatten(1, 2).to(dtype)

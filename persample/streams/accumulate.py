@@ -125,7 +125,8 @@ def accumulate(
         "outputs": outputs,
         "memory": memory,
     }
-    lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness))
+    merges = engine == "compiled" and sink is None  # a folder takes rows, and the numbers of its sums, after each batch
+    lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
 
     def prepare() -> tuple[Processes, SinkRun | None]:
         processes = Processes(group, inputs.check_params(params).tensors[0].device, "accumulate")

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample.engines import Total
 from persample.errors import LossError
 from persample.factors import Factor
 from persample.factors.base import tensor_fields
 from persample.inputs import TotalWeight
-from persample.merge import AnyOf, Moments, Stacked, Summed
+from persample.merge import AnyOf, Moments, Stacked, Summed, check_alike
 from persample.outputs import memory
 from persample.utils import trees
 
@@ -46,7 +47,9 @@ class Accumulator:
         self.structure: trees.TreeSpec | None = None
         self.leaves: list[Any] = []
         self.samples, self.weight = 0, TotalWeight()
+        self.total: Total | None = None
         self._later_rows: list[list[Tensor | Factor]] = []
+        self._other_places: list[int] = []  # of the leaves that are not part of the total
 
     def add(self, partial: Any, inputs: list[Tensor]) -> None:
         """Merge the leaves of one part.
@@ -61,23 +64,46 @@ class Accumulator:
         """
         leaves, structure = trees.flatten(partial)
         taken = {memory(x) for x in inputs}
-        leaves = [_own_rows(leaf, taken) if isinstance(leaf, Stacked) else leaf for leaf in leaves]
+        leaves = [_own_rows(leaf, taken) for leaf in leaves]
         if self.structure is None:
             self.structure = structure
             self.leaves = [leaf.widened() if isinstance(leaf, Summed | Moments) else leaf for leaf in leaves]
             self._later_rows = [[] for _ in leaves]
             return
-        if structure is not self.structure and structure != self.structure:
-            expected, received = (" ".join(str(one).split()) for one in (self.structure, structure))
-            raise LossError(f"expected results like those of earlier batches, {expected}, received {received}.")
+        check_alike(self.structure, structure)
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Stacked):
-                _check_rows(self.leaves[place], leaf)
-                self._later_rows[place].append(leaf.rows)
-            elif isinstance(leaf, Summed | Moments):
+            if isinstance(leaf, Summed | Moments):
                 self.leaves[place].absorb(leaf)
             else:
-                self.leaves[place] = self.leaves[place].merge(leaf)
+                self._append(place, leaf)
+
+    def take(self, merged: tuple[Total, list[Any]], inputs: list[Tensor]) -> None:
+        """Take the total that a program returned.
+
+        Args:
+            merged: the total of all parts, and the leaves of the last one that are not in it, in order.
+            inputs: as in ``add``.
+        """
+        total, others = merged
+        taken = {memory(x) for x in inputs}
+        others = [_own_rows(leaf, taken) for leaf in others]
+        if self.total is None:
+            leaves, self.structure = trees.flatten(total.tree)
+            self._later_rows = [[] for _ in leaves]
+            rest = iter(others)
+            self.leaves = [next(rest) if leaf is None else leaf for leaf in leaves]
+            self._other_places = [place for place, leaf in enumerate(leaves) if leaf is None]
+        else:
+            for place, leaf in zip(self._other_places, others, strict=True):
+                self._append(place, leaf)
+        self.total = total
+
+    def _append(self, place: int, leaf: Any) -> None:
+        if isinstance(leaf, Stacked):
+            _check_rows(self.leaves[place], leaf)
+            self._later_rows[place].append(leaf.rows)
+        else:
+            self.leaves[place] = self.leaves[place].merge(leaf)
 
     def state(self) -> dict[str, Tensor]:
         """Return all numbers as tensors by name; none of the leaves has rows."""
@@ -110,6 +136,9 @@ class Accumulator:
         """Return all that was merged."""
         if self.structure is None:
             return Partial(None, 0, self.weight)
+        if self.total is not None:
+            newest = trees.flatten(self.total.tree)[0]
+            self.leaves = [old if new is None else new for old, new in zip(self.leaves, newest, strict=True)]
         pairs = zip(self.leaves, self._later_rows, strict=True)
         leaves = [Stacked(x.rows, x.dtype, tuple(rows)) if isinstance(x, Stacked) else x for x, rows in pairs]
         return Partial(trees.unflatten(leaves, self.structure), self.samples, self.weight)
@@ -122,7 +151,9 @@ def _numbers(leaf: Any) -> dict[str, Tensor]:
     return tensor_fields(leaf)
 
 
-def _own_rows(leaf: Stacked, taken: set[int]) -> Stacked:
+def _own_rows(leaf: Any, taken: set[int]) -> Any:
+    if not isinstance(leaf, Stacked):
+        return leaf
     rows = leaf.rows
     tensors = [rows] if isinstance(rows, Tensor) else rows.tensors
     if taken.isdisjoint(map(memory, tensors)):

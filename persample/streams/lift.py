@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persample import inputs, pipeline
-from persample.engines import ENGINES, Asked, empty, lift_compiled, repeated
+from persample.engines import ENGINES, Asked, Total, empty, lift_compiled, merge_compiled, repeated
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.inputs import Call
@@ -21,7 +21,7 @@ from persample.utils.isolation import isolated
 
 @dataclass(frozen=True)
 class BatchLift:
-    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves.
+    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves; or merged into a total, by a program.
 
     Args:
         loss_fn: the user's loss.
@@ -31,6 +31,7 @@ class BatchLift:
         chunk_size: the number of samples processed at a time, or None for a whole batch.
         engine: the name of the engine.
         random: the random numbers that the loss draws.
+        merges: whether programs of the compiled engine merge the leaves into a total.
     """
 
     loss_fn: Callable[..., Any]
@@ -40,13 +41,16 @@ class BatchLift:
     chunk_size: int | None
     engine: str
     random: RandomStream
+    merges: bool
 
-    def __call__(self, batch: Batch, receive: Callable[[Any, Call], object]) -> Call:
+    def __call__(self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Any, Call], object]) -> Call:
         """Compute one batch.
 
         Args:
             batch: the batch.
-            receive: is called with the leaves of each chunk, and the chunk.
+            total: returns the total of all chunks before, None of none.
+            receive: is called with the leaves of each chunk, and the chunk. If ``merges``, they are the new total, and
+                the leaves that are not part of it.
 
         Returns:
             The normalized batch.
@@ -57,30 +61,33 @@ class BatchLift:
             with unwritten(call):
                 for chunk in call.chunks(self.chunk_size):
                     with self.random.drawing():
-                        lifted = self._lifted(chunk, self._asked(batch))
-                    receive(lifted, chunk)
+                        asked = self._asked(batch, total())
+                        found = self._merged(chunk, asked) if self.merges else self._lifted(chunk)
+                    receive(found, chunk)
             return call
 
         with named(batch.name):
             return isolated(self.params, compute)
 
-    def repeated(self, batch: Batch) -> tuple[Any, int] | None:
-        """Return the leaves of a batch by the compiled program of an earlier one like it, and its number of samples.
+    def repeated(self, batch: Batch, total: Total | None) -> tuple[Any, int] | None:
+        """Merge a batch by the compiled program of an earlier one like it.
 
         Args:
             batch: the batch.
+            total: the total of the batches before, None of none.
 
         Returns:
-            Leaves that share no memory with the batch; None where there is no such program.
+            What ``receive`` is called with, which shares no memory with the batch, and the number of samples; None
+            where there is no such program.
         """
-        if self.engine != "compiled" or batch.weights is not None:
+        if not self.merges or batch.weights is not None:
             return None
         with named(batch.name), self.random.drawing():
-            return repeated(self._asked(batch))
+            return repeated(self._asked(batch, total))
 
-    def _asked(self, batch: Batch) -> Asked:
+    def _asked(self, batch: Batch, total: Total | None) -> Asked:
         options = (*self.options.values(), self.chunk_size)
-        return Asked(self.loss_fn, self.params, batch.content, self.wanted, None, None, options)
+        return Asked(self.loss_fn, self.params, batch.content, self.wanted, None, None, options, total)
 
     def normalized(self, batch: Batch) -> Call:
         """Return a batch, normalized; nothing is computed."""
@@ -103,16 +110,29 @@ class BatchLift:
         """Return the leaves of none of the samples of a batch, which show the form of those of any."""
         return isolated(self.params, lambda: self._lifted(call.none()))
 
-    def _lifted(self, chunk: Call, asked: Asked | None = None) -> Any:
+    def _lifted(self, chunk: Call) -> Any:
         reductions = Reductions(self.wanted)
 
         def by(way: pipeline.Engine) -> Any:
             return pipeline.lift_by(way, reductions)(chunk)
 
         def first() -> Any:
-            return lift_compiled(chunk, reductions, asked) if self.engine == "compiled" else by(ENGINES[self.engine])
+            return lift_compiled(chunk, reductions) if self.engine == "compiled" else by(ENGINES[self.engine])
 
         if chunk.size:
             return answered(chunk, self.engine, first, by)
         leaves, _ = by(empty)
         return leaves, AnyOf(False)  # a loss that is not called is not known to depend on anything
+
+    def _merged(self, chunk: Call, asked: Asked) -> tuple[Total, list[Any]]:
+        reductions = Reductions(self.wanted)
+        total = Total.of(self._lifted(chunk.none())) if asked.total is None else asked.total
+
+        def by(way: pipeline.Engine) -> list[Any]:
+            return total.merged(pipeline.lift_by(way, reductions)(chunk))
+
+        def first() -> list[Any]:
+            return merge_compiled(chunk, reductions, asked, total)
+
+        found = answered(chunk, self.engine, first, by) if chunk.size else total.merged(self._lifted(chunk))
+        return Total.split(found, len(total.tensors), total.outline)

@@ -79,18 +79,21 @@ class Stream:
         if self.run is not None and batch.number < self.run.done:
             self.run.skip(batch, self.accumulator)
             return
-        found = self.lift.repeated(batch) if self.run is None else None
-        if found is not None:
-            lifted, size = found
-            self.accumulator.add(lifted, [])
+        repeated = self.lift.repeated(batch, self.accumulator.total)
+        if repeated is not None:
+            merged, size = repeated
+            self.accumulator.take(merged, [])
             self.accumulator.count(size, None)
             return
-        call = self.lift(batch, self._receive)
+        call = self.lift(batch, lambda: self.accumulator.total, self._receive)
         self.accumulator.count(call.size, call.weights)
         if self.run is not None:
             self.run.commit(batch, self.accumulator)
 
     def _receive(self, lifted: Any, chunk: Call) -> None:
+        if self.lift.merges:
+            self.accumulator.take(lifted, chunk.tensors)
+            return
         if self.run is not None:
             lifted = self.run.receive(lifted, chunk)
         self.accumulator.add(lifted, chunk.tensors)

@@ -12,6 +12,7 @@ from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, UnfinishedError
+from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import TraceError
 from persample.engines.vmap import by_vmap, eager
 from persample.errors import LossError
@@ -45,13 +46,12 @@ def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: 
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def lift_compiled(call: Call, reductions: Reductions, asked: Asked | None = None) -> Any:
+def lift_compiled(call: Call, reductions: Reductions) -> Any:
     """Compute the mergeable leaves of one chunk by compiled code, as ``pipeline.lift_by`` does with other engines.
 
     Args:
         call: the chunk, at least one sample.
         reductions: the reductions of the call.
-        asked: the user's arguments, if they may be recognized in the next call; without a container.
 
     Returns:
         What ``Reductions.lift`` returns.
@@ -59,7 +59,25 @@ def lift_compiled(call: Call, reductions: Reductions, asked: Asked | None = None
     Raises:
         LossError: as ``compiled`` does.
     """
-    return _computed(Task(reductions, call, finishes=False), asked)
+    return _computed(Task(reductions, call, finishes=False))
+
+
+def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total) -> list[Any]:
+    """Merge the leaves of one chunk into a total by compiled code.
+
+    Args:
+        call: the chunk, at least one sample.
+        reductions: the reductions of the call.
+        asked: the user's arguments, by which ``repeated`` recognizes the next call like this one; without a container.
+        total: the total of the samples before.
+
+    Returns:
+        What ``Total.merged`` returns.
+
+    Raises:
+        LossError: as ``compiled`` does.
+    """
+    return cast("list[Any]", _computed(Task(reductions, call, finishes=False, total=total), asked))
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Any:
@@ -77,7 +95,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
         captured = task.captured()
         program = program_of(captured)
     except UnfinishedError:
-        return _finish(task, lift_compiled(task.call, task.reductions))
+        return task.last_step(_computed(replace(task, finishes=False, total=None)))
     except (UncapturableError, TraceError) as error:
         if captured is not None and captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)
@@ -107,8 +125,4 @@ def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> A
 
 
 def _eagerly(task: Task) -> Any:
-    return _finish(task, pipeline.lift_chunks([task.call], eager, task.reductions))
-
-
-def _finish(task: Task, lifted: Any) -> Any:
-    return pipeline.finish(task.call, lifted, task.reductions) if task.finishes else lifted
+    return task.last_step(pipeline.lift_chunks([task.call], eager, task.reductions))

@@ -27,6 +27,7 @@ from persample.engines.compiled.graph import Capture
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Task, fixed_fields, live_tensors
+from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
 from persample.inputs.hooks import is_hooked
@@ -45,9 +46,10 @@ class Asked(NamedTuple):
         params: the parameters.
         batch: the batch.
         wanted: the reductions.
-        container: the structure of the container of the reductions; None if their mergeable leaves are asked.
+        container: the structure of the container of the reductions; None if their leaves are merged into a total.
         out: a previous result, or None.
         options: all other arguments.
+        total: the total of the batches before; None if there are none.
     """
 
     loss_fn: Callable[..., Any]
@@ -57,6 +59,7 @@ class Asked(NamedTuple):
     container: trees.TreeSpec | None
     out: Any
     options: tuple[Any, ...]
+    total: Total | None = None
 
 
 class Flat(NamedTuple):
@@ -111,6 +114,7 @@ class EarlierCall:
             size in a tuple. Empty where all are tensors made for this call, which nothing else can be.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
         live: the formats of the numbers and tensors of reductions that may change, and where they belong.
+        total: the formats of the total that the leaves are merged into, and where they belong.
         size: the number of samples.
         program: the program.
     """
@@ -126,6 +130,7 @@ class EarlierCall:
     places: list[Any]
     closed_over: list[int]
     live: tuple[list[Format], Outline]
+    total: tuple[list[Format], Outline]
     size: int
     program: Program
 
@@ -138,6 +143,18 @@ class EarlierCall:
             and self.guards.check(*flat.tensors)
             and not any(map(is_hooked, flat.params))
         )
+
+    def before(self, asked: Asked) -> list[Tensor] | None:
+        """Return the total that the leaves of a call are merged into, or None if it is unlike that of this call.
+
+        Args:
+            asked: the arguments of a call that matches this one.
+        """
+        formats, outline = self.total
+        if asked.total is None:
+            return [torch.zeros(f.shape, dtype=f.dtype, device=f.device) for f in formats]
+        tensors, is_own = asked.total.tensors, asked.total.outline is outline  # made by the program of this call
+        return tensors if is_own or self.total == (list(map(Format.of, tensors)), asked.total.outline) else None
 
     def inputs(self, asked: Asked, flat: Flat, entry: Entry) -> list[Tensor] | None:
         """Return the inputs of the program, or None if the loss is no longer the same.
@@ -153,7 +170,8 @@ class EarlierCall:
         if asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
         live, outline = live_tensors(asked.wanted, flat.params[0].device)
-        if (list(map(Format.of, live)), outline) != self.live:
+        total = self.before(asked)
+        if total is None or (list(map(Format.of, live)), outline) != self.live:
             return None
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
@@ -171,7 +189,7 @@ class EarlierCall:
             return None
         if self.places and _places(marker.inputs, [*params, *rows]) != self.places:
             return None
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live]
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live, *total]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
@@ -196,7 +214,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     """
     call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
-    used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
+    used, total = [*call.params, *call.leaves[: len(flat.batch)], *task.written], task.total or Total.of([])
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
         return
     count = len(flat.params) + len(flat.batch)
@@ -218,6 +236,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
         [fn.inputs.index(place) for place in sorted(kept)],
         (list(map(Format.of, live)), outline),
+        (list(map(Format.of, total.tensors)), total.outline),
         call.size,
         program,
     )
@@ -246,7 +265,8 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
         asked: the arguments of the call.
 
     Returns:
-        The result, or the mergeable leaves, and the number of samples; None if there is no such program.
+        The result, and the number of samples; None if there is no such program. In place of a result, where leaves
+        are merged, the new total and the leaves that are not part of it.
     """
     entry = entry_of(asked.loss_fn)
     if not entry.calls or entry.changes_modules or not _is_plain():
@@ -259,8 +279,7 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
         set_grad_enabled(False)
         for call in entry.calls:
             if call.matches(asked, flat) and (inputs := call.inputs(asked, flat, entry)) is not None:
-                results = call.program(inputs)
-                return _answer(asked, results), call.size
+                return _answer(asked, call, call.program(inputs)), call.size
     except DoubtfulError:
         pass
     finally:
@@ -269,7 +288,8 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
     return None
 
 
-def _answer(asked: Asked, results: Any) -> Any:
+def _answer(asked: Asked, call: EarlierCall, results: Any) -> Any:
     if asked.container is None:
-        return results
+        formats, outline = call.total
+        return Total.split(results, len(formats), outline)
     return trees.unflatten(results, asked.container) if asked.out is None else asked.out

@@ -14,6 +14,7 @@ from torch import Tensor
 from persample import pipeline
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
 from persample.engines.compiled.packing import Outline, pack
+from persample.engines.compiled.total import Total
 from persample.engines.vmap import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
@@ -38,6 +39,7 @@ class Task:
         finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
         container: the structure of the container that results are returned in.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
+        total: the total of the samples before, to be merged with the leaves of this chunk; None for the leaves alone.
         functions: for every reduction, its functions of a norm as graphs; with the tensors that they closed over.
     """
 
@@ -46,6 +48,7 @@ class Task:
     finishes: bool
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
     out: Any = None
+    total: Total | None = None
     functions: Sequence[Mapping[str, tuple[GraphFunction, list[Tensor]]]] = ()
 
     def captured(self) -> Task:
@@ -71,7 +74,11 @@ class Task:
         """The tensors that the program reads."""
         leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
         weights = [] if self.call.weights is None else [self.call.weights]
-        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._live[0]]
+        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._live[0], *self._total]
+
+    @property
+    def _total(self) -> list[Tensor]:
+        return [] if self.total is None else self.total.tensors
 
     @property
     def written(self) -> list[Tensor]:
@@ -89,7 +96,7 @@ class Task:
         leaves = zip(self.call.leaves, self.call.leaves_batched, strict=True)
         split = [*self.call.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
         weights = [] if self.call.weights is None else [True]
-        return [*split, *weights, *(False for _ in self._live[0]), *(True for _ in self.written)]
+        return [*split, *weights, *(False for _ in (*self._live[0], *self._total)), *(True for _ in self.written)]
 
     @property
     def _graphs(self) -> Hashable:
@@ -110,7 +117,7 @@ class Task:
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
             (call.randomness, call.allowance, self.finishes, self._live[1]),
-            (self.container, self.out is None or trees.structure(self.out)),
+            (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -120,13 +127,14 @@ class Task:
             tensors: like ``self.tensors``, perhaps of other sizes.
 
         Returns:
-            The mergeable leaves unless ``self.finishes``; else the results, or None if they were written into ``out``.
+            What ``last_step`` returns; or None if it was written into ``out``.
         """
         given, (live, outline) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
         weights = None if self.call.weights is None else next(given)
         fields = outline.filled([next(given) for _ in live])
+        total = self.total and replace(self.total, tensors=[next(given) for _ in self._total])
         new = zip(self.reductions.reductions, *fields, self.functions, strict=True)
         reductions = Reductions([_changed(*parts) for parts in new], keep_factored=True)
         split = [*self.call.params_batched, *self.call.leaves_batched]
@@ -135,21 +143,28 @@ class Task:
         allowance = self.call.allowance
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=allowance)
         lifted = pipeline.lift_chunks([call], eager, reductions)
-        if not self.finishes:
-            return lifted
-        results = _finished(call, lifted, reductions)
+        try:
+            results = replace(self, call=call, reductions=reductions, total=total).last_step(lifted)
+        except RuntimeError as error:  # what a trace refuses
+            raise UnfinishedError(str(error)) from error
         if self.out is None:
             return results
         out = trees.unflatten([next(given) for _ in self.written], trees.structure(self.out))
         write_into(out, trees.unflatten(results, self.container))
         return None
 
+    def last_step(self, lifted: Any) -> Any:
+        """Return what the task asks for.
 
-def _finished(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
-    try:
-        return pipeline.finish(call, lifted, reductions)
-    except RuntimeError as error:  # what a trace refuses
-        raise UnfinishedError(str(error)) from error
+        Args:
+            lifted: the mergeable leaves of the chunk.
+
+        Returns:
+            The results if ``finishes``; else the leaves, merged with ``total`` if there is one.
+        """
+        if self.finishes:
+            return pipeline.finish(self.call, lifted, self.reductions)
+        return lifted if self.total is None else self.total.merged(lifted)
 
 
 def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline]:

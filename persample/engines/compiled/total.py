@@ -1,0 +1,68 @@
+"""The total of a stream, which programs take and return: they merge it with the leaves of a chunk in their own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from persample.engines.compiled.packing import Outline, pack
+from persample.merge import Moments, Summed, check_alike
+from persample.utils import trees
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sums and moments of the samples so far.
+
+    Args:
+        tensors: their numbers, in float64.
+        outline: the tree of the leaves, with None in place of those that are no sums or moments.
+    """
+
+    tensors: list[Tensor]
+    outline: Outline
+
+    @classmethod
+    def of(cls, lifted: Any) -> Total:
+        """Return the total of one chunk.
+
+        Args:
+            lifted: the tree of its leaves.
+        """
+        return cls(*pack(trees.tree_map(lambda x: x.widened() if isinstance(x, Summed | Moments) else None, lifted)))
+
+    @classmethod
+    def split(cls, merged: list[Any], count: int, outline: Outline) -> tuple[Total, list[Any]]:
+        """Return the total, and the leaves that are not part of it.
+
+        Args:
+            merged: what ``merged`` returns.
+            count: the number of tensors of the total.
+            outline: its outline.
+        """
+        return cls(merged[:count], outline), merged[count:]
+
+    @property
+    def tree(self) -> Any:
+        """The tree of the leaves."""
+        return self.outline.filled(self.tensors)
+
+    def merged(self, lifted: Any) -> list[Any]:
+        """Merge the leaves of a chunk into the total.
+
+        Args:
+            lifted: the tree of its leaves.
+
+        Returns:
+            The tensors of the new total, and then the leaves that are not part of it.
+
+        Raises:
+            LossError: if the leaves do not fit the total.
+        """
+        (earlier, structure), (leaves, found) = trees.flatten(self.tree), trees.flatten(lifted)
+        check_alike(structure, found)
+        pairs = list(zip(earlier, leaves, strict=True))
+        tensors, _ = pack([one.merge(other) for one, other in pairs if one is not None])
+        return [*tensors, *(other for one, other in pairs if one is None)]
