@@ -58,6 +58,14 @@ def _fits(bias: Tensor | None, weight: Tensor) -> bool:
     return bias is None or bias.shape == weight.shape[:1]
 
 
+def _matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
+    """Compute ``w @ x.T`` of a matrix that all samples share as ``F.linear(x, w).T``, so that x is not copied."""
+    is_layer = input.ndim == other.ndim == 2 and is_batched(other) and not is_batched(input)
+    if is_layer and input.shape[1] == len(other) and other.mT.is_contiguous():
+        return linear(other.mT, input).mT
+    return torch.matmul(input, other)
+
+
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check_dtype(bias, weight)
     if input1.shape[:-1] != input2.shape[:-1] or not _fits(bias, weight):
@@ -79,6 +87,9 @@ def _addbmm_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noq
 
 RULES: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
     torch.bilinear: _bilinear,
     Tensor.addbmm_: _addbmm_in_place,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -48,12 +49,18 @@ class Outline:
     leaves: tuple[Any, ...]
     structure: trees.TreeSpec
 
+    @cached_property
+    def _is_plain(self) -> bool:
+        return self.leaves == tuple(map(Slot, range(len(self.leaves))))
+
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return the tree with tensors in its slots.
 
         Args:
             tensors: one per slot.
         """
+        if self._is_plain:
+            return trees.unflatten(list(tensors), self.structure)
 
         def put(x: Any) -> Any:
             if isinstance(x, Slot):
