@@ -77,7 +77,7 @@ def readme_part(found: dict[str, Results]) -> str:
         return _NOTHING
     return "\n\n".join(
         [
-            f"Time of a {words(QUANTITY)} over that of one {UNIT} (an ordinary backward pass),\n"
+            f"Time of a {words(QUANTITY)} over that of one {UNIT} (forward and backward pass, not compiled),\n"
             f"on {machine(run.environment)}:",
             short_table(run, QUANTITY, WORKLOADS, METHODS).rstrip(),
             f"{first_calls(run, OURS)}\n{verdicts(run, OURS[0])}",
