@@ -305,9 +305,18 @@ def set_dynamo_settings(settings: dict[str, Any]) -> None:
 def run_captured(function: Callable[..., Any]) -> Any:
     """Return a function that runs what ``torch.compile`` captured of another one, and the other one where nothing fits.
 
-    ``torch.compile`` itself would capture it once more.
+    ``torch.compile`` itself would capture it once more. ``torch._dynamo.run`` does the same, with 20 checks each time.
     """
-    return private("torch._dynamo:run")(function)
+
+    def run(*args: Any) -> Any:
+        before = get_eval_frame_callback()
+        try:
+            set_eval_frame(False)
+            return function(*args)
+        finally:
+            set_eval_frame(before)
+
+    return run
 
 
 def forget_captured(code: CodeType) -> None:
