@@ -95,7 +95,9 @@ def _kernel(
     return out.reshape(query.shape), normalizers.reshape(query.shape[:-1]), composed.reshape(heads)
 
 
-def _gradients(_needed: Any, grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+def _gradients(
+    _needed: Any, grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
     """Return the gradients of the kernel, and by autograd those of the heads that were computed without it."""
     *same, normalizers, composed = tensors
     images = [_as_images(x) for x in (grad, *same)]

@@ -44,29 +44,48 @@ def repeated(
 
 
 def looped(
-    step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any, reverse: bool = False
+    step: Step,
+    state: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    *shared: Any,
+    prepare: Callable[..., Sequence[Tensor]] | None = None,
+    reverse: bool = False,
 ) -> States:
-    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop."""
+    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop.
+
+    Args:
+        step: one step.
+        state: the state before the first step.
+        sequences: tensors ``[T, ...]``.
+        *shared: further arguments of all steps.
+        prepare: from the sequences, or a range of their rows, to those whose rows the steps are given.
+        reverse: whether the steps run from the last row to the first.
+    """
     whole = len(sequences[0]) // _UNROLLED * _UNROLLED
+
+    def run(state: Sequence[Tensor], rows: Sequence[Tensor], *shared: Any, reverse: bool = False) -> States:
+        return repeated(step, state, rows if prepare is None else prepare(*rows), *shared, reverse=reverse)
+
     if current_trace() is None or whole <= _UNROLLED:
-        return repeated(step, state, sequences, *shared, reverse=reverse)
+        return run(state, sequences, *shared, reverse=reverse)
     if reverse:
-        last, kept = looped(step, state, [x.flip(0) for x in sequences], *shared)
+        flipped = [x.flip(0) for x in sequences]
+        last, kept = looped(step, state, flipped, *shared, prepare=prepare)
         return last, tuple(x.flip(0) for x in kept)
 
     def turn(*args: Any) -> list[Tensor]:  # of the loop: ``_UNROLLED`` steps
         groups = iter(args)
         before, rows = ([next(groups) for _ in group] for group in (state, sequences))
-        after, kept = repeated(step, before, rows, *groups)
+        after, kept = run(before, rows, *groups)
         return [*map(_copied, after), *kept]
 
     blocks = [x[:whole].unflatten(0, (-1, _UNROLLED)) for x in sequences]
     results = scan(turn, list(map(_copied, state)), blocks, shared)
-    last, kept = results[: len(state)], [x.flatten(0, 1) for x in results[len(state) :]]
+    last, states = tuple(results[: len(state)]), tuple(x.flatten(0, 1) for x in results[len(state) :])
     if whole == len(sequences[0]):
-        return tuple(last), tuple(kept)
-    last, rest = repeated(step, last, [x[whole:] for x in sequences], *shared)
-    return last, tuple(torch.cat(parts) for parts in zip(kept, rest, strict=True))
+        return last, states
+    last, rest = run(last, [x[whole:] for x in sequences], *shared)
+    return last, tuple(torch.cat(parts) for parts in zip(states, rest, strict=True))
 
 
 def _copied(state: Tensor) -> Tensor:

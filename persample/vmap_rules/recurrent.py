@@ -24,7 +24,7 @@ def _projected(cell: Cell, weight: Tensor) -> Cell:
         (h, *others), kept = cell.step(*args)
         return (F.linear(h, weight), *others), kept
 
-    return cell._replace(step=step)
+    return Cell(step, *cell[1:])
 
 
 def _one_step(  # noqa: PLR0917 - as torch's

@@ -1,9 +1,9 @@
-"""The cells of recurrent layers: one step forward, and one step back, by derivatives that are computed for all steps."""
+"""The cells of recurrent layers: one step forward, and one step back by derivatives computed for many steps at once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ class Cell(NamedTuple):
         step: (x, a, *state) → the next state, and what ``derivatives`` needs of this step; (x + a, *state) if x and a
             are only read as their sum.
         derivatives: (*states before each step, *what the steps kept), ``[T, N, ·]`` → derivatives, ``[T, N, ...]``.
-        back: (the own gradient of the h before a step, *gradients of the state after it, *its derivatives) → the
+        back: (the own gradient of the h before a step, the gradients of the state after it, *its derivatives) → the
             signals at the gates, those of a first; the gradients of the state before, without what a passes on to h.
         at_inputs: all signals at the gates → those of x; None if x and a are only read as their sum.
     """
@@ -59,7 +59,8 @@ def _gru_derivatives(h: Tensor, rz: Tensor, n: Tensor, a_n: Tensor) -> tuple[Ten
     return torch.stack([by_r, by_z, by_n * r, by_n], -2), z
 
 
-def _gru_back(own: Tensor, g: Tensor, by_gates: Tensor, z: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+def _gru_back(own: Tensor, later: Sequence[Tensor], by_gates: Tensor, z: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    (g,) = later
     return (by_gates * g.unsqueeze(-2)).flatten(-2), (torch.addcmul(own, g, z),)
 
 
@@ -83,8 +84,9 @@ def _lstm_derivatives(_h: Tensor, c: Tensor, ifgo: Tensor, g: Tensor, out: Tenso
 
 
 def _lstm_back(
-    own: Tensor, g_h: Tensor, g_c: Tensor, by_gates: Tensor, by_c: Tensor, f: Tensor
+    own: Tensor, later: Sequence[Tensor], by_gates: Tensor, by_c: Tensor, f: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    g_h, g_c = later
     g_c = torch.addcmul(g_c, g_h, by_c)
     return (by_gates * torch.stack([g_c, g_c, g_c, g_h], -2)).flatten(-2), (own, g_c * f)
 
@@ -94,11 +96,13 @@ def _rnn(activation: Callable[[Tensor], Tensor], gates: Tensor, _h: Tensor) -> t
     return (h,), (h,)
 
 
-def _rnn_back(own: Tensor, g: Tensor, by_gates: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-    return g * by_gates, (own,)
+def _rnn_back(own: Tensor, later: Sequence[Tensor], by_gates: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    return later[0] * by_gates, (own,)
 
 
 GRU = Cell(_gru, _gru_derivatives, _gru_back, _gru_at_inputs)
 LSTM = Cell(_lstm, _lstm_derivatives, _lstm_back)
-RNN_TANH = Cell(functools.partial(_rnn, torch.tanh), lambda _, h: (aten_tanh_backward(torch.ones_like(h), h),), _rnn_back)
+RNN_TANH = Cell(
+    functools.partial(_rnn, torch.tanh), lambda _, h: (aten_tanh_backward(torch.ones_like(h), h),), _rnn_back
+)
 RNN_RELU = Cell(functools.partial(_rnn, torch.relu), lambda _, h: ((h > 0).to(h.dtype),), _rnn_back)

@@ -8,7 +8,6 @@ with what the weights were applied to.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,8 +33,11 @@ def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Ten
     if is_autocast(x.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
         with full_precision(x.device):
             return scan(cell, autocast(x), [*map(autocast, initial)], [*map(autocast, weights)])
-    kernel, gradients = partial(_kernel, cell, len(initial)), partial(_gradients, cell, len(initial))
-    out, *others = call_kernel(kernel, gradients, x, *initial, *weights, returned=len(initial))
+    w_ih, w_hh, *biases = weights
+    size, unneeded = len(initial), [*initial, *biases]
+    kernel, gradients = partial(_kernel, cell, size), partial(_gradients, cell, size)
+    tensors = [*unneeded, x, w_ih, w_hh]
+    out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size)
     return out, out[-1], *others
 
 
@@ -62,11 +64,19 @@ def unrolled(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence
     return outs, *last
 
 
-def _kernel(cell: Cell, size: int, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs, the last state but for h, and what the gradients need: all states before, and what was kept."""
-    lead = *x.shape[:-3], x.shape[-2]
-    initial = [_folded(s)[0] for s in others[:size]]
-    w_ih, w_hh, *biases = [w[(0,) * (x.ndim - 3)] for w in others[size:]]  # all samples have the same ones
+def _kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
+    """Compute all steps.
+
+    Args:
+        cell: one step.
+        size: the number of tensors of the state.
+        *args: the initial state, the biases if there are any, the inputs, and the weights.
+
+    Returns:
+        The outputs, the rest of the last state, and of each step the state before it and what the cell kept.
+    """
+    initial, (*biases, x, w_ih, w_hh) = args[:size], args[size:]
+    *biases, w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (*biases, w_ih, w_hh))  # all samples share them
     if cell.at_inputs is None and biases:
         biases = [biases[0] + biases[1]]
 
@@ -74,42 +84,45 @@ def _kernel(cell: Cell, size: int, x: Tensor, *others: Tensor) -> tuple[Tensor, 
         if cell.at_inputs is None:
             after, kept = cell.step(torch.addmm(row[0], state[0], weight), *state)
         else:
-            products = torch.addmm(*bias, state[0], weight) if bias else state[0] @ weight
+            products = torch.addmm(bias[0], state[0], weight) if bias else state[0] @ weight
             after, kept = cell.step(row[0], products, *state)
         return after, (*state, *kept)
 
-    last, kept = looped(step, initial, [F.linear(_folded(x), w_ih, *biases[:1])], w_hh.T, *biases[1:])
-    out = torch.cat([kept[0][1:], last[0][None]])
-    return _unfolded(out, lead), *(s.unflatten(0, lead) for s in last[1:]), *(_unfolded(k, lead) for k in kept)
+    gates = F.linear(_folded(x).flatten(0, 1), w_ih, *biases[:1]).unflatten(0, (x.shape[-3], -1))
+    last, kept = looped(step, [_folded(s)[0] for s in initial], [gates], w_hh.T, *biases[1:])
+    out, axes = torch.cat([kept[0][1:], last[0][None]]), _axes(x)
+    return _unfolded(out, axes), *(s.unflatten(0, axes) for s in last[1:]), *(_unfolded(k, axes) for k in kept)
 
 
-def _gradients(cell: Cell, size: int, needed: Sequence[bool], grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of the kernel."""
-    given = iter(others)
-    grads = [grad, *itertools.islice(given, size - 1)]
-    x, *initial = itertools.islice(given, size + 1)
-    weights = list(itertools.islice(given, len(needed) - size - 1))
-    kept = list(given)
-    w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in weights[:2])
-    width = len(w_hh)
-    lead = *x.shape[:-3], x.shape[-2]
+def _gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
+    """Compute the gradients of the arguments of ``_kernel``, from those of its first results."""
+    (grad, *others), (x, w_ih, w_hh, *kept) = args[:size], args[size:]
+    w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (w_ih, w_hh))
+    width, axes = len(w_hh), _axes(x)
     states = [_folded(k) for k in kept]
     own = torch.zeros_like(states[0]) if grad is None else _folded(grad)
-    later = [own[-1], *(torch.zeros_like(own[0]) if g is None else g.flatten(0, -2) for g in grads[1:])]
+    earlier = torch.cat([torch.zeros_like(own[:1]), own[:-1]])  # the initial state has no gradient of its own
+    later = [own[-1], *(torch.zeros_like(own[0]) if g is None else g.flatten(0, -2) for g in others)]
+
+    def prepare(earlier: Tensor, *states: Tensor) -> Sequence[Tensor]:
+        return earlier, *cell.derivatives(*states)
 
     def step(later: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor) -> Any:
-        signals, (first, *rest) = cell.back(row[0], *later, *row[1:])
+        signals, (first, *rest) = cell.back(row[0], later, *row[1:])
         at_products = signals if cell.at_inputs is None else signals[:, :width]
         return (torch.addmm(first, at_products, weight), *rest), (signals,)
 
-    earlier = torch.cat([torch.zeros_like(own[:1]), own[:-1]])  # the initial state has no gradient of its own
-    first, (signals,) = looped(step, later, [earlier, *cell.derivatives(*states)], w_hh, reverse=True)
+    first, (signals,) = looped(step, later, [earlier, *states], w_hh, prepare=prepare, reverse=True)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
-    of_x = _unfolded(at_inputs @ w_ih, lead) if needed[0] else None
-    at_inputs, at_products = _unfolded(at_inputs, lead), _unfolded(signals[..., :width], lead)
-    products = Product(at_inputs, x), Product(at_products, kept[0])
-    biases = [y.sum((-3, -2)) for y in (at_inputs, at_products)] if len(weights) > 2 else []
-    return of_x, *(_unfolded(g[None], lead) for g in first), *products, *biases
+    of_x = _unfolded(at_inputs @ w_ih, axes) if needed[-3] else None
+    both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
+    biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
+    products = [Product(y, z) for y, z in zip(both, (x, kept[0]), strict=True)]
+    return *(_unfolded(g[None], axes) for g in first), *biases, of_x, *products
+
+
+def _axes(x: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-3], x.shape[-2]
 
 
 def _folded(x: Tensor) -> Tensor:
@@ -117,5 +130,5 @@ def _folded(x: Tensor) -> Tensor:
     return x.movedim(-3, 0).flatten(1, -2)
 
 
-def _unfolded(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    return x.unflatten(1, lead).movedim(0, len(lead) - 1)
+def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return x.unflatten(1, axes).movedim(0, len(axes) - 1)
