@@ -545,6 +545,8 @@ def test_aten_operators_that_functions_call():
 
 def test_aten_operators_by_value():
     x = torch.arange(4.0)
+    assert _torch.aten_sigmoid_backward(x, x).tolist() == [0, 0, -4, -18]  # grad · σ (1 − σ)
+    assert _torch.aten_tanh_backward(x, x).tolist() == [0, 0, -6, -24]  # grad · (1 − tanh²)
     zeros = _torch.aten_efficientzerotensor([2, 3], dtype=torch.float64)
     assert (zeros.shape, zeros.dtype) == ((2, 3), torch.float64)
     assert _torch.aten_unsafe_view(x, [2, 2]).tolist() == [[0, 1], [2, 3]]

@@ -18,9 +18,14 @@ _FEW_COLUMNS = 8
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left.mT @ right``, ``[..., o, i]`` from ``[..., T, o]`` and ``[..., T, i]``."""
     multiply = torch.mm if left.ndim == 2 else torch.matmul
-    if left.device.type == "cpu" and right.shape[-1] <= _FEW_COLUMNS < left.shape[-1]:
+    if has_few_columns(left, right):
         return multiply(right.mT, left).mT.contiguous()
     return multiply(left.mT, right)
+
+
+def has_few_columns(left: Tensor, right: Tensor) -> bool:
+    """Return whether ``left.mT @ right`` is better computed as its transpose."""
+    return left.device.type == "cpu" and right.shape[-1] <= _FEW_COLUMNS < left.shape[-1]
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:

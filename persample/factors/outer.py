@@ -111,7 +111,10 @@ class Outer(Factor):
             right = dtypes.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
-            product = contractions.sum_of_products(left.reshape(-1, left.shape[3]), right.reshape(-1, right.shape[3]))
+            left, right = left.squeeze(1), right.squeeze(1)
+            if left.stride(1) > left.stride(0) and right.stride(1) > right.stride(0):  # the order is that in memory
+                left, right = left.transpose(0, 1), right.transpose(0, 1)
+            product = contractions.sum_of_products(left.flatten(0, 1), right.flatten(0, 1))
             return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
         return self.layout.restore((folded(left).mT @ folded(right))[None])[0]
 

@@ -60,3 +60,13 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 def is_autocast(device: torch.device) -> bool:
     """Return whether operations on a device run under autocast; some types of devices do not support it."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Return a tensor as matrix products read it: under the caller's autocast, in its dtype.
+
+    Args:
+        x: the tensor.
+    """
+    narrowed = is_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x

@@ -18,7 +18,7 @@ from persample._torch import (
     nested_tensor_from_mask_left_aligned,
     temporarily_clear_interpreter_stack,
 )
-from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
 from persample.vmap_rules.kernel_call import call_kernel
@@ -37,7 +37,7 @@ def _attention(
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **options)
     if is_autocast(query.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
-        query, key, value, attn_mask = map_tensors(_autocast, (query, key, value, attn_mask))
+        query, key, value, attn_mask = map_tensors(autocast, (query, key, value, attn_mask))
         with full_precision(query.device):
             return compute(query, key, value, attn_mask, *args, **options)
     return compute(query, key, value, attn_mask, *args, **options)
@@ -75,16 +75,11 @@ def _multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return F.multi_head_attention_forward(query, *args, **kwargs)
     if is_autocast(query.device) and not kwargs.get("need_weights", True):  # its softmax would not be cast
         # Cached, so that arguments which are one tensor remain one tensor.
-        query, args, kwargs = map_tensors(functools.cache(_autocast), (query, args, kwargs))
+        query, args, kwargs = map_tensors(functools.cache(autocast), (query, args, kwargs))
         with full_precision(query.device):
             return _multi_head(query, *args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
         return F.multi_head_attention_forward(query, *args, **kwargs)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    narrowed = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x
 
 
 def _kernel(
@@ -100,7 +95,9 @@ def _kernel(
     return out.reshape(query.shape), normalizers.reshape(query.shape[:-1]), composed.reshape(heads)
 
 
-def _gradients(grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+def _gradients(
+    _needed: Any, grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
     """Return the gradients of the kernel, and by autograd those of the heads that were computed without it."""
     *same, normalizers, composed = tensors
     images = [_as_images(x) for x in (grad, *same)]

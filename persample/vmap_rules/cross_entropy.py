@@ -45,7 +45,7 @@ def _losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return -log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), log_p
 
 
-def _gradients(grad: Tensor, target: Tensor, _: Tensor, log_p: Tensor) -> tuple[Tensor, None]:
+def _gradients(_needed: Any, grad: Tensor, target: Tensor, _: Tensor, log_p: Tensor) -> tuple[Tensor, None]:
     signals = log_p.exp_().mul_(grad.unsqueeze(-1))  # in place: nothing else reads them
     return signals.scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1)), None
 

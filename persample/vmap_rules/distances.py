@@ -58,7 +58,9 @@ def _kernel(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
     return (aten_cdist_forward(x1, x2, p, 2),)
 
 
-def _gradients(grad: Tensor, x1: Tensor, x2: Tensor, distances: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _gradients(
+    _needed: Any, grad: Tensor, x1: Tensor, x2: Tensor, distances: Tensor, p: float
+) -> tuple[Tensor, Tensor]:
     grad, x1, x2 = grad.contiguous(), x1.contiguous(), x2.contiguous()
     of_second = aten_cdist_backward(grad.mT.contiguous(), x2, x1, p, distances.mT.contiguous())
     return aten_cdist_backward(grad, x1, x2, p, distances), of_second

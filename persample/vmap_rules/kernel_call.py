@@ -7,7 +7,9 @@ autograd node, at the level of that derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,33 +18,56 @@ from persample._torch import (
     DisableFuncTorch,
     GradInterpreter,
     SingleLevelFunction,
+    UnguardedDispatchMode,
     add_batch_dim,
     enable_single_level_autograd_function,
+    get_dispatch_mode_stack,
     get_unwrapped,
     maybe_get_bdim,
     maybe_get_level,
+    pop_dispatch_mode,
+    push_dispatch_mode,
     retrieve_all_functorch_interpreters,
     unwrap_dead_wrappers,
     wrap_for_grad,
 )
 from persample.vmap_rules.derivatives import SecondDerivativeError, reject_second_derivative
 
+
+class DeferringMode(UnguardedDispatchMode):
+    """A dispatch mode of backward passes that sees nothing of the kernels: each of its calls costs more than a step."""
+
+
+class Product(NamedTuple):
+    """The gradient of a matrix that all samples share, as a sum of products; it is computed where that may be deferred.
+
+    Args:
+        left: signals, ``[*samples, T, N, o]``.
+        right: inputs, ``[*samples, T, N, i]``.
+    """
+
+    left: Tensor
+    right: Tensor
+
+
 # A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
-Kernel = Callable[..., tuple[Tensor | None, ...]]
+Kernel = Callable[..., tuple[Any, ...]]
 
 
-def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: int = 0) -> Any:
+def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: int = 0, returned: int = 0) -> Any:
     """Call a kernel whose gradient is hand-written; for rules of losses that are differentiated once.
 
     Args:
         kernel: the kernel. Its first result is returned; the others are for its gradient.
-        gradients: from the gradient of the first result, the tensors, and all results to the gradients of the tensors.
-            It is called once, so it may overwrite the results that are not returned.
+        gradients: from (which tensors need a gradient, the gradients of the results that are returned or None, the
+            tensors, the results) to the gradients of the tensors. It is called once, so it may overwrite the results
+            that are not returned.
         *tensors: the arguments of the kernel.
         unneeded: how many of the first tensors are not passed to ``gradients``, so that they need not be saved.
+        returned: how many results are returned and not passed to ``gradients``; 0 for the first, which is passed.
 
     Returns:
-        The first result of the kernel.
+        The first result of the kernel, or as many as ``returned`` says.
     """
     grads = (x.level() for x in retrieve_all_functorch_interpreters() if isinstance(x, GradInterpreter))
     level = next(grads, 0)  # 0: plain autograd differentiates
@@ -50,14 +75,16 @@ def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: i
     if level:
         inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
     with enable_single_level_autograd_function():
-        out = _Node.apply(_Call(kernel, gradients, unneeded, level), *inner)
-    return _batched(out[:1], batch_levels)[0]
+        out = _Node.apply(_Call(kernel, gradients, unneeded, returned, level), *inner)
+    results = _batched(out[: returned or 1], batch_levels)
+    return results if returned else results[0]
 
 
 class _Call(NamedTuple):
     kernel: Kernel
     gradients: Kernel
     unneeded: int
+    returned: int
     level: int
 
 
@@ -74,26 +101,48 @@ class _Node(SingleLevelFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *tensors = inputs
-        ctx.gradients = call.gradients
-        ctx.save_for_backward(*tensors[call.unneeded :], *output)
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.gradients, ctx.returned = call.gradients, call.returned or 1
+        ctx.save_for_backward(*tensors[call.unneeded :], *output[call.returned :])
+        ctx.mark_non_differentiable(*output[ctx.returned :])
         ctx.set_materialize_grads(False)  # the results that are not returned have none
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
         reject_second_derivative()
         if ctx.gradients is None:  # a second backward pass inside the loss: saved results may be overwritten
             raise SecondDerivativeError
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, *_called_on_plain_tensors(gradients, (grad, *ctx.saved_tensors))
+        needed = ctx.needs_input_grad[1:]
+        gradients, ctx.gradients = partial(ctx.gradients, needed), None
+        out = _called_on_plain_tensors(gradients, (*grads[: ctx.returned], *ctx.saved_tensors))
+        return None, *(_computed(x) if wanted else None for x, wanted in zip(out, needed, strict=True))
 
 
-def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _computed(x: Any) -> Tensor | None:
+    if not isinstance(x, Product):
+        return x
+    return x.left.flatten(-3, -2).mT @ x.right.flatten(-3, -2)
+
+
+def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
-    with DisableFuncTorch():
-        plain, batch_levels = _samples_first(tensors, 0)
-        out = function(*plain)
+    with DisableFuncTorch(), _below_deferral():
+        plain, batch_levels = _samples_first(tuple(x for x in tensors if x is not None), 0)
+        given = iter(plain)
+        out = function(*(None if x is None else next(given) for x in tensors))
     return _batched(out, batch_levels)
+
+
+@contextmanager
+def _below_deferral() -> Iterator[None]:
+    modes = get_dispatch_mode_stack()
+    if not modes or not isinstance(modes[-1], DeferringMode):  # traces have modes above it
+        yield
+        return
+    mode = pop_dispatch_mode()
+    try:
+        yield
+    finally:
+        push_dispatch_mode(mode)
 
 
 def _samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -124,7 +173,12 @@ def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Ten
     return x.movedim(axis[0] + done, done) if axis[0] else x
 
 
-def _batched(tensors: tuple[Tensor | None, ...], levels: list[int]) -> tuple[Any, ...]:
-    for level in levels:
-        tensors = tuple(None if x is None else add_batch_dim(x, 0, level) for x in tensors)
-    return tensors
+def _batched(tensors: tuple[Any, ...], levels: list[int]) -> tuple[Any, ...]:
+    def batched(x: Any) -> Any:
+        if isinstance(x, Product):
+            return Product(*map(batched, x))
+        for level in levels if x is not None else ():
+            x = add_batch_dim(x, 0, level)
+        return x
+
+    return tuple(map(batched, tensors))

@@ -11,37 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.dtypes import is_autocast
-from persample.vmap_rules.recurrent_scan import Cell, Recurrence, scan, unrolled
+from persample.utils.dtypes import autocast
+from persample.vmap_rules.recurrent_cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, one_step
+from persample.vmap_rules.recurrent_scan import Recurrence, scan, unrolled
 
-# (inputs [T, N, I], initial states [1, N, H], weights, whether there are biases) → states [T, N, H]
-_Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, ...]]
-
-
-# Cells: (gates of the input, gates of the state, *state) → state.
-def _gru(x: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor]:
-    (xr, xz, xn), (ar, az, an) = x.chunk(3, -1), a.chunk(3, -1)
-    r, z = torch.sigmoid(xr + ar), torch.sigmoid(xz + az)
-    return (torch.lerp(torch.tanh(torch.addcmul(xn, r, an)), h, z),)
+# (inputs [T, N, I], initial states [1, N, H], weights) → outputs [T, N, H], last states [N, H]
+_Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _lstm(x: Tensor, a: Tensor, _h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    i, f, g, o = (x + a).chunk(4, -1)
-    c = torch.addcmul(torch.sigmoid(f) * c, torch.sigmoid(i), torch.tanh(g))
-    return torch.sigmoid(o) * torch.tanh(c), c
+def _projected(cell: Cell, weight: Tensor) -> Cell:
+    def step(*args: Tensor) -> Any:
+        (h, *others), kept = cell.step(*args)
+        return (F.linear(h, weight), *others), kept
 
-
-def _rnn_tanh(x: Tensor, a: Tensor, _h: Tensor) -> tuple[Tensor]:
-    return (torch.tanh(x + a),)
-
-
-def _rnn_relu(x: Tensor, a: Tensor, _h: Tensor) -> tuple[Tensor]:
-    return (torch.relu(x + a),)
-
-
-def _projected(cell: Cell, weight: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-    h, *others = cell(*args)
-    return F.linear(h, weight), *others
+    return Cell(step, *cell[1:])
 
 
 def _one_step(  # noqa: PLR0917 - as torch's
@@ -58,8 +41,8 @@ def _one_step(  # noqa: PLR0917 - as torch's
     if x.ndim != 2 or {s.shape for s in states} != {(len(x), w_hh.shape[1])}:
         return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
     gates = F.linear(x, w_ih, b_ih)
-    states = _in_dtype_of_autocast(states, gates)
-    after = cell(*_of_one_dtype(gates, F.linear(states[0], w_hh, b_hh), *states))
+    states = [*map(autocast, states)]
+    after = one_step(cell, *_of_one_dtype(gates, F.linear(states[0], w_hh, b_hh), *states))
     return after if len(after) > 1 else after[0]
 
 
@@ -98,7 +81,7 @@ def _stack(  # noqa: PLR0917 - as torch's
     x: Tensor,
     state: Any,
     weights: Sequence[Tensor],
-    has_biases: bool,
+    _has_biases: bool,
     num_layers: int,
     dropout: float,
     train: bool,
@@ -113,9 +96,9 @@ def _stack(  # noqa: PLR0917 - as torch's
         if k and not backwards:
             x, outs = F.dropout(torch.cat(outs, -1), dropout, train), []
         initial = [s[k : k + 1] for s in _as_tuple(state)]
-        states = layer(x.flip(0) if backwards else x, initial, weights[k * size : (k + 1) * size], has_biases)
-        outs.append(states[0].flip(0) if backwards else states[0])
-        finals.append([s[-1] for s in states])
+        out, *last = layer(x.flip(0) if backwards else x, initial, weights[k * size : (k + 1) * size])
+        outs.append(out.flip(0) if backwards else out)
+        finals.append(last)
     return torch.cat(outs, -1), *(torch.stack(s) for s in zip(*finals, strict=True))
 
 
@@ -123,22 +106,14 @@ def _layer(
     x: Tensor,
     initial: Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_biases: bool,
     *,
     cell: Cell,
     recurrence: Recurrence,
 ) -> tuple[Tensor, ...]:
-    w_ih, w_hh, *rest = weights
-    b_ih, b_hh = rest[:2] if has_biases else (None, None)
-    gates = F.linear(x, w_ih, b_ih)
-    initial = _in_dtype_of_autocast(initial, gates)
-    if len(rest) % 2:  # the last weight projects the state, so a step is not elementwise
-        return unrolled(functools.partial(_projected, cell, rest[-1]), gates, w_hh, b_hh, *initial)
-    return recurrence(cell, gates, w_hh, b_hh, *initial)
-
-
-def _in_dtype_of_autocast(states: Sequence[Tensor], gates: Tensor) -> Sequence[Tensor]:
-    return [s.to(gates.dtype) for s in states] if is_autocast(gates.device) else states
+    if len(weights) % 2:  # the last weight projects the state, so a step is not elementwise
+        *weights, projection = weights
+        return unrolled(_projected(cell, projection), x, initial, weights)
+    return recurrence(cell, x, initial, weights)
 
 
 def _as_tuple(state: Any) -> tuple[Tensor, ...]:
@@ -153,10 +128,10 @@ def _sequences(recurrence: Recurrence) -> dict[Any, Callable[..., Any]]:
 
 
 _CELLS: dict[Any, tuple[Any, Cell]] = {
-    torch.gru: (torch.gru_cell, _gru),
-    torch.lstm: (torch.lstm_cell, _lstm),
-    torch.rnn_tanh: (torch.rnn_tanh_cell, _rnn_tanh),
-    torch.rnn_relu: (torch.rnn_relu_cell, _rnn_relu),
+    torch.gru: (torch.gru_cell, GRU),
+    torch.lstm: (torch.lstm_cell, LSTM),
+    torch.rnn_tanh: (torch.rnn_tanh_cell, RNN_TANH),
+    torch.rnn_relu: (torch.rnn_relu_cell, RNN_RELU),
 }
 RULES: dict[Any, Callable[..., Any]] = {
     **{step: functools.partial(_one_step, step, cell) for step, cell in _CELLS.values()},

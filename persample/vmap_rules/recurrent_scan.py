@@ -1,8 +1,9 @@
-"""Recurrences h_t = cell(x_t, W h_{t-1} + b, h_{t-1}), unrolled or as a scan.
+"""Recurrences h_t = cell(W x_t + b, W' h_{t-1} + b', h_{t-1}), unrolled or as a scan.
 
-Under vmap and vjp every operation of an unrolled step passes through all levels of torch.func, and every use of the
-weight makes one more gradient of its size per sample. A scan runs the steps on plain tensors, and uses the weight once:
-it computes the states, then W h + b for all steps at once, and in the backward pass scans the steps in reverse.
+Under vmap and vjp every operation of an unrolled step passes through all levels of torch.func, and every use of a
+weight makes one more gradient of its size per sample. A scan runs the steps of all samples on plain tensors, and uses
+each weight once: in the backward pass it scans the steps in reverse, and then the signals of all steps are multiplied
+with what the weights were applied to.
 """
 
 from __future__ import annotations
@@ -15,140 +16,119 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.vmap_rules.batched import is_batched
-from persample.vmap_rules.derivatives import reject_second_derivative
+from persample.vmap_rules.kernel_call import Product, call_kernel
 from persample.vmap_rules.loops import looped, repeated
-from persample.vmap_rules.samples_as_rows import NotDifferentiated, SamplesAsRows
+from persample.vmap_rules.recurrent_cells import Cell, one_step
 
-# (gates of the input, gates of the state, *state) → state, elementwise; W multiplies the first tensor of the state.
-Cell = Callable[..., tuple[Tensor, ...]]
-# (cell, gates, weight, bias, *initial) → states, as ``unrolled``
+# (cell, inputs, initial state, weights) → outputs and the last state, as ``unrolled``
 Recurrence = Callable[..., tuple[Tensor, ...]]
-Derivatives = dict[int, Tensor]  # index of an output → its derivative by one input; left out where it is zero
 
 
-def scan(cell: Cell, gates: Tensor, weight: Tensor, bias: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
-    """Run a recurrence as a scan, for a loss that is differentiated once.
-
-    Args:
-        cell: one step.
-        gates: the gates of the inputs, ``[T, N, G]``.
-        weight: W, from a state to its gates, ``[G, H]``.
-        bias: b, ``[G]``.
-        *initial: the state before the first step, ``[1, N, H]`` each.
-
-    Returns:
-        The states after each step, ``[T, N, H]`` each.
-    """
-    if is_batched(weight) or (bias is not None and is_batched(bias)):
-        return unrolled(cell, gates, weight, bias, *initial)
-    states = NotDifferentiated.apply(partial(_states, looped), cell, gates, weight, bias, *initial)
-    # The states that W multiplies are constants here: right for the first derivative, wrong for a second one.
-    before = torch.cat([initial[0].detach(), states[0][:-1]])
-    return _Scan.apply(cell, gates, F.linear(before, weight, bias), weight, *initial, *states)
+def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run a recurrence as a scan, for a loss that is differentiated once; see ``unrolled``."""
+    if any(map(is_batched, weights)):
+        return unrolled(cell, x, initial, weights)
+    if is_autocast(x.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
+        with full_precision(x.device):
+            return scan(cell, autocast(x), [*map(autocast, initial)], [*map(autocast, weights)])
+    w_ih, w_hh, *biases = weights
+    size, unneeded = len(initial), [*initial, *biases]
+    kernel, gradients = partial(_kernel, cell, size), partial(_gradients, cell, size)
+    tensors = [*unneeded, x, w_ih, w_hh]
+    out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size)
+    return out, out[-1], *others
 
 
-def unrolled(cell: Cell, gates: Tensor, weight: Tensor, bias: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
+def unrolled(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a recurrence operation by operation: with any cell, under any transforms.
 
     Args:
         cell: one step.
-        gates: the gates of the inputs, ``[T, N, G]``.
-        weight: W, from a state to its gates, ``[G, H]``.
-        bias: b, ``[G]``.
-        *initial: the state before the first step, ``[1, N, H]`` each.
+        x: the inputs, ``[T, N, I]``.
+        initial: the state before the first step, ``[1, N, H]`` each.
+        weights: W ``[G, I]`` and W' ``[G, H]``, b and b' ``[G]`` if there are biases.
 
     Returns:
-        The states after each step, ``[T, N, H]`` each.
+        The outputs of all steps, ``[T, N, H]``, and the state after the last step, ``[N, H]`` each.
     """
-    return _states(repeated, cell, gates, weight, bias, *initial)
+    w_ih, w_hh, *biases = weights
+    b_ih, b_hh = biases or (None, None)
+
+    def step(state: Sequence[Tensor], row: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        after = one_step(cell, row[0], F.linear(state[0], w_hh, b_hh), *state)
+        return after, after[:1]
+
+    last, (outs,) = repeated(step, [autocast(s[0]) for s in initial], [F.linear(x, w_ih, b_ih)])
+    return outs, *last
 
 
-def _states(
-    loop: Callable[..., tuple[Tensor, ...]],
-    cell: Cell,
-    gates: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *initial: Tensor,
-) -> tuple[Tensor, ...]:
-    def step(state: Sequence[Tensor], row: Sequence[Tensor], *affine: Tensor) -> Sequence[Tensor]:
-        return cell(row[0], F.linear(state[0], *affine), *state)
+def _kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
+    """Compute all steps.
 
-    return loop(step, [x[0] for x in initial], [gates], *([weight] if bias is None else [weight, bias]))
+    Args:
+        cell: one step.
+        size: the number of tensors of the state.
+        *args: the initial state, the biases if there are any, the inputs, and the weights.
 
+    Returns:
+        The outputs, the rest of the last state, and of each step the state before it and what the cell kept.
+    """
+    initial, (*biases, x, w_ih, w_hh) = args[:size], args[size:]
+    *biases, w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (*biases, w_ih, w_hh))  # all samples share them
+    if cell.at_inputs is None and biases:
+        biases = [biases[0] + biases[1]]
 
-class _Scan(SamplesAsRows):
-    """The computed states, as a function of both kinds of gates and of the initial state; defines the gradient."""
+    def step(state: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor, *bias: Tensor) -> Any:
+        if cell.at_inputs is None:
+            after, kept = cell.step(torch.addmm(row[0], state[0], weight), *state)
+        else:
+            products = torch.addmm(bias[0], state[0], weight) if bias else state[0] @ weight
+            after, kept = cell.step(row[0], products, *state)
+        return after, (*state, *kept)
 
-    @staticmethod
-    def forward(cell: Cell, gates: Tensor, products: Tensor, weight: Tensor, *states: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return tuple(x.view_as(x) for x in states[len(states) // 2 :])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
-        ctx.cell, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        reject_second_derivative()
-        gates, products, *initial = NotDifferentiated.apply(_gradients, ctx.cell, *ctx.saved_tensors, *grads)
-        return None, gates, products, None, *initial, *(None for _ in grads)
+    gates = F.linear(_folded(x).flatten(0, 1), w_ih, *biases[:1]).unflatten(0, (x.shape[-3], -1))
+    last, kept = looped(step, [_folded(s)[0] for s in initial], [gates], w_hh.T, *biases[1:])
+    out, axes = torch.cat([kept[0][1:], last[0][None]]), _axes(x)
+    return _unfolded(out, axes), *(s.unflatten(0, axes) for s in last[1:]), *(_unfolded(k, axes) for k in kept)
 
 
-def _gradients(cell: Cell, gates: Tensor, products: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the gates of the inputs, of those of the states, and of the initial state."""
-    size = len(rest) // 3
-    initial, states, grads = rest[:size], rest[size : 2 * size], rest[2 * size :]
-    before = [torch.cat([first, after[:-1]]) for first, after in zip(initial, states, strict=True)]
-    by_gates, by_products, *by_state = _derivatives(cell, gates, products, *before)
-    grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(states, grads, strict=True))
-    weight = weight.to(gates.dtype)  # under autocast it has another
-    whole, first = _reverse_scan(by_products, by_state, grads, weight)
-    whole = [x.unsqueeze(-2) for x in whole]
-    by_input = _chain(by_gates, whole).flatten(-2)
-    return by_input, by_input if by_products is by_gates else _chain(by_products, whole).flatten(-2), *first
+def _gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
+    """Compute the gradients of the arguments of ``_kernel``, from those of its first results."""
+    (grad, *others), (x, w_ih, w_hh, *kept) = args[:size], args[size:]
+    w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (w_ih, w_hh))
+    width, axes = len(w_hh), _axes(x)
+    states = [_folded(k) for k in kept]
+    own = torch.zeros_like(states[0]) if grad is None else _folded(grad)
+    earlier = torch.cat([torch.zeros_like(own[:1]), own[:-1]])  # the initial state has no gradient of its own
+    later = [own[-1], *(torch.zeros_like(own[0]) if g is None else g.flatten(0, -2) for g in others)]
+
+    def prepare(earlier: Tensor, *states: Tensor) -> Sequence[Tensor]:
+        return earlier, *cell.derivatives(*states)
+
+    def step(later: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor) -> Any:
+        signals, (first, *rest) = cell.back(row[0], later, *row[1:])
+        at_products = signals if cell.at_inputs is None else signals[:, :width]
+        return (torch.addmm(first, at_products, weight), *rest), (signals,)
+
+    first, (signals,) = looped(step, later, [earlier, *states], w_hh, prepare=prepare, reverse=True)
+    at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
+    of_x = _unfolded(at_inputs @ w_ih, axes) if needed[-3] else None
+    both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
+    biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
+    products = [Product(y, z) for y, z in zip(both, (x, kept[0]), strict=True)]
+    return *(_unfolded(g[None], axes) for g in first), *biases, of_x, *products
 
 
-def _derivatives(cell: Cell, *inputs: Tensor) -> list[Derivatives]:
-    """Return the derivatives of a cell by each input, for all steps at once."""
-    # The cell is elementwise, so the gradients of the sums of its outputs are its derivatives.
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        sums = [x.sum() for x in cell(*leaves)]
-    rows = [torch.autograd.grad(x, leaves, retain_graph=True, allow_unused=True) for x in sums]
-    columns = [{j: x for j, x in enumerate(column) if x is not None} for column in zip(*rows, strict=True)]
-    width = inputs[-1].shape[-1]
-    by_gates, by_products = ({j: x.unflatten(-1, (-1, width)) for j, x in column.items()} for column in columns[:2])
-    # Of a cell that reads their sum, as an LSTM's, autograd returns the same tensors for both.
-    is_sum = columns[0].keys() == columns[1].keys() and all(columns[0][j] is x for j, x in columns[1].items())
-    return [by_gates, by_gates if is_sum else by_products, *columns[2:]]
+def _axes(x: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-3], x.shape[-2]
 
 
-def _reverse_scan(
-    by_products: Derivatives, by_state: Sequence[Derivatives], grads: Sequence[Tensor], weight: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all states, each with those of the states after it; and those of the initial state."""
-    columns = [by_products, *by_state]
-    earlier = [F.pad(g[:-1], (0, 0, 0, 0, 1, 0)) for g in grads]  # zeros for the initial state
-    sequences = [x for column in columns for x in column.values()]
-
-    def step(later: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor) -> Sequence[Tensor]:
-        parts = iter(row)
-        into_products, *into_state = ({j: next(parts) for j in column} for column in columns)
-        signal = _chain(into_products, [x.unsqueeze(-2) for x in later]).flatten(-2)
-        first, *others = (_chain(column, later, g) for column, g in zip(into_state, parts, strict=True))
-        return torch.addmm(first, signal, weight), *others
-
-    last = [g[-1] for g in grads]
-    before = looped(step, last, [*sequences, *earlier], weight, reverse=True)
-    whole = [torch.cat([x[1:], g[-1:]]) for x, g in zip(before, grads, strict=True)]
-    return whole, [x[:1] for x in before]
+def _folded(x: Tensor) -> Tensor:
+    """Return ``[T, M, ·]`` from ``[*samples, T, N, ·]``: the sequences of all samples are rows of one axis."""
+    return x.movedim(-3, 0).flatten(1, -2)
 
 
-def _chain(column: Derivatives, signals: Sequence[Tensor], total: Any = None) -> Tensor:
-    """Apply the chain rule: return ``total`` plus Σⱼ derivativeⱼ · signalⱼ."""
-    for j, x in column.items():
-        total = x * signals[j] if total is None else torch.addcmul(total, x, signals[j])
-    return total
+def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return x.unflatten(1, axes).movedim(0, len(axes) - 1)

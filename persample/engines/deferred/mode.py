@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import OpOverload, UnguardedDispatchMode, schema
+from persample._torch import OpOverload, schema
 from persample.engines.deferred.context import DeferralContext
 from persample.engines.deferred.placeholder import Placeholder, values_of
 from persample.engines.deferred.producers import PRODUCERS, index_put
 from persample.engines.deferred.rules import apply
 from persample.factors.cost_model import Plan
+from persample.vmap_rules.kernel_call import DeferringMode
 
 
-class Deferral(UnguardedDispatchMode):
+class Deferral(DeferringMode):
     """Defers products of back-propagated signals and inputs where the cost model prefers that: they are placeholders.
 
     Under ``torch.func`` a dispatch mode sees the operations that vmap has batched already. Some of the deferred

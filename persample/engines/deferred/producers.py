@@ -16,14 +16,15 @@ from persample.engines.deferred.conv import ConvTerm
 from persample.engines.deferred.embedding import EmbeddingTerm, OutputsEmbeddingTerm, SharedEmbeddingTerm
 from persample.engines.deferred.placeholder import Placeholder, defer, values_of
 from persample.engines.deferred.product import ProductTerm
+from persample.factors import contractions
 
 aten = torch.ops.aten
 
 
-def _bmm(context: DeferralContext, left: Tensor, right: Tensor) -> Placeholder | None:
+def _bmm(context: DeferralContext, left: Tensor, right: Tensor) -> Tensor | None:
     source, count = context.copies.source(right)
     if not context.defers(left.shape[2], left.shape[0] * left.shape[1] * right.shape[2], left, source):
-        return None
+        return contractions.sum_of_products(left.mT, right) if contractions.has_few_columns(left.mT, right) else None
     if count == 1:
         return context.placeholder(ProductTerm.of(left.unsqueeze(2), right.mT.unsqueeze(1)), left)
     split = left.unflatten(0, (len(source), count))
