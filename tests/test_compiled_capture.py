@@ -245,6 +245,16 @@ def test_indices_of_no_dimension(loss):
 # ---------------------------------------------------------------- modules and distributions
 
 
+@pytest.mark.parametrize(
+    "var",
+    [lambda w, x: x**2 + 0.1, lambda w, x: w.exp(), lambda w, x: torch.linspace(0, 1, 3, dtype=F64), lambda w, x: 0.5],
+    ids=["of the sample", "of parameters", "constant", "number"],
+)
+def test_losses_whose_arguments_torch_checks(var):
+    loss = lambda w, x: nn.functional.gaussian_nll_loss(w * x, x, var(w, x), full=True, reduction="sum")
+    agree_exactly(loss, torch.randn(3, dtype=F64), torch.randn(5, 3, dtype=F64), None)
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_recurrent_layers(kind):
     net = nn.ModuleDict({"cell": kind(3, 4, batch_first=True), "head": nn.Linear(4, 1)}).double()

@@ -41,7 +41,7 @@ def _smooth_l1(difference: Tensor, beta: float = 1.0) -> Tensor:
     return _huber(difference, beta) / beta
 
 
-def _gaussian_nll_loss(  # noqa: PLR0917 - as torch's
+def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     input: Tensor,  # noqa: A002
     target: Tensor,
     var: Tensor | float,
@@ -70,5 +70,5 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.mse_loss: functools.partial(_difference_loss, F.mse_loss, torch.square),
     F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber),
     F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, _smooth_l1),
-    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.gaussian_nll_loss: gaussian_nll_loss,
 }

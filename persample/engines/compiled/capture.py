@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import (
@@ -39,6 +40,7 @@ from persample.utils import trees
 from persample.utils.interrupts import undone
 from persample.utils.tracing import without_warnings
 from persample.vmap_rules.indexing import getitem_unread
+from persample.vmap_rules.regression_losses import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64
@@ -156,7 +158,7 @@ class Entry:
         self.calls: list[Any] = []
         self.changes_modules = False
         self.history = History()
-        self._unread: type[_UnreadIndices] | None = None  # the mode is traced with the loss, which takes longer
+        self._unread: type[_Unread] | None = None  # the mode is traced with the loss, which takes longer
 
     def find(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return what the function returns, with markers, by the capture whose guards hold.
@@ -203,8 +205,8 @@ class Entry:
                     "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
                 ) from error
             except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
-                if self._unread is None and "specialized integer" in str(error):
-                    self._unread = _UnreadIndices
+                if self._unread is None and any(said in str(error) for said in _READS):
+                    self._unread = _Unread
                     return self.capture(function, *args)
                 raise UncapturableError(refusal(error)) from error
             return self._prepared(captured)
@@ -278,8 +280,15 @@ _entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-class _UnreadIndices(TorchFunctionMode):
-    """Lets a loss index with 0-d tensors that it computed, as in ``log_probs[t, action[t]]``: Dynamo refuses these."""
+_READS = ("specialized integer", "data-dependent")  # what Dynamo says of a value that it would read
+
+
+class _Unread(TorchFunctionMode):
+    """Lets a loss do what Dynamo refuses because torch would read a value, which the result does not need.
+
+    It may index with 0-d tensors that it computed, as in ``log_probs[t, action[t]]``, and call ``F.gaussian_nll_loss``,
+    which checks the sign of variances.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch.
@@ -296,6 +305,8 @@ class _UnreadIndices(TorchFunctionMode):
         if func is Tensor.__getitem__:
             x, index = args
             return getitem_unread(x, index, lambda _: True)
+        if func is F.gaussian_nll_loss:
+            func = gaussian_nll_loss
         return func(*args, **(kwargs or {}))
 
 
