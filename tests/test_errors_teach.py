@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from persample import ArgumentError, Gram, LossError, Mean, accumulate, per_sample_grads, set_grads, vmap_rules
-from persample.rl import categorical_policy, gaussian_policy
+from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
 from persample.utils.origin import LIBRARY
 
 ENGINES = ["eager", "compiled", "loop", "auto"]
@@ -78,6 +78,16 @@ def test_data_are_converted_to_the_dtype_of_the_parameters():
     model = nn.Linear(4, 2).double()
     with pytest.raises(LossError, match=r"mixes dtypes .* for example x\.to\(torch\.float64\)"):
         per_sample_grads(lambda p, x: p(x).sum(), model, (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("collect", [collect_episodes, collect_transitions])
+def test_observations_are_not_those_of_a_float64_policy(collect):
+    policy, envs = nn.Linear(4, 2).double(), make_envs("CartPole-v1")
+    with pytest.raises(
+        RuntimeError, match=r"(?s)dtype.*Observations are of torch.float32\. .* lambda o: network\(o\.d"
+    ):
+        collect(envs, policy, 2, seed=0)
+    collect(envs, lambda o: policy(o.double()), 2, seed=0)
 
 
 def test_a_batch_in_the_place_of_factors():
