@@ -206,7 +206,7 @@ def test_a_missing_extra_is_named(extra):
     code = f"import sys; sys.modules[{extra!r}] = None; import persample; from persample.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "persample's command line needs the extra: pip install 'persample[cli]'\n"
+    assert done.stderr == "persample's command line needs the extra: pip install '.[cli]' in a checkout\n"
 
 
 def test_discrete_observations_are_one_hot():

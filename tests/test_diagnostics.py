@@ -288,11 +288,45 @@ class TestErrors:
     def test_weights_of_another_shape(self):
         with pytest.raises(ArgumentError, match=r"weight_t: expected shape \[5, 7\], received shape \[5\]"):
             episode_gradients(log_prob, network(), made_up(), torch.ones(5))
-        with pytest.raises(ArgumentError, match=r"weight_t: expected shape \[5, 7\], received shape \[7\]"):
+        with pytest.raises(ArgumentError, match=r"weights_t\['mine'\]: expected shape \[5, 7\], received shape \[7\]"):
             estimator_variances(log_prob, network(), made_up(), {"mine": torch.ones(7)})
 
+    def test_weights_that_are_no_tensors(self):
+        with pytest.raises(ArgumentError, match=r"weight_t: expected shape \[5, 7\], received list"):
+            episode_gradients(log_prob, network(), made_up(), [[1.0] * 7] * 5)
+        with pytest.raises(ArgumentError, match="weights_t: expected a dict of weights by name, received Tensor"):
+            estimator_variances(log_prob, network(), made_up(), torch.ones(5, 7))
+
+    @pytest.mark.parametrize("given", [tuple(made_up()), made_up()._asdict(), None], ids=lambda x: type(x).__name__)
+    @pytest.mark.parametrize("fn", [episode_gradients, estimator_variances, optimal_baseline])
+    def test_no_episodes(self, fn, given):
+        message = f"episodes: expected Episodes, received {type(given).__name__}. Pass Episodes"
+        with pytest.raises(ArgumentError, match=message):
+            fn(log_prob, network(), given)
+
+    @pytest.mark.parametrize("weights", [total_reward, reward_to_go, leave_one_out])
+    def test_weights_of_no_episodes(self, weights):
+        with pytest.raises(ArgumentError, match=r"episodes.mask_t: expected a tensor of shape .*, received NoneType"):
+            weights(made_up()._replace(mask_t=None))
+        with pytest.raises(ArgumentError, match=r"episodes.discount_t: .*\[5, 7\] as of r_t, received shape \[5\]"):
+            weights(made_up()._replace(discount_t=torch.ones(5)))
+        with pytest.raises(ArgumentError, match="episodes: expected Episodes, received tuple"):
+            weights(tuple(made_up()))
+
+    @pytest.mark.parametrize("fn", [episode_gradients, estimator_variances, optimal_baseline])
+    def test_time_first(self, fn):
+        time_first = Episodes(*(x.transpose(0, 1) for x in made_up()))
+        with pytest.raises(ArgumentError, match=r"episodes.mask_t: expected real steps first, .* time the first axis"):
+            fn(log_prob, network(), time_first)
+
+    def test_masks_of_numbers(self):
+        plain, numbers = made_up(), made_up()._replace(mask_t=made_up().mask_t.float())
+        for weights in (total_reward, reward_to_go, leave_one_out):
+            assert torch.equal(weights(numbers), weights(plain))
+        close(episode_gradients(log_prob, network(), numbers), episode_gradients(log_prob, network(), plain))
+
     def test_no_estimators(self):
-        with pytest.raises(ArgumentError, match=r"weights_t: expected weights by name, received \{\}"):
+        with pytest.raises(ArgumentError, match="weights_t: expected a dict of weights by name, received an empty"):
             estimator_variances(log_prob, network(), made_up(), {})
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from persample import ArgumentError, LossError, Mean, accumulate, per_sample_grads, set_grads, vmap_rules
-from persample.rl import categorical_policy, gaussian_policy
+from persample import ArgumentError, Gram, LossError, Mean, accumulate, per_sample_grads, set_grads, vmap_rules
+from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
 from persample.utils.origin import LIBRARY
 
 ENGINES = ["eager", "compiled", "loop", "auto"]
@@ -58,8 +58,43 @@ def test_images_without_channels_with_a_batch_axis(engine):
 
 @pytest.mark.parametrize("engine", ["eager", "loop"])
 def test_a_list_of_parameters_is_no_model(engine):
-    with pytest.raises(TypeError, match=r"'list' object is not callable\nparams is a tree .* pass the module itself"):
+    with pytest.raises(
+        TypeError, match=r"'list' object is not callable\nparams is a tree .* Pass the module itself, or dict"
+    ):
         per_sample_grads(classify, list(cnn().parameters()), (IMAGES, CLASSES), engine=engine)
+
+
+def test_many_ragged_episodes_are_padded():
+    """500 leaves are not listed; nobody wants 500 entries in in_dims."""
+    episodes = [torch.ones(3 + row % 7, 4) for row in range(500)]
+    with pytest.raises(
+        ArgumentError, match=r"batch\[3\]: 6 and 496 more\. Stack a list.*pad_sequence\) and pass a mask"
+    ) as e:
+        per_sample_grads(classify, cnn(), episodes)
+    assert len(str(e.value)) < 500
+
+
+def test_data_are_converted_to_the_dtype_of_the_parameters():
+    model = nn.Linear(4, 2).double()
+    with pytest.raises(LossError, match=r"mixes dtypes .* for example x\.to\(torch\.float64\)"):
+        per_sample_grads(lambda p, x: p(x).sum(), model, (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("collect", [collect_episodes, collect_transitions])
+def test_observations_are_not_those_of_a_float64_policy(collect):
+    policy, envs = nn.Linear(4, 2).double(), make_envs("CartPole-v1")
+    with pytest.raises(
+        RuntimeError, match=r"(?s)dtype.*Observations are of torch.float32\. .* lambda o: network\(o\.d"
+    ):
+        collect(envs, policy, 2, seed=0)
+    collect(envs, lambda o: policy(o.double()), 2, seed=0)
+
+
+def test_a_batch_in_the_place_of_factors():
+    with pytest.raises(
+        ArgumentError, match=r"Gram\(other\): .* received a tensor\. Pass what per_sample_grads returns"
+    ):
+        per_sample_grads(classify, cnn(), (IMAGES, CLASSES), Gram(IMAGES))
 
 
 def test_one_batch_is_no_iterable_of_batches():

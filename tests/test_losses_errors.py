@@ -11,7 +11,7 @@ T, A = 4, 3
 V, Q, LOGITS = torch.zeros(T), torch.zeros(T, A), torch.zeros(T, A)
 ACTIONS = torch.zeros(T, dtype=torch.long)
 ONE, ROW, ACTION = torch.tensor(0.0), torch.zeros(A), torch.tensor(0)
-MU = torch.zeros(T, 2)
+MU, MASK = torch.zeros(T, 2), torch.ones(T, dtype=torch.bool)
 
 REFUSED = {
     "td-column": (
@@ -183,8 +183,91 @@ REFUSED = {
     ),
     "actor-critic-mask": (
         lambda: losses.advantage_actor_critic_loss(LOGITS, torch.zeros(5), ACTIONS, V, 0.9, mask_t=torch.ones(1)),
-        r"mask_t: expected a number or shape \[\] or \[4\], as of r_t, received shape \[1\]",
+        r"mask_t: expected shape \[4\], as of r_t, received shape \[1\]",
     ),
+    "return-mask": (
+        lambda: losses.reinforce_loss(LOGITS, ACTIONS, MASK, V),
+        r"return_t: expected numbers, received torch.bool\. Are return_t and mask_t swapped\? If not, convert it",
+    ),
+    "advantage-mask": (
+        lambda: losses.clipped_surrogate_pg_loss(V, MASK, 0.1),
+        r"adv_t: expected numbers, received torch.bool\. Are adv_t and mask_t swapped",
+    ),
+    "reward-mask": (
+        lambda: losses.discounted_returns(MASK, 0.9, 0.0, mask_t=V),
+        r"r_t: expected numbers, received torch.bool\. Are r_t and mask_t swapped",
+    ),
+    "value-mask": (
+        lambda: losses.discounted_returns(V, 0.9, MASK),
+        r"v_t: expected numbers, received torch.bool\. Are v_t and mask_t swapped",
+    ),
+    "action-mask": (
+        lambda: losses.reinforce_loss(LOGITS, MASK, V),
+        r"a_t: expected numbers, received torch.bool\. .*or \.long\(\) for actions",
+    ),
+    "reward-truth": (
+        lambda: losses.td_learning(ONE, ONE.bool(), 0.9, ONE),
+        r"r_t: expected numbers, received torch.bool",
+    ),
+    "lengths": (
+        lambda: torch.vmap(lambda n: losses.reinforce_loss(LOGITS, ACTIONS, V, n))(torch.tensor([2, 3])),
+        r"mask_t: expected one entry per time step, received shape \[\]\. Is it a length\? Pass torch.arange\(T\) <",
+    ),
+    "discount": (
+        lambda: losses.discounted_returns(V, 99, 0.0),
+        r"discount_t: expected a number from 0 to 1, received 99\. 1 is for undiscounted",
+    ),
+    "discount-nan": (
+        lambda: losses.td_learning(ONE, ONE, float("nan"), ONE),
+        r"discount_t: expected a number from 0 to 1, received nan",
+    ),
+    "lambda": (
+        lambda: losses.td_lambda(V, V, 0.9, V, -0.5),
+        r"lambda_: expected a number from 0 to 1, received -0.5\. 0 is for single TD errors",
+    ),
+    "lambda-n-step": (
+        lambda: losses.n_step_bootstrapped_returns(V, 0.9, V, 2, 95),
+        r"lambda_t: expected a number from 0 to 1, received 95",
+    ),
+    "option-mask": (
+        lambda: losses.discounted_returns(V, 0.9, 0.0, MASK),
+        r"stop_target_gradients: expected a bool, received a tensor of shape \[4\]\. .* a mask as mask_t=",
+    ),
+    "option-number": (
+        lambda: losses.q_learning(ROW, ACTION, ONE, 0.9, ROW, 0.5),
+        r"stop_target_gradients: expected a bool, received 0.5\. Pass options by name",
+    ),
+    "list": (
+        lambda: losses.discounted_returns([1.0, 2.0], 0.9, 0.0),
+        r"r_t: expected a tensor, received list\. Convert it with torch.as_tensor\(r_t\)",
+    ),
+    "array": (
+        lambda: losses.reinforce_loss(LOGITS, ACTIONS, V.numpy()),
+        r"return_t: expected a tensor, received ndarray\. Convert it with torch.as_tensor\(return_t\)",
+    ),
+    "array-mask": (
+        lambda: losses.entropy_loss(LOGITS, mask_t=MASK.numpy()),
+        r"mask_t: expected a tensor, received ndarray",
+    ),
+    "true-reward": (lambda: losses.td_learning(ONE, True, 0.9, ONE), r"r_t: expected a tensor, received True"),
+    "false-value": (lambda: losses.discounted_returns(V, 0.9, False), r"v_t: expected a tensor, received False"),
+    "values-list": (
+        lambda: losses.truncated_generalized_advantage_estimation(V, 0.9, 0.5, [0.0] * 5),
+        r"values: expected a tensor, received list",
+    ),
+    "policy-option": (
+        lambda: losses.policy_gradient_loss(LOGITS, ACTIONS, V, 1.0, MASK),
+        r"use_stop_gradient: expected a bool, received a tensor of shape \[4\]",
+    ),
+    "true-mask": (
+        lambda: losses.discounted_returns(V, 0.9, 0.0, mask_t=True),
+        r"mask_t: expected a tensor, received True",
+    ),
+    "number-rewards": (
+        lambda: losses.discounted_returns(1.0, 0.9, 0.0),
+        r"r_t: expected a sequence, shape \[T\], received 1.0",
+    ),
+    "number-logits": (lambda: losses.entropy_loss(1.0), r"logits_t: expected one number per action .*received 1.0"),
     "actor-critic": (
         lambda: losses.advantage_actor_critic_loss(LOGITS, V, ACTIONS, V, 0.9),
         r"values: expected shape \[5\], the values at times 0 … T",
@@ -197,6 +280,14 @@ def test_refused(case):
     call, message = REFUSED[case]
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+@pytest.mark.parametrize("true", [True, torch.tensor(True), MASK], ids=repr)
+def test_factors_may_be_truth_values(true):
+    """``~terminated`` is a discount; λ and weights are switched off by False."""
+    returns = losses.lambda_returns(V + 1, true, V, true)
+    torch.testing.assert_close(returns, losses.lambda_returns(V + 1, 1.0, V, 1.0))
+    torch.testing.assert_close(losses.entropy_loss(LOGITS, true), losses.entropy_loss(LOGITS))
 
 
 def test_shapes_are_those_of_one_sample_under_vmap_too():

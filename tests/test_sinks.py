@@ -354,7 +354,9 @@ class TestAlteredFiles:
 class TestFolder:
     def test_with_results_is_not_overwritten(self, finished):
         before = contents(finished)
-        with pytest.raises(ArgumentError, match=r"sink: expected a new folder, received .* with results.*resume=True"):
+        with pytest.raises(
+            ArgumentError, match=r"sink: expected a new folder, received .* with \d+ batches of a run.*resume=True"
+        ):
             accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=finished)
         assert contents(finished) == before
 
@@ -367,7 +369,10 @@ class TestFolder:
     @pytest.mark.parametrize(
         ("other", "message"),
         [
-            ({"params": {"a": draw(3), "b": draw(1)[0]}}, "a run with params = "),
+            (
+                {"params": {"a": draw(3), "b": draw(1)[0]}},
+                "a run with these params, received one whose params had other",
+            ),
             ({"reduce": {**WANTED, "losses": ps.Norm()}}, "a run with reduce = "),
             ({"reduce": {**WANTED, "projected": ps.Project(3, seed=1)}}, "a run with reduce = .*seed=1"),
             ({"chunk_size": 2}, "a run with options = "),
@@ -428,5 +433,5 @@ class TestFolder:
         with pytest.raises(OSError, match="the source has failed"):
             accumulate(loss, model, source(), ps.Norm(), sink=tmp_path / "run")
         model[1].running_mean += 1
-        with pytest.raises(ArgumentError, match="a run with params"):
+        with pytest.raises(ArgumentError, match="a run with these params"):
             accumulate(loss, model, [X], ps.Norm(), sink=tmp_path / "run", resume=True)

@@ -211,9 +211,10 @@ class TestWeights:
             ([torch.ones(3)], "weights: expected one entry for each batch, received fewer entries"),
             ([None] * 3, "weights: expected one entry for each batch, received more entries"),
             (torch.ones(7), "weights: expected a function of a batch, or an iterable.*received Tensor"),
+            (lambda x, y: y, r"weights: expected a function of a batch, received \(x, y\).* with the whole batch"),
             ([None, torch.ones(3)], r"batches\[1\]: weights: expected 4 finite real numbers, received shape \[3\]"),
         ],
-        ids=["fewer", "more", "tensor", "length"],
+        ids=["fewer", "more", "tensor", "function", "length"],
     )
     def test_that_do_not_fit(self, weights, message):
         with pytest.raises(ArgumentError, match=message):

@@ -19,6 +19,6 @@ def main() -> None:
         missing = error.name or getattr(error.__cause__, "name", None) or ""
         if missing.partition(".")[0] not in _EXTRAS:
             raise
-        sys.stderr.write("persample's command line needs the extra: pip install 'persample[cli]'\n")
+        sys.stderr.write("persample's command line needs the extra: pip install '.[cli]' in a checkout\n")
         raise SystemExit(2) from None
     app(prog_name="persample")

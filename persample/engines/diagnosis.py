@@ -81,7 +81,7 @@ _CAUSES = [
     (
         r"same dtype|Input type .* and weight type|expected scalar type|Found dtype|expected m1 and m2",
         "mixes dtypes in one operation ({dtypes})",
-        "Convert the batch or the params so that they agree, for example x.to(torch.float32).",
+        "Convert the batch or the params so that they agree, for example x.to({dtype}).",
     ),
     (
         r"on the same device|found at least two devices|expected device|device type",
@@ -124,7 +124,8 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
         raise
     except TypeError as error:
         if re.fullmatch(r"'(list|tuple|dict)' object is not callable", str(error)) and not call.loss.params.parts:
-            error.args = (f"{error}\nparams is a tree of tensors: pass the module itself as params to call it.",)
+            fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
+            error.args = (f"{error}\nparams is a tree of tensors, not a module. {fix}",)
         raise
 
 
@@ -136,10 +137,15 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
         text = "num_batches_tracked"
     for pattern, happened, fix in (_VMAP_CAUSES if batched else []) + _CAUSES:
         if re.search(pattern, text):
-            facts = {"module": module, "dtypes": _formats(call, "dtype"), "devices": _formats(call, "device")}
+            facts = {
+                "module": module,
+                "dtypes": _formats(call, "dtype"),
+                "devices": _formats(call, "device"),
+                "dtype": call.params[0].dtype,
+            }
             where = _user_line(error.__traceback__)
             raise LossError(
-                f"{call.loss.called} {happened.format(**facts)}{where}. {fix} torch said: {error}"
+                f"{call.loss.called} {happened.format(**facts)}{where}. {fix.format(**facts)} torch said: {error}"
             ) from error
 
 

@@ -16,6 +16,7 @@ _PAD = (
     "Stack a list of samples (torch.stack, torch.utils.data.default_collate). Pad episodes of different lengths to one "
     "length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
 )
+_SHOWN = 4  # leaves in a message
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
@@ -127,10 +128,11 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
         fix = "Pass tensors with a leading batch axis; a batch of one still has an axis of 1."
         raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
+        rest = f" and {len(sizes) - _SHOWN} more" if len(sizes) > _SHOWN else ""
         fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
         alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1
         if alike and all(name.startswith(argument) for name in rows):
-            fix += f" {_PAD}"
-        received = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            fix = _PAD if rest else f"{fix} {_PAD}"
+        received = ", ".join(f"{name}: {size}" for name, size in [*sizes.items()][:_SHOWN]) + rest
         raise ArgumentError.about(argument, expected="leaves of one common batch size", received=received, fix=fix)
     return next(iter(sizes.values()))

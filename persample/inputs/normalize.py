@@ -121,8 +121,8 @@ def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[An
         )
         if unpacked:
             fix = (
-                f"A plain {type(sample).__name__} is unpacked into positional arguments; to pass {len(sample)} "
-                "samples, stack them into one tensor with a batch axis."
+                f"A plain {type(sample).__name__} is unpacked into positional arguments: let the loss take them; to "
+                f"pass {len(sample)} samples, stack them into one tensor with a batch axis."
             )
         expected = f"to take params and {len(sample)} argument(s) of a sample"
         received = f"{signature} ({error})"

@@ -1,14 +1,79 @@
-"""Checks of the arguments of losses: shapes, actions, options. Wrong shapes would broadcast silently."""
+"""Checks of the arguments of losses: types, shapes, actions, options. Wrong shapes would broadcast silently."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
 
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
+_MIXING = "0 is for single TD errors, 1 for whole returns."
+_FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
+_TRUTHS = {*_FRACTIONS, "mask_t", "w_t"}  # where truth values are meant as 0 and 1: ~terminated
+
+
+def is_tensor(name: str, value: Any) -> bool:
+    """Return whether an argument is a tensor rather than a number: a mask in the place of rewards would count as one.
+
+    Args:
+        name: the name of the argument.
+        value: its value; None is only for ``mask_t``.
+
+    Returns:
+        True for a tensor, False for a number or None.
+
+    Raises:
+        ArgumentError: if it is anything else, if numbers are truth values or a mask has no axis of time, or if a
+            number is no discount or no λ.
+
+    Examples:
+        >>> is_tensor("r_t", torch.zeros(2)), is_tensor("r_t", 1.0)
+        (True, False)
+    """
+    if isinstance(value, Tensor):
+        if value.dtype is torch.bool and name not in _TRUTHS:
+            fix = f"Are {name} and mask_t swapped? If not, convert it with .float(), or .long() for actions."
+            raise ArgumentError.about(name, expected="numbers", received="torch.bool", fix=fix)
+        if name == "mask_t" and value.ndim == 0:
+            fix = "Is it a length? Pass torch.arange(T) < length."
+            raise ArgumentError.about(name, expected="one entry per time step", received="shape []", fix=fix)
+        return True
+    if name == "mask_t" and value is None:
+        return False
+    if (
+        name == "mask_t"
+        or not isinstance(value, int | float | np.number)
+        or (isinstance(value, bool) and name not in _TRUTHS)
+    ):
+        fix = f"Convert it with torch.as_tensor({name})."
+        raise ArgumentError.about(name, expected="a tensor", received=_described(value), fix=fix)
+    if name in _FRACTIONS and not 0 <= value <= 1:
+        fix = _FRACTIONS[name]
+        raise ArgumentError.about(name, expected="a number from 0 to 1", received=repr(value), fix=fix)
+    return False
+
+
+def is_on(name: str, option: bool) -> bool:
+    """Return an option, which is often mistaken for the place of a mask.
+
+    Args:
+        name: the name of the option.
+        option: its value.
+
+    Returns:
+        The value.
+
+    Raises:
+        ArgumentError: if it is no bool.
+    """
+    if not isinstance(option, bool):
+        fix = "Pass options by name, and a mask as mask_t=."
+        raise ArgumentError.about(name, expected="a bool", received=_described(option), fix=fix)
+    return option
 
 
 def check_same(**values: Any) -> None:
@@ -22,7 +87,7 @@ def check_same(**values: Any) -> None:
     """
     first, common = "", None
     for name, value in values.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
+        if not is_tensor(name, value) or value.ndim == 0:
             continue
         if common is not None and value.shape != common:
             raise _refused(name, f"shape [] or {list(common)}, as of {first}", value)
@@ -40,11 +105,12 @@ def check_steps(name: str, steps: Tensor, **values: Any) -> None:
     Raises:
         ArgumentError: if a shape differs from that of ``steps``.
     """
-    if steps.ndim == 0:
+    if not is_tensor(name, steps) or steps.ndim == 0:
         raise _refused(name, "a sequence, shape [T]", steps)
     for other, value in values.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape != steps.shape:
-            raise _refused(other, f"a number or shape [] or {list(steps.shape)}, as of {name}", value)
+        if is_tensor(other, value) and value.ndim and value.shape != steps.shape:
+            number = "" if other == "mask_t" else "a number or shape [] or "
+            raise _refused(other, f"{number or 'shape '}{list(steps.shape)}, as of {name}", value)
 
 
 def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
@@ -88,10 +154,10 @@ def check_rows(name: str, rows: Tensor, **values: Any) -> None:
     Raises:
         ArgumentError: if a shape differs from that of ``rows`` without its last axis.
     """
-    if rows.ndim == 0:
+    if not is_tensor(name, rows) or rows.ndim == 0:
         raise _refused(name, "one number per action on the last axis", rows)
     for other, value in values.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape != rows.shape[:-1]:
+        if is_tensor(other, value) and value.ndim and value.shape != rows.shape[:-1]:
             raise _refused(other, f"shape {list(rows.shape[:-1])}, one entry per row of {name}", value)
 
 
@@ -129,7 +195,7 @@ def check_axes(count: int, **values: Any) -> None:
         ArgumentError: if a tensor has another number of axes.
     """
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.ndim != count:
+        if is_tensor(name, value) and value.ndim != count:
             raise _refused(name, "a vector" if count else "one number", value)
 
 
@@ -148,5 +214,12 @@ def check_not_negative(name: str, value: float, fix: str) -> None:
         raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)
 
 
-def _refused(name: str, expected: str, received: Tensor) -> ArgumentError:
-    return ArgumentError.about(name, expected=expected, received=f"shape {list(received.shape)}", fix=_ONE_SAMPLE)
+def _refused(name: str, expected: str, value: Any) -> ArgumentError:
+    received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else _described(value)
+    return ArgumentError.about(name, expected=expected, received=received, fix=_ONE_SAMPLE)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value) if isinstance(value, bool | int | float) else type(value).__name__

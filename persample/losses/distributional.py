@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_axes, check_not_negative, check_same
+from persample.losses.check import check_axes, check_not_negative, check_same, is_on
 from persample.losses.modes import overridable
 from persample.losses.td import huber_loss
 from persample.utils.trees import stop_gradient
@@ -52,7 +52,7 @@ def categorical_td_learning(
     check_same(v_atoms_tm1=v_atoms_tm1, v_logits_tm1=v_logits_tm1)
     check_same(v_atoms_t=v_atoms_t, v_logits_t=v_logits_t)
     target = _project(r_t + discount_t * v_atoms_t, torch.softmax(v_logits_t, -1), v_atoms_tm1)
-    if stop_target_gradients:
+    if is_on("stop_target_gradients", stop_target_gradients):
         target = stop_gradient(target)
     return -(target * torch.log_softmax(v_logits_tm1, -1)).sum()
 
@@ -91,7 +91,7 @@ def quantile_regression_loss(
     check_axes(1, dist_src=dist_src, tau_src=tau_src, dist_target=dist_target)
     check_same(dist_src=dist_src, tau_src=tau_src)
     check_not_negative("huber_param", huber_param, "Use 0 for the absolute error.")
-    if stop_target_gradients:
+    if is_on("stop_target_gradients", stop_target_gradients):
         dist_target = stop_gradient(dist_target)
     delta = dist_target - dist_src[:, None]
     weight = (tau_src[:, None] - (delta < 0).to(delta)).abs()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from persample.losses.categorical import categorical_log_prob
-from persample.losses.check import check_not_negative, check_rows, check_steps
+from persample.losses.check import check_not_negative, check_rows, check_steps, is_on
 from persample.losses.modes import overridable
 from persample.losses.steps import over_time, padding, spread, unpadded
 from persample.utils.trees import stop_gradient
@@ -40,6 +40,7 @@ def reinforce_loss(
         >>> reinforce_loss(logits, a_t, torch.tensor([1.0, 1.0, torch.nan]), torch.tensor([True, True, False]))
         tensor(1.3863)
     """
+    check_rows("logits_t", logits_t, return_t=return_t)
     return policy_gradient_loss(logits_t, a_t, return_t, mask_t=mask_t, reduction=reduction)
 
 
@@ -155,7 +156,7 @@ def clipped_surrogate_pg_loss(
     check_not_negative("epsilon", epsilon, "Ratios are clipped to 1 ± ε; 0.2 is usual.")
     mask = padding(mask_t, prob_ratios_t)
     ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, spread(adv_t, prob_ratios_t))
-    if use_stop_gradient:
+    if is_on("use_stop_gradient", use_stop_gradient):
         adv = stop_gradient(adv)
     return over_time(-torch.minimum(ratios * adv, ratios.clamp(1 - epsilon, 1 + epsilon) * adv), mask, reduction)
 
@@ -182,7 +183,7 @@ def score_loss(
     """
     check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
     adv = unpadded(mask, spread(adv_t, log_pi_a_t))
-    if use_stop_gradient:
+    if is_on("use_stop_gradient", use_stop_gradient):
         adv = stop_gradient(adv)
     loss_t = log_pi_a_t * -adv  # adv is usually a constant, so that its negation needs no backward pass
     if not (isinstance(w_t, int | float) and w_t == 1):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_steps, time_axis
+from persample.losses.check import check_steps, is_on, is_tensor, time_axis
 from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
@@ -99,6 +99,7 @@ def lambda_returns(
         >>> lambda_returns(torch.tensor([1.0, 1.0]), 0.5, torch.tensor([4.0, 8.0]), 0.5)
         tensor([3.2500, 5.0000])
     """
+    check_steps("r_t", r_t, lambda_=lambda_)
     n = max((1, *r_t.shape))  # at least T: past the end nothing follows
     return n_step_bootstrapped_returns(
         r_t, discount_t, v_t, n, lambda_, stop_target_gradients, mask_t=mask_t, time_dim=time_dim
@@ -197,10 +198,11 @@ def truncated_generalized_advantage_estimation(
     axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
     steps = r_t.shape[axis]
     longer = [*r_t.shape[:axis], steps + 1, *r_t.shape[axis + 1 :]]
-    if list(values.shape) != longer:
+    if not is_tensor("values", values) or list(values.shape) != longer:
+        received = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
         expected = f"shape {longer}, the values at times 0 … T"
         fix = "Append the value of the state after the last step (any, if its discount is 0)."
-        raise ArgumentError.about("values", expected=expected, received=f"shape {list(values.shape)}", fix=fix)
+        raise ArgumentError.about("values", expected=expected, received=received, fix=fix)
     before, after = values.narrow(axis, 0, steps), values.narrow(axis, 1, steps)
     r, discounts, mixing, v_tm1, v_t = entries(mask, r_t, discount_t, lambda_, before, after)
     advantages, _ = compose(r + discounts * v_t - v_tm1, discounts * mixing, steps, axis)
@@ -209,4 +211,4 @@ def truncated_generalized_advantage_estimation(
 
 def _finished(returns: Tensor, dtype: torch.dtype, stop_target_gradients: bool) -> Tensor:
     returns = returns.to(dtype)
-    return stop_gradient(returns) if stop_target_gradients else returns
+    return stop_gradient(returns) if is_on("stop_target_gradients", stop_target_gradients) else returns

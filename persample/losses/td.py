@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_axes, check_same, check_steps
+from persample.losses.check import check_axes, check_same, check_steps, is_on
 from persample.losses.modes import overridable
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import padding, spread, unpadded
@@ -150,8 +150,12 @@ def error_of(target_tm1: Tensor, prediction_tm1: Tensor, stop_target_gradients: 
     Returns:
         Target minus prediction.
 
+    Raises:
+        ArgumentError: if ``stop_target_gradients`` is no bool.
+
     Examples:
         >>> error_of(torch.tensor(3.0), torch.tensor(1.0), stop_target_gradients=True)
         tensor(2.)
     """
-    return (stop_gradient(target_tm1) if stop_target_gradients else target_tm1) - prediction_tm1
+    stops = is_on("stop_target_gradients", stop_target_gradients)
+    return (stop_gradient(target_tm1) if stops else target_tm1) - prediction_tm1

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_steps, time_axis
+from persample.losses.check import check_steps, is_on, time_axis
 from persample.losses.modes import overridable
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
@@ -84,7 +84,7 @@ def vtrace_td_error_and_advantage(
     values, following, r, discounts, rho, mixing = entries(mask, *arguments)
     delta = rho.clamp(max=clip_rho_threshold) * (r + discounts * following - values)
     errors, _ = compose(delta, discounts * mixing * rho.clamp(max=1), r_t.shape[axis], axis)
-    if stop_target_gradients:
+    if is_on("stop_target_gradients", stop_target_gradients):
         errors = stop_gradient(errors + values) - values
     continued = shift(values, 1, axis) + mixing * shift(errors, 1, axis)
     bootstrap = torch.where(shift(mask, 1, axis), continued, following)

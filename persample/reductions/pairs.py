@@ -60,6 +60,8 @@ class Gram(Reduction):
         if self.other is None:
             return
         leaves = leaves_like(self.other, spec.structure)
+        if leaves is None and isinstance(self.other, Tensor):
+            raise self._rejected("the factors of gradients", "a tensor")
         if leaves is None:
             raise self._rejected(f"the structure {spec.structure}", f"{structure(self.other)}")
         for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):

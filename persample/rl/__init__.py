@@ -3,7 +3,7 @@
 try:
     import gymnasium  # noqa: F401 (asked for here, so that a missing extra is named)
 except ImportError as error:
-    raise ImportError("persample.rl needs gymnasium. Install it with: pip install 'persample[rl]'") from error
+    raise ImportError("persample.rl needs gymnasium. Install it with: pip install gymnasium") from error
 
 from persample.rl.baird import BairdRun, baird_features, baird_run
 from persample.rl.environments import make_envs

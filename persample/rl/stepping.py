@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.rl.check import Envs, Policy, autoreset_mode, checked_actions
@@ -88,7 +89,7 @@ def advance(
         ArgumentError: if the policy's actions do not fit, or a final observation is missing.
     """
     with torch.no_grad():
-        a_tm1 = checked_actions(envs, policy(torch.tensor(state.obs), generator))
+        a_tm1 = checked_actions(envs, _acted(policy, torch.tensor(state.obs), generator))
     observed, r_t, terminated, truncated, infos = envs.step(a_tm1.astype(envs.action_space.dtype))
     obs_t, done = _copy(envs, observed), np.asarray(terminated) | np.asarray(truncated)
     discount_t = np.where(terminated, 0, discount).astype(np.float32)
@@ -100,6 +101,16 @@ def advance(
     elif done.any():
         following = restart(envs, following, done)
     return following, Step(state.obs, a_tm1, np.array(r_t, np.float32), discount_t, obs_t, done, ~state.resets)
+
+
+def _acted(policy: Policy, obs: Tensor, generator: torch.Generator) -> Tensor:
+    try:
+        return policy(obs, generator)
+    except RuntimeError as error:
+        if "dtype" in str(error) or "scalar type" in str(error):
+            fix = "Pass a function that converts them, such as lambda o: network(o.double())."
+            error.args = (f"{error}\nObservations are of {obs.dtype}. {fix}",)
+        raise
 
 
 def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:

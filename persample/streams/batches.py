@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def _weights(weights: Any) -> Callable[[Any], Any]:
     if weights is None:
         return lambda _: None
     if callable(weights):
+        _check_takes_a_batch(weights)
         return lambda content: None if content is _END else weights(content)
     if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
         fix = "Pass a list of one [B] for each batch, or a function such as lambda batch: batch['weight']."
@@ -91,6 +93,19 @@ def _weights(weights: Any) -> Callable[[Any], Any]:
         return found
 
     return entry
+
+
+def _check_takes_a_batch(weights: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(weights)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        fix = "It is called with the whole batch: lambda batch: batch[1] for the second entry of a tuple."
+        received = f"{signature} ({error})"
+        raise ArgumentError.about("weights", expected="a function of a batch", received=received, fix=fix) from error
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def episode_gradients(
         >>> found.norms.shape, found.cosines.shape
         (torch.Size([16]), torch.Size([16, 16]))
     """
-    check_enough(episodes)
+    episodes = check_enough(episodes)
     weight_t = reward_to_go(episodes) if weight_t is None else weight_t
     batch = score_batch(episodes, weight_t, episodes.r_t[:, :0])
     wanted = (Norm(), CosineSimilarity(), NoiseScale())

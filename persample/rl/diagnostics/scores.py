@@ -79,13 +79,14 @@ def score_fn(log_prob_fn: LogProbFn) -> Callable[..., tuple[Tensor, Tensor]]:
     return score
 
 
-def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor) -> tuple[Tensor, ...]:
+def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor, argument: str = "weight_t") -> tuple[Tensor, ...]:
     """Return the batch of ``score_fn``.
 
     Args:
         episodes: E episodes, padded to T steps; padding is replaced by 0.
         weight_t: the weights, ``[E, T]``.
         aux: the aux output of the loss, ``[E, K]``.
+        argument: the name of the weights, for messages.
 
     Returns:
         Observations, actions, weights and ``aux``.
@@ -94,23 +95,61 @@ def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor) -> tuple[Tens
         ArgumentError: if the weights do not fit the episodes.
     """
     shape = list(episodes.mask_t.shape)
-    if list(weight_t.shape) != shape:
+    if not isinstance(weight_t, Tensor) or list(weight_t.shape) != shape:
         fix = "One weight per step; see persample.rl.diagnostics.reward_to_go."
-        received = f"shape {list(weight_t.shape)}"
-        raise ArgumentError.about("weight_t", expected=f"shape {shape}", received=received, fix=fix)
+        received = f"shape {list(weight_t.shape)}" if isinstance(weight_t, Tensor) else type(weight_t).__name__
+        raise ArgumentError.about(argument, expected=f"shape {shape}", received=received, fix=fix)
     obs_t, a_t, weight_t = (unpadded(episodes.mask_t, x) for x in (episodes.obs_t, episodes.a_t, weight_t))
     return obs_t, a_t, weight_t, aux
 
 
-def check_enough(episodes: Episodes) -> None:
+def checked(episodes: Episodes, *, in_order: bool = True) -> Episodes:
+    """Check the episodes of a diagnostic.
+
+    Args:
+        episodes: the argument.
+        in_order: whether the mask is read: each row is an episode, whose padding follows its real steps.
+
+    Returns:
+        The episodes, with a mask of dtype bool.
+
+    Raises:
+        ArgumentError: if it is no ``Episodes``, if shapes differ, or if a row is no episode.
+    """
+    missing = [field for field in Episodes._fields if not hasattr(episodes, field)]
+    if missing:
+        fix = f"Pass Episodes({', '.join(Episodes._fields)}), as collect_episodes returns it."
+        raise ArgumentError.about("episodes", expected="Episodes", received=type(episodes).__name__, fix=fix)
+    found = Episodes(*(getattr(episodes, field) for field in Episodes._fields))
+    for field in ("r_t", "discount_t", "mask_t"):
+        value, like = getattr(found, field), found.r_t
+        if not isinstance(value, Tensor) or value.ndim != 2 or value.shape != like.shape:
+            expected = "a tensor of shape [E, T]" + (f", {list(like.shape)} as of r_t" if field != "r_t" else "")
+            received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            fix = "Episodes are rows; where all steps are real, mask_t is torch.ones_like(r_t, dtype=torch.bool)."
+            raise ArgumentError.about(f"episodes.{field}", expected=expected, received=received, fix=fix)
+    mask_t = found.mask_t.bool()
+    if in_order and not bool(mask_t[:, :1].all() & (mask_t[:, 1:] <= mask_t[:, :-1]).all()):
+        expected, received = "real steps first, and padding after them, in every row", "others"
+        fix = "Is time the first axis? Transpose all fields: x.transpose(0, 1)."
+        raise ArgumentError.about("episodes.mask_t", expected=expected, received=received, fix=fix)
+    return found._replace(mask_t=mask_t)
+
+
+def check_enough(episodes: Episodes) -> Episodes:
     """Check that there are at least two episodes.
 
     Args:
         episodes: the episodes.
 
+    Returns:
+        What ``checked`` returns.
+
     Raises:
-        ArgumentError: if there are fewer.
+        ArgumentError: if there are fewer, or as ``checked`` does.
     """
+    episodes = checked(episodes)
     if (count := len(episodes.mask_t)) < 2:
         fix = "One episode has no spread: collect more."
         raise ArgumentError.about("episodes", expected="2 or more", received=f"{count}", fix=fix)
+    return episodes

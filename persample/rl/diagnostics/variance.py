@@ -56,19 +56,20 @@ def estimator_variances(
         >>> bool(found["baseline"].covariance_trace < found["total reward"].covariance_trace)
         True
     """
-    check_enough(episodes)
+    episodes = check_enough(episodes)
     if weights_t is None:
         baseline = reward_to_go(episodes, leave_one_out(episodes))
         plain = {"total reward": total_reward(episodes), "reward-to-go": reward_to_go(episodes)}
         weights_t = {**plain, "baseline": baseline}
-    if not weights_t:
-        fix = "Leave it out for the usual three."
-        raise ArgumentError.about("weights_t", expected="weights by name", received=repr(weights_t), fix=fix)
+    if not isinstance(weights_t, Mapping) or not weights_t:
+        received = "an empty dict" if isinstance(weights_t, Mapping) else type(weights_t).__name__
+        fix = "Pass {'name': weight_t}, or leave it out for the usual three."
+        raise ArgumentError.about("weights_t", expected="a dict of weights by name", received=received, fix=fix)
     # The batch holds one copy of the episodes per estimator; aux tells which estimator a copy belongs to.
     members = torch.eye(len(weights_t), device=episodes.r_t.device)
     parts = [
-        score_batch(episodes, weight_t, row.expand(len(episodes.mask_t), -1))
-        for weight_t, row in zip(weights_t.values(), members, strict=True)
+        score_batch(episodes, weight_t, row.expand(len(episodes.mask_t), -1), f"weights_t[{name!r}]")
+        for (name, weight_t), row in zip(weights_t.items(), members, strict=True)
     ]
     batch = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
     wanted = {name: WeightedByAux(NoiseScale(), k) for k, name in enumerate(weights_t)}
@@ -115,7 +116,7 @@ def optimal_baseline(
         >>> bool(b > 1)  # long episodes have large scores, and count more than short ones
         True
     """
-    check_enough(episodes)
+    episodes = check_enough(episodes)
     reward = total_reward(episodes)[:, 0]
     above = reward - reward.min()  # weights are not negative, and a baseline moves with the reward
     batch = score_batch(episodes, torch.ones_like(episodes.r_t), above[:, None])

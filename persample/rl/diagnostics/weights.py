@@ -7,6 +7,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.losses import discounted_returns
+from persample.rl.diagnostics.scores import checked
 from persample.rl.episodes import Episodes
 
 
@@ -24,6 +25,7 @@ def total_reward(episodes: Episodes) -> Tensor:
         >>> total_reward(Episodes(ones, ones, ones, 0.5 * ones, ones.bool()))
         tensor([[1.5000, 1.5000]])
     """
+    episodes = checked(episodes, in_order=False)
     return torch.where(episodes.mask_t, _returns(episodes)[:, :1], 0)
 
 
@@ -51,6 +53,7 @@ def reward_to_go(episodes: Episodes, baseline_t: Tensor | float = 0.0) -> Tensor
         >>> reward_to_go(Episodes(ones, ones, ones, 0.5 * ones, ones.bool()))
         tensor([[1.5000, 0.5000]])
     """
+    episodes = checked(episodes, in_order=False)
     shape = episodes.r_t.shape
     if isinstance(baseline_t, Tensor) and baseline_t.shape not in {shape[2:], shape[1:], shape}:
         expected, received = f"shape [], {list(shape[1:])} or {list(shape)}", f"shape {list(baseline_t.shape)}"
@@ -79,6 +82,7 @@ def leave_one_out(episodes: Episodes) -> Tensor:
         >>> leave_one_out(Episodes(r, r, r, r * 0, r.bool())).tolist()
         [[4.0], [3.0], [2.0]]
     """
+    episodes = checked(episodes, in_order=False)
     returns, running = _returns(episodes), episodes.mask_t.sum(0)
     others = returns.sum(0) - returns
     return others / (running - episodes.mask_t.long()).clamp(min=1)

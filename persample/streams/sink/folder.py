@@ -42,7 +42,8 @@ class Sink:
         exists = (folder / NAME).exists()
         if exists and not resume:
             fix = "Pass resume=True to go on with that run, or another folder."
-            raise _rejected("a new folder", f"{str(folder)!r} with results", fix)
+            batches = f"{Index.read(folder).batches} batches of a run"
+            raise _rejected("a new folder", f"{str(folder)!r} with {batches}", fix)
         if not exists and folder.is_dir() and not set(among).issuperset(folder.iterdir()):
             raise _rejected("a new folder, or one with results", f"{str(folder)!r} with other files", "Pass another.")
         self.index = Index.read(folder) if exists else Index(asked)
@@ -50,6 +51,11 @@ class Sink:
         if other:
             expected = f"the folder of a run with {other[0]} = {asked[other[0]]!r}"
             received = f"one with {self.index.asked.get(other[0])!r}"
+            if other[0] == "params":  # a digest
+                expected, received = (
+                    "the folder of a run with these params",
+                    "one whose params had other names or values",
+                )
             raise _rejected(expected, received, "Pass the folder of this run, or a new one.")
         self.columns = {name: Column.of(folder, record) for name, record in self.index.rows.items()}
         if not self.index.finished:  # whoever reads finished results checks them
