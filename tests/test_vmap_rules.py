@@ -124,3 +124,12 @@ def test_gaussian_nll_loss(full, reduction):
         return each, one, F.gaussian_nll_loss(gain * x, y, 0.7, reduction=reduction)
 
     check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(4, 2), draw(4, 2), draw(4, 2)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda w, x: (w @ x.T).view(-1), lambda w, x: torch.matmul(w, x.T).sin().view(2, -1)],
+    ids=["flat", "after-sin"],
+)
+def test_product_with_a_transpose_is_contiguous(loss):
+    check(loss, torch.randn(4, 3, dtype=torch.float64), (draw(5, 3),))

@@ -62,7 +62,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
     """Compute ``w @ x.T`` of a matrix that all samples share as ``F.linear(x, w).T``, so that x is not copied."""
     is_layer = input.ndim == other.ndim == 2 and is_batched(other) and not is_batched(input)
     if is_layer and input.shape[1] == len(other) and other.mT.is_contiguous():
-        return linear(other.mT, input).mT
+        return linear(other.mT, input).mT.contiguous()  # as torch's result: losses view it in another shape
     return torch.matmul(input, other)
 
 
