@@ -13,6 +13,7 @@ from oracle import assert_trees_close, oracle
 from tensordict import TensorDict
 from test_grid import REDUCTIONS
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 from traced import without_inductor
@@ -98,6 +99,18 @@ def test_one_program_merges_all_batches(monkeypatch):
     exact = accumulate(loss, w.double(), [x.double() for x in other], wanted, engine="loop")
     assert_trees_close(rest[0], tree_map(torch.Tensor.float, exact), 1e-5)
     assert_trees_close(rest[1], first, 0)  # no call writes into the total of another
+
+
+def test_compiled_streams_of_losses_that_refuse_made_up_samples(monkeypatch):
+    without_inductor(monkeypatch)
+
+    def loss(w, x):
+        assert type(x) is not FakeTensor
+        return affine(w, x)
+
+    w, x = draw(3), draw(6, 3, seed=1)
+    found = accumulate(loss, w, x.split(2), ps.Mean(), engine="compiled")
+    assert_trees_close(found, per_sample_grads(loss, w, x, ps.Mean()), 1e-9)
 
 
 @pytest.mark.parametrize("engine", ["eager", "compiled"])

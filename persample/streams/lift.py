@@ -125,8 +125,14 @@ class BatchLift:
         return leaves, AnyOf(False)  # a loss that is not called is not known to depend on anything
 
     def _merged(self, chunk: Call, asked: Asked) -> tuple[Total, list[Any]]:
-        reductions = Reductions(self.wanted)
-        total = Total.of(self._lifted(chunk.none())) if asked.total is None else asked.total
+        reductions, total = Reductions(self.wanted), asked.total
+        if total is None:
+            try:
+                total = Total.of(self._lifted(chunk.none()))
+            except Exception:  # noqa: BLE001 (whatever the loss raises for a made-up sample)
+                lifted = self._lifted(chunk)
+                total = Total.of(lifted).zeros()
+                return total.split(total.merged(lifted))
 
         def by(way: pipeline.Engine) -> list[Any]:
             return total.merged(pipeline.lift_by(way, reductions)(chunk))
@@ -135,4 +141,4 @@ class BatchLift:
             return merge_compiled(chunk, reductions, asked, total)
 
         found = answered(chunk, self.engine, first, by) if chunk.size else total.merged(self._lifted(chunk))
-        return Total.split(found, len(total.tensors), total.outline)
+        return total.split(found)

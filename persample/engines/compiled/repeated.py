@@ -291,5 +291,5 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
 def _answer(asked: Asked, call: EarlierCall, results: Any) -> Any:
     if asked.container is None:
         formats, outline = call.total
-        return Total.split(results, len(formats), outline)
+        return Total(results[: len(formats)], outline), results[len(formats) :]
     return trees.unflatten(results, asked.container) if asked.out is None else asked.out

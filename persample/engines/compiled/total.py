@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from persample.engines.compiled.packing import Outline, pack
@@ -33,16 +34,18 @@ class Total:
         """
         return cls(*pack(trees.tree_map(lambda x: x.widened() if isinstance(x, Summed | Moments) else None, lifted)))
 
-    @classmethod
-    def split(cls, merged: list[Any], count: int, outline: Outline) -> tuple[Total, list[Any]]:
-        """Return the total, and the leaves that are not part of it.
+    def split(self, merged: list[Any]) -> tuple[Total, list[Any]]:
+        """Return a later total, and the leaves that are not part of it.
 
         Args:
             merged: what ``merged`` returns.
-            count: the number of tensors of the total.
-            outline: its outline.
         """
-        return cls(merged[:count], outline), merged[count:]
+        count = len(self.tensors)
+        return Total(merged[:count], self.outline), merged[count:]
+
+    def zeros(self) -> Total:
+        """Return the total of no samples."""
+        return Total(list(map(torch.zeros_like, self.tensors)), self.outline)
 
     @property
     def tree(self) -> Any:
