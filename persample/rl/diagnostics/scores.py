@@ -133,7 +133,7 @@ def checked(episodes: Episodes, *, in_order: bool = True) -> Episodes:
         expected, received = "real steps first, and padding after them, in every row", "others"
         fix = "Is time the first axis? Transpose all fields: x.transpose(0, 1)."
         raise ArgumentError.about("episodes.mask_t", expected=expected, received=received, fix=fix)
-    return found._replace(mask_t=mask_t)
+    return Episodes(*found[:-1], mask_t)
 
 
 def check_enough(episodes: Episodes) -> Episodes:
