@@ -67,15 +67,12 @@ class Accumulator:
         leaves = [_own_rows(leaf, taken) for leaf in leaves]
         if self.structure is None:
             self.structure = structure
-            self.leaves = [leaf.widened() if isinstance(leaf, Summed | Moments) else leaf for leaf in leaves]
+            self.leaves = list(map(_widened, leaves))
             self._later_rows = [[] for _ in leaves]
             return
         check_alike(self.structure, structure)
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Summed | Moments):
-                self.leaves[place].absorb(leaf)
-            else:
-                self._append(place, leaf)
+            self._merge(place, leaf)
 
     def take(self, merged: tuple[Total, list[Any]], inputs: list[Tensor]) -> None:
         """Take the total that a program returned.
@@ -91,15 +88,17 @@ class Accumulator:
             leaves, self.structure = trees.flatten(total.tree)
             self._later_rows = [[] for _ in leaves]
             rest = iter(others)
-            self.leaves = [next(rest) if leaf is None else leaf for leaf in leaves]
+            self.leaves = [_widened(next(rest)) if leaf is None else leaf for leaf in leaves]
             self._other_places = [place for place, leaf in enumerate(leaves) if leaf is None]
         else:
             for place, leaf in zip(self._other_places, others, strict=True):
-                self._append(place, leaf)
+                self._merge(place, leaf)
         self.total = total
 
-    def _append(self, place: int, leaf: Any) -> None:
-        if isinstance(leaf, Stacked):
+    def _merge(self, place: int, leaf: Any) -> None:
+        if isinstance(leaf, Summed | Moments):
+            self.leaves[place].absorb(leaf)
+        elif isinstance(leaf, Stacked):
             _check_rows(self.leaves[place], leaf)
             self._later_rows[place].append(leaf.rows)
         else:
@@ -149,6 +148,10 @@ def _numbers(leaf: Any) -> dict[str, Tensor]:
     if isinstance(leaf, AnyOf):
         return {"value": torch.tensor(leaf.value)}
     return tensor_fields(leaf)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.widened() if isinstance(leaf, Summed | Moments) else leaf
 
 
 def _own_rows(leaf: Any, taken: set[int]) -> Any:

@@ -12,14 +12,17 @@ from persample.engines.compiled.packing import Outline, pack
 from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
 
+# Numbers in a sum. Larger ones are added up in place: new memory for them costs more than another operation.
+_MOST = 2**14
+
 
 @dataclass(frozen=True)
 class Total:
-    """The sums and moments of the samples so far.
+    """The moments and small sums of the samples so far.
 
     Args:
         tensors: their numbers, in float64.
-        outline: the tree of the leaves, with None in place of those that are no sums or moments.
+        outline: the tree of the leaves, with None in place of all others.
     """
 
     tensors: list[Tensor]
@@ -32,7 +35,7 @@ class Total:
         Args:
             lifted: the tree of its leaves.
         """
-        return cls(*pack(trees.tree_map(lambda x: x.widened() if isinstance(x, Summed | Moments) else None, lifted)))
+        return cls(*pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted)))
 
     def split(self, merged: list[Any]) -> tuple[Total, list[Any]]:
         """Return a later total, and the leaves that are not part of it.
@@ -69,3 +72,7 @@ class Total:
         pairs = list(zip(earlier, leaves, strict=True))
         tensors, _ = pack([one.merge(other) for one, other in pairs if one is not None])
         return [*tensors, *(other for one, other in pairs if one is None)]
+
+
+def _is_part(leaf: Any) -> bool:
+    return isinstance(leaf, Moments) or (isinstance(leaf, Summed) and leaf.value.numel() <= _MOST)
