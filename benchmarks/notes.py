@@ -16,8 +16,23 @@ NOTES: dict[tuple[str, str, str], str] = {
     ("GRU policy, 32x50", "clipped_mean", "time"): (
         "Fifty steps of small products, each a call of torch's: half of our time is addmm, bmm and mm."
     ),
-    ("TD(0) MLP 256, B=256", "mean", "memory"): (
-        "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 1.5 MiB."
+    ("tutorial TD(0), B=4096", "stack", "time"): (
+        "Half of a call is overhead: we check in Python what the loss would read. The others ran on a faster day (Age)."
+    ),
+    ("tutorial TD(0), B=65536", "stack", "time"): (
+        "Both write the result once, at the speed of the machine's memory. The others ran on a faster day (Age)."
+    ),
+    ("TD(0) MLP 256, B=256", "mean", "time"): (
+        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
+    ),
+    ("REINFORCE MLP 64, 32x200", "variance", "time"): (
+        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
+    ),
+    ("TD(0) MLP 64, B=256", "natural_gradient", "memory"): (
+        "Not comparable: JAX works in memory that its earlier calls have freed; a float64 matrix [B, B] is 0.5 MiB."
+    ),
+    ("REINFORCE MLP 64, 32x200", "natural_gradient", "memory"): (
+        "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 3 MiB."
     ),
     ("TD(0) MLP 64, B=1024", "clipped_mean", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 0.5 MiB."
