@@ -16,9 +16,8 @@ from torch import Tensor
 
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
-from persample.utils import trees
 from persample.utils.dtypes import restore
-from persample.utils.trees import leaf, tree_map
+from persample.utils.trees import TreeSpec, leaf, tree_map
 
 _BLOCK = 2**16  # numbers that are added at a time: torch converts them first, and so many stay in the cache
 
@@ -167,7 +166,7 @@ def _share(part: Tensor, n: Tensor) -> Tensor:
     return part / n.clamp_min(torch.finfo(n.dtype).tiny)
 
 
-def check_alike(expected: trees.TreeSpec, received: trees.TreeSpec) -> None:
+def check_alike(expected: TreeSpec, received: TreeSpec) -> None:
     """Reject leaves whose tree is another than that of earlier batches.
 
     Args:

@@ -49,7 +49,6 @@ class Accumulator:
         self.samples, self.weight = 0, TotalWeight()
         self.total: Total | None = None
         self._later_rows: list[list[Tensor | Factor]] = []
-        self._other_places: list[int] = []  # of the leaves that are not part of the total
 
     def add(self, partial: Any, inputs: list[Tensor]) -> None:
         """Merge the leaves of one part.
@@ -89,9 +88,9 @@ class Accumulator:
             self._later_rows = [[] for _ in leaves]
             rest = iter(others)
             self.leaves = [_widened(next(rest)) if leaf is None else leaf for leaf in leaves]
-            self._other_places = [place for place, leaf in enumerate(leaves) if leaf is None]
         else:
-            for place, leaf in zip(self._other_places, others, strict=True):
+            places = [place for place, leaf in enumerate(total.outline.leaves) if leaf is None]
+            for place, leaf in zip(places, others, strict=True):
                 self._merge(place, leaf)
         self.total = total
 

@@ -61,8 +61,7 @@ class BatchLift:
             with unwritten(call):
                 for chunk in call.chunks(self.chunk_size):
                     with self.random.drawing():
-                        asked = self._asked(batch, total())
-                        found = self._merged(chunk, asked) if self.merges else self._lifted(chunk)
+                        found = self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
                     receive(found, chunk)
             return call
 
@@ -124,8 +123,8 @@ class BatchLift:
         leaves, _ = by(empty)
         return leaves, AnyOf(False)  # a loss that is not called is not known to depend on anything
 
-    def _merged(self, chunk: Call, asked: Asked) -> tuple[Total, list[Any]]:
-        reductions, total = Reductions(self.wanted), asked.total
+    def _merged(self, chunk: Call, batch: Batch, total: Total | None) -> tuple[Total, list[Any]]:
+        reductions = Reductions(self.wanted)
         if total is None:
             try:
                 total = Total.of(self._lifted(chunk.none()))
@@ -138,7 +137,7 @@ class BatchLift:
             return total.merged(pipeline.lift_by(way, reductions)(chunk))
 
         def first() -> list[Any]:
-            return merge_compiled(chunk, reductions, asked, total)
+            return merge_compiled(chunk, reductions, self._asked(batch, total), total)
 
         found = answered(chunk, self.engine, first, by) if chunk.size else total.merged(self._lifted(chunk))
         return total.split(found)
