@@ -326,6 +326,12 @@ def forget_captured(code: CodeType) -> None:
     private("torch._C._dynamo.eval_frame:reset_code")(code)
 
 
+def is_number_input(node: torch.fx.Node) -> bool:
+    """Return whether a placeholder of Dynamo stands for a number of Python; a float is passed as a 0-d tensor."""
+    argument = node.meta.get("grapharg")
+    return argument is not None and not attribute(argument, "is_tensor")(argument)
+
+
 def recompile_reason() -> str:
     """Return the guard that failed, in a backend that Dynamo calls once more for the same code; otherwise ""."""
     metrics = private("torch._dynamo.utils:get_metrics_context")()

@@ -310,6 +310,70 @@ def test_a_list_outside_that_keeps_activations():
         per_sample_grads(loss, W, X, engine="compiled")
 
 
+def counted(step):
+    """Return a loss that counts its calls in the list beside it."""
+    count = [step - step]
+
+    def loss(w, x):
+        count[0] += step
+        return (w @ x).tanh()
+
+    return loss, count
+
+
+@pytest.mark.parametrize("step", [1, 0.5])
+def test_a_count_of_calls_in_a_closure_compiles_nothing(step):
+    loss, count = counted(step)
+    for calls in range(1, 7):
+        rows = per_sample_grads(loss, W, X, engine="compiled")
+        assert count == [calls * step]
+        assert_trees_close(rows, per_sample_grads(lambda w, x: (w @ x).tanh(), W, X), 1e-9)
+    assert len(ps.explain(loss, W, X, ps.Stack(), engine="compiled").compilations) == 2
+
+
+def test_several_numbers_in_a_closure():
+    seen = {"calls": 0, "rate": 1.0, "parity": 0}
+
+    def loss(w, x):
+        seen["calls"] += 1
+        seen["rate"] *= 0.5
+        seen["parity"] = seen["calls"] % 2
+        return (w @ x).tanh()
+
+    for calls in range(1, 6):
+        per_sample_grads(loss, W, X, engine="compiled")
+        assert seen == {"calls": calls, "rate": 0.5**calls, "parity": calls % 2}
+
+
+def test_a_changing_number_that_the_result_depends_on():
+    counts = [0], [0]
+
+    def made(count):
+        def loss(w, x):
+            count[0] += 1
+            return count[0] * (w @ x).tanh()
+
+        return loss
+
+    for _ in range(5):
+        actual = per_sample_grads(made(counts[0]), W, X, engine="compiled")
+        assert_trees_close(actual, per_sample_grads(made(counts[1]), W, X, ps.Stack()), 1e-9)
+    assert counts[0] == [5]
+
+
+def test_a_changing_number_that_is_returned():
+    count = [0]
+
+    def loss(w, x):
+        count[0] += 1
+        return (w @ x).tanh(), {"tensor": torch.tensor(count[0]), "scalar": torch.scalar_tensor(count[0])}
+
+    for calls in range(1, 5):
+        _, aux = per_sample_grads(loss, W, X, (ps.Stack(), ps.Aux()), engine="compiled")
+        assert count == [calls]
+        assert {name: x.tolist() for name, x in aux.items()} == dict.fromkeys(["tensor", "scalar"], [calls] * 4)
+
+
 def test_tied_frozen_and_unused_parameters():
     net = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3), "unused": nn.Linear(2, 2)}).double()
     net["two"].weight = net["one"].weight

@@ -42,6 +42,7 @@ WRITERS = {  # functions that return the text of a message
     "_not_batchable": "FallbackWarning",
     "_advice": "RuntimeWarning",
     "_one_sample": "added to torch's message",
+    "_tree": "added to torch's message",
 }
 GAP = "…"
 

@@ -64,6 +64,20 @@ def test_a_list_of_parameters_is_no_model(engine):
         per_sample_grads(classify, list(cnn().parameters()), (IMAGES, CLASSES), engine=engine)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("params", [{"w": torch.ones(2, 3)}, nn.Linear(3, 2)])
+def test_a_list_in_the_batch_is_a_tree(engine, params):
+    def loss(params, x):
+        return nn.functional.linear(x, params["w"]).sum() if isinstance(params, dict) else params(x).sum()
+
+    rows = [torch.ones(4, 3), torch.zeros(4, 3)]
+    hint = r"must be Tensor, not list\nA list in params or batch is a tree: .* stack them first \(torch\.stack\)"
+    with pytest.raises(TypeError, match=hint):
+        per_sample_grads(loss, params, (rows,), engine=engine)
+    found = per_sample_grads(loss, params, (torch.stack(rows, 1),), Mean(), engine=engine)  # what it says, works
+    assert all(x.abs().sum() > 0 for x in found.values())
+
+
 def test_many_ragged_episodes_are_padded():
     """500 leaves are not listed; nobody wants 500 entries in in_dims."""
     episodes = [torch.ones(3 + row % 7, 4) for row in range(500)]

@@ -697,6 +697,22 @@ def test_recompile_reason():
     assert captured(torch.sin, torch.ones(2))[2] == [""]
 
 
+def test_is_number_input():
+    torch._dynamo.reset()
+    count, rate, found = 2, 0.5, []
+
+    def backend(graph, _):  # later, Dynamo has dropped what it asks
+        found.append(sorted(map(_torch.is_number_input, graph.graph.find_nodes(op="placeholder"))))
+        return graph.forward
+
+    compiled = torch.compile(lambda x: rate * count * x, backend=backend, fullgraph=True)
+    with _torch.capture_settings():
+        compiled(torch.ones(2))
+        count, rate = 3, 0.25
+        compiled(torch.ones(2))
+    assert found == [[False], [False, True, True]]
+
+
 def test_fake_tensor_log(caplog):
     with _torch.FakeTensorMode(), pytest.raises(RuntimeError):
         torch.ones(2) @ torch.ones(3)

@@ -123,9 +123,8 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
             error.args = (f"{error}{_one_sample(call)}",)
         raise
     except TypeError as error:
-        if re.fullmatch(r"'(list|tuple|dict)' object is not callable", str(error)) and not call.loss.params.parts:
-            fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
-            error.args = (f"{error}\nparams is a tree of tensors, not a module. {fix}",)
+        if not is_raised(error):
+            error.args = (f"{error}{_tree(call, str(error))}",)
         raise
 
 
@@ -161,6 +160,20 @@ def _one_sample(call: Call) -> str:
     return (
         f"\nloss_fn sees one sample, without the batch axis: {name} of shape {shape}. If the model needs that axis, "
         f"pass keep_batch_dim=True: then {name} has the shape {[1, *shape]}."
+    )
+
+
+def _tree(call: Call, said: str) -> str:
+    """Return that params or batch is a tree, where a loss took it for a module or for one tensor."""
+    if re.fullmatch(r"'(list|tuple|dict)' object is not callable", said) and not call.loss.params.parts:
+        fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
+        return f"\nparams is a tree of tensors, not a module. {fix}"
+    found = re.search(r"must be Tensor, not (list|tuple|dict)", said)
+    if found is None:
+        return ""
+    return (
+        f"\nA {found[1]} in params or batch is a tree: loss_fn gets a {found[1]} of its tensors. "
+        "To pass them as one tensor, stack them first (torch.stack)."
     )
 
 

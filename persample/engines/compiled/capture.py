@@ -34,6 +34,7 @@ from persample._torch import (
     set_dynamo_settings,
 )
 from persample.engines.compiled.graph import Capture, History, Marker, Output
+from persample.engines.compiled.kept_numbers import split_numbers
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.errors import TorchVersionError
 from persample.utils import trees
@@ -319,7 +320,16 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
         return function(*args)
 
 
-def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Marker]]:
+def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:
+    graph, split = split_numbers(graph)
     made = Capture(graph, failed_guard(recompile_reason()))
     places = range(made.num_outputs)
-    return lambda *inputs: [Marker(made, place, inputs) for place in places]
+    if split is None:  # the usual case
+        return lambda *inputs: [Marker(made, place, inputs) for place in places]
+
+    def returned(*inputs: Any) -> list[Any]:
+        read, outputs = split(*inputs)
+        tensors = iter(places)
+        return [Marker(made, next(tensors), read) if x is None else x for x in outputs]
+
+    return returned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +124,7 @@ class Marker(StandIn):
 
     __slots__ = ("capture", "index", "inputs")
 
-    def __init__(self, capture: Capture, index: int, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, capture: Capture, index: int, inputs: Sequence[Any]) -> None:
         self.capture = capture
         self.index = index
         self.inputs = inputs

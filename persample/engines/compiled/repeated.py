@@ -23,7 +23,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker
 from persample.engines.compiled.captured_call import parameter, row_taker
-from persample.engines.compiled.graph import Capture
+from persample.engines.compiled.graph import Capture, Marker
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Task, fixed_fields, live_tensors
@@ -97,6 +97,20 @@ class Flat(NamedTuple):
         return [*self.params, *self.batch, *self.out]
 
 
+class Found(NamedTuple):
+    """What the captured loss returned in one call.
+
+    Attributes:
+        marker: a marker of its graph; None if it computes nothing.
+        params: the parameters that it was called with.
+        rows: the leaves of the first sample that it was called with.
+    """
+
+    marker: Marker | None
+    params: list[Any]
+    rows: list[Tensor]
+
+
 @dataclass
 class EarlierCall:
     """A call whose program later calls may run.
@@ -156,23 +170,17 @@ class EarlierCall:
         tensors, is_own = asked.total.tensors, asked.total.outline is outline  # made by the program of this call
         return tensors if is_own or self.total == (list(map(Format.of, tensors)), asked.total.outline) else None
 
-    def inputs(self, asked: Asked, flat: Flat, entry: Entry) -> list[Tensor] | None:
-        """Return the inputs of the program, or None if the loss is no longer the same.
+    def find(self, asked: Asked, flat: Flat, entry: Entry) -> Found:
+        """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
 
         Args:
-            asked: the arguments of a call that matches this one.
+            asked: the arguments of the call.
             flat: the same, flattened.
             entry: the captures of its loss.
 
         Raises:
-            ArgumentError: if an average needs more samples.
+            NewError: if no capture is valid.
         """
-        if asked.container is not None:  # else they are checked over all batches
-            check_averages(asked.wanted, None, self.size)
-        live, outline = live_tensors(asked.wanted, flat.params[0].device)
-        total = self.before(asked)
-        if total is None or (list(map(Format.of, live)), outline) != self.live:
-            return None
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
         args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
@@ -181,13 +189,31 @@ class EarlierCall:
         set_grad_enabled(True)
         try:
             marker = first_marker(entry.find(asked.loss_fn, args, *(sample if self.unpack else (sample,))))
-        except NewError:
-            return None
         finally:
             set_grad_enabled(False)
+        return Found(marker, params, rows)
+
+    def inputs(self, asked: Asked, flat: Flat, found: Found) -> list[Tensor] | None:
+        """Return the inputs of the program, or None if it is not that of the captured loss.
+
+        Args:
+            asked: the arguments of a call that matches this one.
+            flat: the same, flattened.
+            found: the captured loss.
+
+        Raises:
+            ArgumentError: if an average needs more samples.
+        """
+        marker = found.marker
         if marker is None or marker.capture is not self.capture:
             return None
-        if self.places and _places(marker.inputs, [*params, *rows]) != self.places:
+        if self.places and _places(marker.inputs, [*found.params, *found.rows]) != self.places:
+            return None
+        if asked.container is not None:  # else they are checked over all batches
+            check_averages(asked.wanted, None, self.size)
+        live, outline = live_tensors(asked.wanted, flat.params[0].device)
+        total = self.before(asked)
+        if total is None or (list(map(Format.of, live)), outline) != self.live:
             return None
         read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live, *total]
         if asked.out is not None and not is_apart(asked.out, read):
@@ -277,10 +303,14 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
     recording, callback = torch.is_grad_enabled(), get_eval_frame_callback()
     try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
         set_grad_enabled(False)
+        found: Found | None = None
         for call in entry.calls:
-            if call.matches(asked, flat) and (inputs := call.inputs(asked, flat, entry)) is not None:
+            if not call.matches(asked, flat):
+                continue
+            found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
+            if (inputs := call.inputs(asked, flat, found)) is not None:
                 return _answer(asked, call, call.program(inputs)), call.size
-    except DoubtfulError:
+    except (DoubtfulError, NewError):
         pass
     finally:
         set_grad_enabled(recording)
