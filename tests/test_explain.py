@@ -183,11 +183,24 @@ def test_tables_are_written_out_only_where_that_takes_no_memory(written, reason)
 
 
 @pytest.mark.parametrize(
-    ("memory", "needed", "allowance"),
-    [(None, 2**28, math.inf), (None, 2**28 + 1, 2.0), ("low", 0, 1.0), (10, 10, math.inf), (10, 11, 1.0)],
+    ("memory", "needed", "budget"),
+    [
+        (None, 2**24, (math.inf, False)),
+        (None, 2**28, (math.inf, True)),
+        (None, 2**28 + 1, (2.0, True)),
+        ("low", 0, (1.0, False)),
+        (10, 10, (math.inf, False)),
+        (10, 11, (1.0, False)),
+    ],
 )
-def test_memory_bounds_what_is_written_out(memory, needed, allowance):
-    assert cost_model.allowance(memory, needed) == allowance
+def test_memory_bounds_what_is_written_out(memory, needed, budget):
+    assert cost_model.budget(memory, needed) == budget
+
+
+def test_fresh_memory_costs_time():
+    size, ops = cost_model.Size(50, 38 * 512 * 128, 38 * 50 * 640), frozenset({"squared_norms", "weighted_sum"})
+    assert cost_model.Plan(ops, math.inf).reason_to_write_out(size) == FASTER
+    assert cost_model.Plan(ops, math.inf, in_fresh_memory=True).reason_to_write_out(size) == ""
 
 
 def test_inner_products_of_few_steps_beat_blocks():

@@ -24,6 +24,8 @@ BLOCK = 2**20
 _AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
 _KEPT = 2**23
+# So does that of all written-out gradients together, beyond these bytes: glibc keeps twice the largest of them.
+_KEPT_BYTES = 2**24
 
 
 class Rates(NamedTuple):
@@ -148,6 +150,7 @@ class Plan:
     Args:
         required_ops: the operations of ``Factor`` that the reductions call.
         allowance: written-out gradients may have this many times the elements of their factor.
+        in_fresh_memory: whether the memory of written-out gradients comes from the operating system each time.
 
     Examples:
         >>> plan = Plan(frozenset({"squared_norms", "weighted_sum"}))
@@ -161,6 +164,7 @@ class Plan:
 
     required_ops: frozenset[str]
     allowance: float = 2.0
+    in_fresh_memory: bool = False
 
     def estimate(self, size: Size) -> Estimate:
         """Return the estimated time of the operations on a sum of products, and on the written-out gradients.
@@ -174,7 +178,10 @@ class Plan:
         works = [_OF_FACTORS[op] for op in ops]
         if "squared_norms" in ops and inner_products_are_faster(size):
             works[ops.index("squared_norms")] = _INNER_PRODUCTS
-        writing = [_WRITING] if size.written <= _KEPT else [_WRITING, _IN_FRESH_MEMORY]
+        # Blocks of patches of convolutions take more time than is estimated, and more than fresh memory.
+        has_patches = size.operands not in (None, size.stored)
+        is_fresh = size.written > _KEPT or (self.in_fresh_memory and not has_patches)
+        writing = [_WRITING, _IN_FRESH_MEMORY] if is_fresh else [_WRITING]
         return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *(_OF_WRITTEN[op] for op in ops)))
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
@@ -199,19 +206,30 @@ class Plan:
 _USUAL_BYTES = 2**28
 
 
-def allowance(memory: Any, needed: float) -> float:
-    """Return how many times the elements of their factor written-out gradients may have.
+class Budget(NamedTuple):
+    """The memory for written-out gradients, as ``Plan`` takes it.
 
     Args:
-        memory: the bytes that written-out gradients may take; "low" for none beyond the factors; None for 256 MiB, or
-            else twice the factors.
+        allowance: they may have this many times the elements of their factor.
+        in_fresh_memory: whether their memory comes from the operating system each time.
+    """
+
+    allowance: float
+    in_fresh_memory: bool = False
+
+
+def budget(memory: Any, needed: float) -> Budget:
+    """Return the memory for written-out gradients.
+
+    Args:
+        memory: the bytes that they may take; "low" for none beyond the factors; None for 256 MiB, or else twice the
+            factors.
         needed: the bytes that the written-out gradients of all parameters take.
     """
-    if memory == "low":
-        return 1.0
-    if needed <= (_USUAL_BYTES if memory is None else memory):
-        return math.inf
-    return 2.0 if memory is None else 1.0
+    in_fresh_memory = needed > _KEPT_BYTES
+    if memory != "low" and needed <= (_USUAL_BYTES if memory is None else memory):
+        return Budget(math.inf, in_fresh_memory)
+    return Budget(2.0 if memory is None else 1.0, in_fresh_memory)
 
 
 def rows_per_block(count: int, each: int, num_blocks: int = 1) -> int:

@@ -28,7 +28,7 @@ class Call:
         weights: ``[B]`` float64, or None for ones.
         randomness: "error", "same" or "different", as in ``torch.func.vmap``.
         differentiated: whether the caller differentiates the results.
-        memory: the bytes that written-out gradients may take, "low" or None; or the allowance of ``Plan``, a float.
+        memory: the bytes that written-out gradients may take, "low" or None; or a ``Budget``.
     """
 
     loss: SampleLoss
@@ -48,14 +48,14 @@ class Call:
         return [x for x in (*self.params, *self.leaves) if isinstance(x, Tensor)]
 
     @property
-    def allowance(self) -> float:
-        """How many times the elements of their factor written-out gradients may have."""
-        if isinstance(self.memory, float):
+    def budget(self) -> cost_model.Budget:
+        """The memory for written-out gradients."""
+        if isinstance(self.memory, cost_model.Budget):
             return self.memory
         if self.loss.outputs == "rows":  # K is not known yet
-            return cost_model.allowance(self.memory, math.inf)
+            return cost_model.budget(self.memory, math.inf)
         pairs = zip(self.params, self.params_batched, strict=True)
-        return cost_model.allowance(self.memory, sum(x.nbytes * (1 if split else self.size) for x, split in pairs))
+        return cost_model.budget(self.memory, sum(x.nbytes * (1 if split else self.size) for x, split in pairs))
 
     def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
         """Return how gradients are stored.
@@ -63,7 +63,7 @@ class Call:
         Args:
             required_ops: the operations of ``Factor`` that the reductions call.
         """
-        return cost_model.Plan(required_ops, self.allowance)
+        return cost_model.Plan(required_ops, *self.budget)
 
     def chunks(self, chunk_size: int | None) -> Iterator[Call]:
         """Split the call into chunks of at most ``chunk_size`` samples, in order; not if weights are differentiated.

@@ -7,7 +7,8 @@ dataclasses, TensorDicts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -110,9 +111,17 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """
     if spec is leaf_structure():
         return leaves[0]
-    if spec.type in _KINDS and is_flat(spec) and len(leaves) == spec.num_leaves:
-        return dict(zip(spec.context, leaves, strict=True)) if spec.type is dict else spec.type(leaves)
-    return _torch.tree_unflatten(leaves, spec)
+    if len(leaves) != spec.num_leaves:
+        return _torch.tree_unflatten(leaves, spec)  # raises an error
+    return _filled(iter(leaves), spec)
+
+
+def _filled(leaves: Iterator[Any], spec: TreeSpec) -> Any:
+    kind = spec.type
+    if kind not in _KINDS:
+        return next(leaves) if kind is None else _torch.tree_unflatten([*islice(leaves, spec.num_leaves)], spec)
+    parts = islice(leaves, spec.num_leaves) if is_flat(spec) else [_filled(leaves, part) for part in spec.children()]
+    return dict(zip(spec.context, parts, strict=True)) if kind is dict else kind(parts)
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:

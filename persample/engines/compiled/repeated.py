@@ -26,7 +26,7 @@ from persample.engines.compiled.captured_call import parameter, row_taker
 from persample.engines.compiled.graph import Capture, Marker
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.task import Task, fixed_fields, live_tensors
+from persample.engines.compiled.task import Task, fixed_fields, live_inputs
 from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
@@ -211,11 +211,11 @@ class EarlierCall:
             return None
         if asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
-        live, outline = live_tensors(asked.wanted, flat.params[0].device)
+        live = live_inputs(asked.wanted, flat.params[0].device)
         total = self.before(asked)
-        if total is None or (list(map(Format.of, live)), outline) != self.live:
+        if total is None or live.form != self.live:
             return None
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live, *total]
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live.tensors, *total]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
@@ -248,7 +248,6 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     unpack = type(asked.batch) in (tuple, list)
     if fn.capture is None or any(task.functions) or not kept <= set(fn.inputs):
         return
-    live, outline = live_tensors(asked.wanted, flat.params[0].device)
     pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
         (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
@@ -261,7 +260,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         fn.capture,
         list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
         [fn.inputs.index(place) for place in sorted(kept)],
-        (list(map(Format.of, live)), outline),
+        live_inputs(asked.wanted, flat.params[0].device).form,
         (list(map(Format.of, total.tensors)), total.outline),
         call.size,
         program,

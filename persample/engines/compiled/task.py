@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any, cast
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from persample import pipeline
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
 from persample.engines.compiled.packing import Outline, pack
 from persample.engines.compiled.total import Total
+from persample.engines.compiled.trace import Format
 from persample.engines.vmap import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
@@ -116,7 +117,7 @@ class Task:
             (loss.fn, tuple(map(fixed_fields, self.reductions.reductions)), self._graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
-            (call.randomness, call.allowance, self.finishes, self._live[1]),
+            (call.randomness, call.budget, self.finishes, self._live[1]),
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 
@@ -140,8 +141,8 @@ class Task:
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
         # The plan is that of the sizes for which the program is made; the sizes of tracing may be others.
-        allowance = self.call.allowance
-        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=allowance)
+        budget = self.call.budget
+        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=budget)
         lifted = pipeline.lift_chunks([call], eager, reductions)
         try:
             results = replace(self, call=call, reductions=reductions, total=total).last_step(lifted)
@@ -176,20 +177,40 @@ def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline
     return pack(trees.tree_map(as_input, fields))
 
 
-@cache  # each repeated call asks
-def _nothing() -> tuple[list[Tensor], Outline]:
-    return pack([])
+class Live(NamedTuple):
+    """The numbers and tensors of reductions that may change between calls, as inputs of a program.
+
+    Attributes:
+        tensors: the inputs.
+        form: their formats, and where they belong.
+    """
+
+    tensors: list[Tensor]
+    form: tuple[list[Format], Outline]
 
 
-def live_tensors(reductions: Sequence[Reduction], device: torch.device) -> tuple[list[Tensor], Outline]:
-    """Return the numbers and tensors of reductions that may change, as inputs of a program, and where they belong.
+def live_inputs(reductions: Sequence[Reduction], device: torch.device) -> Live:
+    """Return the numbers and tensors of reductions that may change.
 
     Args:
         reductions: the reductions.
         device: the device of the parameters.
     """
     fields = [_live_fields(r) for r in reductions if r.live]
-    return _as_inputs(fields, device) if fields else _nothing()
+    values = (x for found in fields for x in found.values())
+    if all(type(x) in (float, int, bool) for x in values):
+        return _of_numbers(tuple(tuple(found.items()) for found in fields), device)
+    return _of_fields(fields, device)
+
+
+def _of_fields(fields: list[dict[str, Any]], device: torch.device) -> Live:
+    tensors, outline = _as_inputs(fields, device)
+    return Live(tensors, (list(map(Format.of, tensors)), outline))
+
+
+@lru_cache(64)  # each repeated call asks for the same
+def _of_numbers(fields: tuple[tuple[tuple[str, float], ...], ...], device: torch.device) -> Live:
+    return _of_fields(list(map(dict, fields)), device)
 
 
 def fixed_fields(reduction: Reduction) -> Hashable:
