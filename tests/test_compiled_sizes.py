@@ -57,6 +57,14 @@ def test_twenty_batch_sizes(value):
     assert compilations() <= 3
 
 
+@pytest.mark.usefixtures("_traced_only")
+def test_a_program_serves_sizes_whose_gradients_would_take_fresh_memory():
+    weight = torch.randn(256, 256, dtype=F64)  # 0.5 MiB; from 33 samples on more than the allocator keeps
+    for size in (16, 31, 34, 80, 20):
+        agree(lambda w, x: (x @ w).tanh().sum(), weight, torch.randn(size, 3, 256, dtype=F64))
+    assert compilations() <= 2
+
+
 @pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
 @pytest.mark.usefixtures("_traced_only")
 def test_twenty_pairs_of_batch_size_and_episode_length(value):

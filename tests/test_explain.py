@@ -200,7 +200,11 @@ def test_memory_bounds_what_is_written_out(memory, needed, budget):
 def test_fresh_memory_costs_time():
     size, ops = cost_model.Size(50, 38 * 512 * 128, 38 * 50 * 640), frozenset({"squared_norms", "weighted_sum"})
     assert cost_model.Plan(ops, math.inf).reason_to_write_out(size) == FASTER
-    assert cost_model.Plan(ops, math.inf, in_fresh_memory=True).reason_to_write_out(size) == ""
+    plan = cost_model.Plan(ops, math.inf, in_fresh_memory=True)
+    assert plan.reason_to_write_out(size) == ""
+    assert plan.reason_to_write_out(size._replace(device="cuda")) == FASTER  # torch keeps the memory of GPUs
+    with_patches = size._replace(operands=9 * size.stored)
+    assert plan.estimate(with_patches) == cost_model.Plan(ops, math.inf).estimate(with_patches)
 
 
 def test_inner_products_of_few_steps_beat_blocks():

@@ -178,11 +178,13 @@ class Plan:
         works = [_OF_FACTORS[op] for op in ops]
         if "squared_norms" in ops and inner_products_are_faster(size):
             works[ops.index("squared_norms")] = _INNER_PRODUCTS
+        writing = [_WRITING, _IN_FRESH_MEMORY] if self._is_fresh(size) else [_WRITING]
+        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *(_OF_WRITTEN[op] for op in ops)))
+
+    def _is_fresh(self, size: Size) -> bool:
         # Blocks of patches of convolutions take more time than is estimated, and more than fresh memory.
         has_patches = size.operands not in (None, size.stored)
-        is_fresh = size.written > _KEPT or (self.in_fresh_memory and not has_patches)
-        writing = [_WRITING, _IN_FRESH_MEMORY] if is_fresh else [_WRITING]
-        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *(_OF_WRITTEN[op] for op in ops)))
+        return size.device == "cpu" and (size.written > _KEPT or (self.in_fresh_memory and not has_patches))
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.

@@ -117,7 +117,7 @@ class Task:
             (loss.fn, tuple(map(fixed_fields, self.reductions.reductions)), self._graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
-            (call.randomness, call.budget, self.finishes, self._live[1]),
+            (call.randomness, call.budget.allowance, self.finishes, self._live[1]),
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 
@@ -140,7 +140,7 @@ class Task:
         reductions = Reductions([_changed(*parts) for parts in new], keep_factored=True)
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
-        # The plan is that of the sizes for which the program is made; the sizes of tracing may be others.
+        # The plan is that of the sizes for which the program is made; those of tracing, and of its use, may be others.
         budget = self.call.budget
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=budget)
         lifted = pipeline.lift_chunks([call], eager, reductions)
