@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -359,6 +360,29 @@ def test_a_changing_number_that_the_result_depends_on():
         actual = per_sample_grads(made(counts[0]), W, X, engine="compiled")
         assert_trees_close(actual, per_sample_grads(made(counts[1]), W, X, ps.Stack()), 1e-9)
     assert counts[0] == [5]
+
+
+@dataclass(frozen=True)
+class Scaled(ps.Mean):
+    """A mean whose code changes its number, which is harmless for a float."""
+
+    scale: float = 0.7
+    live: ClassVar[tuple[str, ...]] = ("scale",)
+
+    def finish(self, merged):
+        scale = self.scale
+        scale *= 2
+        return scale * super().finish(merged)
+
+
+def test_numbers_of_reductions_are_made_anew():
+    for _ in range(4):
+        actual = per_sample_grads(normal_loss, W, X, Scaled(), engine="compiled")
+        assert_trees_close(actual, 1.4 * per_sample_grads(normal_loss, W, X, ps.Mean()), 1e-9)
+
+
+def normal_loss(w, x):
+    return (w @ x).tanh()
 
 
 def test_a_changing_number_that_is_returned():

@@ -78,6 +78,22 @@ def test_a_list_in_the_batch_is_a_tree(engine, params):
     assert all(x.abs().sum() > 0 for x in found.values())
 
 
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [(lambda: [].pop(), IndexError), (lambda: int("abc"), ValueError), (lambda: 3 + None, TypeError)],
+)
+def test_a_loss_that_fails_in_python_runs_once(fails, error):
+    calls = []
+
+    def loss(model, x):
+        calls.append(x)
+        return model(x).sum() * fails()
+
+    with pytest.raises(error):
+        per_sample_grads(loss, nn.Linear(3, 2), torch.ones(4, 3))
+    assert len(calls) == 1
+
+
 def test_many_ragged_episodes_are_padded():
     """500 leaves are not listed; nobody wants 500 entries in in_dims."""
     episodes = [torch.ones(3 + row % 7, 4) for row in range(500)]

@@ -108,24 +108,33 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
         batched: whether the loss runs under vmap.
 
     Raises:
-        LossError: instead of an error whose cause is known. Any other error passes; that of a shape says that the loss
-            sees one sample, and that of a call of ``params`` that these are no module.
+        LossError: instead of an error whose cause is known. Any other error passes, with what ``add_hint`` adds.
     """
     handled = handled_error()
     try:
         yield
     except LossError:
         raise
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if isinstance(error, RuntimeError) and not is_users(error, handled):
             _explain(call, error, batched=batched)
-        if re.search(_SHAPES, str(error)) and not is_raised(error):
-            error.args = (f"{error}{_one_sample(call)}",)
+        add_hint(call, error)
         raise
-    except TypeError as error:
-        if not is_raised(error):
-            error.args = (f"{error}{_tree(call, str(error))}",)
-        raise
+
+
+def add_hint(call: Call, error: Exception) -> None:
+    """Add to torch's message about a shape or type what the loss sees; nothing to what the user's code raised.
+
+    Args:
+        call: the chunk that the loss is called with.
+        error: the error, which is changed.
+    """
+    said = str(error)
+    if is_raised(error):
+        return
+    hint = (_tree if isinstance(error, TypeError) else _one_sample)(call, said)
+    if hint:
+        error.args = (f"{said}{hint}",)
 
 
 def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
@@ -148,8 +157,10 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
             ) from error
 
 
-def _one_sample(call: Call) -> str:
-    """Return that the loss sees one sample, and how to give it a batch axis."""
+def _one_sample(call: Call, said: str) -> str:
+    """Return that the loss sees one sample, and how to give it a batch axis, where torch speaks of shapes."""
+    if not re.search(_SHAPES, said):
+        return ""
     loss = call.loss
     rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
     name, shape = next(((name, list(x.shape[1:])) for name, x, split in rows if split), ("", []))

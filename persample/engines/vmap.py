@@ -13,7 +13,7 @@ from torch.func import vjp, vmap
 from persample._torch import transforms
 from persample.engines import layers
 from persample.engines.deferred import Deferral, factor_of
-from persample.engines.diagnosis import diagnosed
+from persample.engines.diagnosis import add_hint, diagnosed
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
@@ -40,6 +40,9 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
             return layers.gradients(call, required_ops)
         except layers.NotLayersError:
             pass
+        except (ValueError, IndexError, TypeError) as error:
+            add_hint(call, error)
+            raise
     return by_vmap(call, required_ops)
 
 

@@ -69,7 +69,7 @@ class Captured:
     """
 
     capture: Capture | None
-    inputs: tuple[Any, ...]
+    inputs: Sequence[Any]
     leaves: list[Any]
     structure: trees.TreeSpec
 

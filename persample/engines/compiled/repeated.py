@@ -306,7 +306,8 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
         for call in entry.calls:
             if not call.matches(asked, flat):
                 continue
-            found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
+            if found is None:  # once: the loss may count its calls
+                found = call.find(asked, flat, entry)
             if (inputs := call.inputs(asked, flat, found)) is not None:
                 return _answer(asked, call, call.program(inputs)), call.size
     except (DoubtfulError, NewError):

@@ -169,12 +169,13 @@ class Task:
 
 
 def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline]:
-    def as_input(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.detach().to(device)
-        return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
+    return pack(trees.tree_map(lambda x: _as_input(x, device), fields))
 
-    return pack(trees.tree_map(as_input, fields))
+
+def _as_input(x: Any, device: torch.device) -> Any:
+    if isinstance(x, Tensor):
+        return x.detach().to(device)
+    return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
 
 
 class Live(NamedTuple):
@@ -197,20 +198,21 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device) -> Live:
         device: the device of the parameters.
     """
     fields = [_live_fields(r) for r in reductions if r.live]
-    values = (x for found in fields for x in found.values())
-    if all(type(x) in (float, int, bool) for x in values):
-        return _of_numbers(tuple(tuple(found.items()) for found in fields), device)
-    return _of_fields(fields, device)
+    numbers = [x for found in fields for x in found.values()]
+    if all(type(x) in (float, int, bool) for x in numbers):
+        form = _form_of_numbers(tuple(map(tuple, fields)), device)
+        return Live([_as_input(x, device) for x in numbers], form)
+    return _live(fields, device)
 
 
-def _of_fields(fields: list[dict[str, Any]], device: torch.device) -> Live:
+def _live(fields: list[dict[str, Any]], device: torch.device) -> Live:
     tensors, outline = _as_inputs(fields, device)
     return Live(tensors, (list(map(Format.of, tensors)), outline))
 
 
 @lru_cache(64)  # each repeated call asks for the same
-def _of_numbers(fields: tuple[tuple[tuple[str, float], ...], ...], device: torch.device) -> Live:
-    return _of_fields(list(map(dict, fields)), device)
+def _form_of_numbers(names: tuple[tuple[str, ...], ...], device: torch.device) -> tuple[list[Format], Outline]:
+    return _live([dict.fromkeys(found, 0.0) for found in names], device).form
 
 
 def fixed_fields(reduction: Reduction) -> Hashable:

@@ -30,7 +30,7 @@ from persample.inputs.derivatives import NestedCallError
 from persample.inputs.loss import NotConnectedError
 from persample.utils.dtypes import is_autocast
 from persample.utils.interrupts import interrupts_first
-from persample.utils.origin import handled_error, is_raised, is_users
+from persample.utils.origin import handled_error, is_users
 from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 
@@ -69,10 +69,10 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         The gradients.
 
     Raises:
-        NotLayersError: if the loss is not made of layers alone, or if torch raises an error or a warning, which may
-            differ under ``vmap(vjp)``.
+        NotLayersError: if the loss is not made of layers alone, or if torch raises a ``RuntimeError`` or a warning: its
+            types for what autograd or vmap cannot do, which may differ under ``vmap(vjp)``.
         LossError: if the loss depends on no parameter, or returns no scalar.
-        Exception: what the loss itself raises.
+        Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
     handled = handled_error()
     try:
@@ -84,10 +84,6 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         raise NotLayersError(str(error)) from error
     except (RuntimeError, Warning) as error:
         if is_users(error, handled):
-            raise
-        raise NotLayersError(str(error)) from error
-    except (ValueError, IndexError, TypeError) as error:  # explained where vmap runs the loss
-        if is_raised(error):
             raise
         raise NotLayersError(str(error)) from error
 
