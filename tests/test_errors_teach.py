@@ -80,7 +80,7 @@ def test_a_list_in_the_batch_is_a_tree(engine, params):
 
 @pytest.mark.parametrize(
     ("fails", "error"),
-    [(lambda: [].pop(), IndexError), (lambda: int("abc"), ValueError), (lambda: 3 + None, TypeError)],
+    [([].pop, IndexError), (lambda: int("abc"), ValueError), (lambda: 3 + None, TypeError)],
 )
 def test_a_loss_that_fails_in_python_runs_once(fails, error):
     calls = []
