@@ -6,13 +6,15 @@ quantity, "time" or "memory").
 
 from __future__ import annotations
 
+_MKL = "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
+_GRAPHS = "The loop holds the graph of one sample, we of 16, half of the batch gradient; `chunk_size` bounds it."
+_FREED = "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 3 MiB."
+
 NOTES: dict[tuple[str, str, str], str] = {
     ("tutorial TD(0), B=2", "stack", "time"): (
         "A call is all overhead: we check in Python what the loss would read, JAX in C++ its arguments only."
     ),
-    ("REINFORCE MLP 256, 32x200", "clipped_mean", "time"): (
-        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
-    ),
+    ("REINFORCE MLP 256, 32x200", "clipped_mean", "time"): _MKL,
     ("GRU policy, 32x50", "clipped_mean", "time"): (
         "Fifty steps of small products, each a call of torch's: half of our time is addmm, bmm and mm."
     ),
@@ -22,30 +24,20 @@ NOTES: dict[tuple[str, str, str], str] = {
     ("tutorial TD(0), B=65536", "stack", "time"): (
         "Both write the result once, at the speed of the machine's memory. The others ran on a faster day (Age)."
     ),
-    ("TD(0) MLP 256, B=256", "mean", "time"): (
-        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
-    ),
-    ("REINFORCE MLP 64, 32x200", "variance", "time"): (
-        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
-    ),
+    ("TD(0) MLP 256, B=256", "mean", "time"): _MKL,
+    ("REINFORCE MLP 64, 32x200", "variance", "time"): _MKL,
     ("TD(0) MLP 64, B=256", "natural_gradient", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; a float64 matrix [B, B] is 0.5 MiB."
     ),
-    ("REINFORCE MLP 64, 32x200", "natural_gradient", "memory"): (
-        "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 3 MiB."
-    ),
+    ("REINFORCE MLP 64, 32x200", "natural_gradient", "memory"): _FREED,
     ("TD(0) MLP 64, B=1024", "clipped_mean", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 0.5 MiB."
     ),
     ("TD(0) MLP 256, B=1024", "clipped_mean", "memory"): (
         "The loop holds the graph of one sample, we of 1024, as the batch gradient does; `chunk_size` bounds it."
     ),
-    ("REINFORCE MLP 64, 32x200", "clipped_mean", "memory"): (
-        "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 3 MiB."
-    ),
-    ("REINFORCE MLP 64, 32x200", "variance", "memory"): (
-        "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 3 MiB."
-    ),
+    ("REINFORCE MLP 64, 32x200", "clipped_mean", "memory"): _FREED,
+    ("REINFORCE MLP 64, 32x200", "variance", "memory"): _FREED,
     ("REINFORCE MLP 256, 32x200", "clipped_mean", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 12 MiB."
     ),
@@ -61,18 +53,10 @@ NOTES: dict[tuple[str, str, str], str] = {
     ("transformer tied, B=16", "clipped_mean", "memory"): (
         "The loop holds the graph of one sample, we of 16, less than the batch gradient; `chunk_size` bounds it."
     ),
-    ("transformer tied 32000, B=16", "clipped_mean", "time"): (
-        "XLA multiplies with kernels of its own; torch's are MKL's, which take twice the time on this processor."
-    ),
-    ("transformer tied 32000, B=16", "clipped_mean", "memory"): (
-        "The loop holds the graph of one sample, we of 16, half of the batch gradient; `chunk_size` bounds it."
-    ),
-    ("LoRA transformer, B=16", "clipped_mean", "memory"): (
-        "The loop holds the graph of one sample, we of 16, half of the batch gradient; `chunk_size` bounds it."
-    ),
-    ("LoRA transformer, B=16", "stack", "memory"): (
-        "The loop holds the graph of one sample, we of 16, half of the batch gradient; `chunk_size` bounds it."
-    ),
+    ("transformer tied 32000, B=16", "clipped_mean", "time"): _MKL,
+    ("transformer tied 32000, B=16", "clipped_mean", "memory"): _GRAPHS,
+    ("LoRA transformer, B=16", "clipped_mean", "memory"): _GRAPHS,
+    ("LoRA transformer, B=16", "stack", "memory"): _GRAPHS,
     ("wide MLP 5120, B=32", "clipped_mean", "memory"): (
         "Not comparable: BackPACK's result lies in `.grad`, allocated by its earlier calls; ours is new."
     ),

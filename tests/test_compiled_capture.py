@@ -311,13 +311,17 @@ def test_a_list_outside_that_keeps_activations():
         per_sample_grads(loss, W, X, engine="compiled")
 
 
+def tanh(w, x):
+    return (w @ x).tanh()
+
+
 def counted(step):
     """Return a loss that counts its calls in the list beside it."""
     count = [step - step]
 
     def loss(w, x):
         count[0] += step
-        return (w @ x).tanh()
+        return tanh(w, x)
 
     return loss, count
 
@@ -328,7 +332,7 @@ def test_a_count_of_calls_in_a_closure_compiles_nothing(step):
     for calls in range(1, 7):
         rows = per_sample_grads(loss, W, X, engine="compiled")
         assert count == [calls * step]
-        assert_trees_close(rows, per_sample_grads(lambda w, x: (w @ x).tanh(), W, X), 1e-9)
+        assert_trees_close(rows, per_sample_grads(tanh, W, X), 1e-9)
     assert len(ps.explain(loss, W, X, ps.Stack(), engine="compiled").compilations) == 2
 
 
@@ -339,7 +343,7 @@ def test_several_numbers_in_a_closure():
         seen["calls"] += 1
         seen["rate"] *= 0.5
         seen["parity"] = seen["calls"] % 2
-        return (w @ x).tanh()
+        return tanh(w, x)
 
     for calls in range(1, 6):
         per_sample_grads(loss, W, X, engine="compiled")
@@ -352,7 +356,7 @@ def test_a_changing_number_that_the_result_depends_on():
     def made(count):
         def loss(w, x):
             count[0] += 1
-            return count[0] * (w @ x).tanh()
+            return count[0] * tanh(w, x)
 
         return loss
 
@@ -377,12 +381,8 @@ class Scaled(ps.Mean):
 
 def test_numbers_of_reductions_are_made_anew():
     for _ in range(4):
-        actual = per_sample_grads(normal_loss, W, X, Scaled(), engine="compiled")
-        assert_trees_close(actual, 1.4 * per_sample_grads(normal_loss, W, X, ps.Mean()), 1e-9)
-
-
-def normal_loss(w, x):
-    return (w @ x).tanh()
+        actual = per_sample_grads(tanh, W, X, Scaled(), engine="compiled")
+        assert_trees_close(actual, 1.4 * per_sample_grads(tanh, W, X, ps.Mean()), 1e-9)
 
 
 def test_a_changing_number_that_is_returned():
@@ -390,7 +390,7 @@ def test_a_changing_number_that_is_returned():
 
     def loss(w, x):
         count[0] += 1
-        return (w @ x).tanh(), {"tensor": torch.tensor(count[0]), "scalar": torch.scalar_tensor(count[0])}
+        return tanh(w, x), {"tensor": torch.tensor(count[0]), "scalar": torch.scalar_tensor(count[0])}
 
     for calls in range(1, 5):
         _, aux = per_sample_grads(loss, W, X, (ps.Stack(), ps.Aux()), engine="compiled")

@@ -31,14 +31,15 @@ def split_numbers(module: GraphModule) -> tuple[GraphModule, Callable[..., tuple
     nodes, numbers = list(module.graph.nodes), _numbers(module.graph)
     results: Any = module.graph.output_node().args[0]
     is_number = [x in numbers for x in results]
-    if not any(is_number):
+    kept = [x for x in results if x in numbers]
+    if not kept:
         return module, None
-    of_numbers = _ancestors([x for x in results if x in numbers])
+    of_numbers = _ancestors(kept)
     of_tensors = _ancestors([x for x in nodes if x not in numbers])
     if of_numbers & of_tensors:
         raise RuntimeError("the function changes a number that its result depends on")
     inputs = [x for x in nodes if x.op == "placeholder"]
-    computed = _part(module, of_numbers.union(inputs), [x for x in results if x in numbers])
+    computed = _part(module, of_numbers.union(inputs), kept)
     used = [place for place, x in enumerate(inputs) if x not in of_numbers]
     left = _part(module, [x for x in nodes if x not in of_numbers], [x for x in results if x not in numbers])
 

@@ -26,7 +26,7 @@ from persample.engines.compiled.captured_call import parameter, row_taker
 from persample.engines.compiled.graph import Capture, Marker
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.task import Task, fixed_fields, live_inputs
+from persample.engines.compiled.task import Task, fixed_fields, form_of, live_inputs
 from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
@@ -168,7 +168,7 @@ class EarlierCall:
         if asked.total is None:
             return [torch.zeros(f.shape, dtype=f.dtype, device=f.device) for f in formats]
         tensors, is_own = asked.total.tensors, asked.total.outline is outline  # made by the program of this call
-        return tensors if is_own or self.total == (list(map(Format.of, tensors)), asked.total.outline) else None
+        return tensors if is_own or self.total == form_of(tensors, asked.total.outline) else None
 
     def find(self, asked: Asked, flat: Flat, entry: Entry) -> Found:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
@@ -261,7 +261,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
         [fn.inputs.index(place) for place in sorted(kept)],
         live_inputs(asked.wanted, flat.params[0].device).form,
-        (list(map(Format.of, total.tensors)), total.outline),
+        form_of(total.tensors, total.outline),
         call.size,
         program,
     )

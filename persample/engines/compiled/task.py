@@ -178,6 +178,16 @@ def _as_input(x: Any, device: torch.device) -> Any:
     return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
 
 
+def form_of(tensors: Sequence[Tensor], outline: Outline) -> tuple[list[Format], Outline]:
+    """Return what a program depends on of packed tensors: their formats, and where they belong.
+
+    Args:
+        tensors: the tensors.
+        outline: their outline.
+    """
+    return list(map(Format.of, tensors)), outline
+
+
 class Live(NamedTuple):
     """The numbers and tensors of reductions that may change between calls, as inputs of a program.
 
@@ -207,7 +217,7 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device) -> Live:
 
 def _live(fields: list[dict[str, Any]], device: torch.device) -> Live:
     tensors, outline = _as_inputs(fields, device)
-    return Live(tensors, (list(map(Format.of, tensors)), outline))
+    return Live(tensors, form_of(tensors, outline))
 
 
 @lru_cache(64)  # each repeated call asks for the same
