@@ -332,6 +332,15 @@ def is_number_input(node: torch.fx.Node) -> bool:
     return argument is not None and not attribute(argument, "is_tensor")(argument)
 
 
+def is_part_of(node: torch.fx.Node, local: str) -> bool:
+    """Return whether a placeholder of Dynamo stands for a part of a local variable, or may do so."""
+    argument = node.meta.get("grapharg")
+    if argument is None:
+        return True
+    source = attribute(argument, "source")(argument)
+    return f"L[{local!r}]" in attribute(source, "name")(source)
+
+
 def recompile_reason() -> str:
     """Return the guard that failed, in a backend that Dynamo calls once more for the same code; otherwise ""."""
     metrics = private("torch._dynamo.utils:get_metrics_context")()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -334,6 +335,53 @@ def test_a_count_of_calls_in_a_closure_compiles_nothing(step):
         assert count == [calls * step]
         assert_trees_close(rows, per_sample_grads(tanh, W, X), 1e-9)
     assert len(ps.explain(loss, W, X, ps.Stack(), engine="compiled").compilations) == 2
+
+
+@pytest.mark.parametrize("start", [torch.tensor(2), torch.tensor(0.5), np.int64(2), np.float64(0.5)])
+def test_a_count_in_a_tensor_or_a_number_of_numpy(start):
+    count = [start]
+
+    def loss(w, x):
+        count[0] = count[0] * 2 + np.int64(1)
+        return tanh(w, x)
+
+    expected = start
+    for _ in range(5):
+        rows = per_sample_grads(loss, W, X, engine="compiled")
+        expected = expected * 2 + 1
+        assert type(count[0]) is (torch.Tensor if isinstance(start, torch.Tensor) else np.ndarray)  # as torch.compile
+        assert count[0] == expected
+        assert_trees_close(rows, per_sample_grads(tanh, W, X), 1e-9)
+    assert len(ps.explain(loss, W, X, ps.Stack(), engine="compiled").compilations) == 1
+
+
+def test_a_tensor_that_is_kept_and_returned():
+    scale = [torch.tensor(1.0, dtype=torch.float64)]
+
+    def loss(w, x):
+        scale[0] = 0.5 * scale[0]
+        return tanh(w, x), {"scale": scale[0], "noise": scale[0] + torch.rand(2), "tanh": tanh(w, x)}
+
+    for calls in range(1, 5):
+        _, aux = per_sample_grads(loss, W, X, (ps.Stack(), ps.Aux()), engine="compiled", randomness="different")
+        assert scale[0].item() == 0.5**calls
+        assert aux["scale"].tolist() == [0.5**calls] * 4
+        assert len(aux["noise"].unique()) == 8
+        assert_trees_close(aux["tanh"], (X @ W).tanh(), 1e-9)
+
+
+def test_numbers_made_by_functions_that_dynamo_takes_for_constants():
+    kept = {"rate": 1.0}
+
+    def loss(w, x):
+        kept["rate"] = math.exp(-kept["rate"])
+        return tanh(w, x)
+
+    expected = 1.0
+    for _ in range(4):
+        per_sample_grads(loss, W, X, engine="compiled")
+        expected = math.exp(-expected)
+        assert kept == {"rate": expected}
 
 
 def test_several_numbers_in_a_closure():

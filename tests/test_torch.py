@@ -713,6 +713,19 @@ def test_is_number_input():
     assert found == [[False], [False, True, True]]
 
 
+def test_is_part_of():
+    torch._dynamo.reset()
+    scale, found = torch.ones(()), {}
+
+    def backend(graph, _):
+        found.update({x.name: _torch.is_part_of(x, "x") for x in graph.graph.find_nodes(op="placeholder")})
+        return graph.forward
+
+    torch.compile(lambda x: scale * x["rows"], backend=backend, fullgraph=True)({"rows": torch.ones(2)})
+    assert sorted(found.values()) == [False, True]
+    assert _torch.is_part_of(torch.fx.Graph().placeholder("x"), "x")
+
+
 def test_fake_tensor_log(caplog):
     with _torch.FakeTensorMode(), pytest.raises(RuntimeError):
         torch.ones(2) @ torch.ones(3)

@@ -34,7 +34,7 @@ from persample._torch import (
     set_dynamo_settings,
 )
 from persample.engines.compiled.graph import Capture, History, Marker, Output
-from persample.engines.compiled.kept_numbers import split_numbers
+from persample.engines.compiled.kept import split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.errors import TorchVersionError
 from persample.utils import trees
@@ -66,12 +66,14 @@ class Captured:
         inputs: the tensors (and sizes) that the graph takes.
         leaves: the leaves of what the function returned: markers, arguments, other tensors, constants.
         structure: their structure.
+        known: the outputs of the graph that depend on no argument; wherever the function keeps them, they are values.
     """
 
     capture: Capture | None
     inputs: Sequence[Any]
     leaves: list[Any]
     structure: trees.TreeSpec
+    known: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, returned: Any) -> Captured:
@@ -80,7 +82,7 @@ class Captured:
         marker = next(filter(_is_marker, leaves), None)
         if marker is None:
             return cls(None, (), leaves, structure)
-        return cls(marker.capture, marker.inputs, leaves, structure)
+        return cls(marker.capture, marker.inputs, list(map(marker.standing_for, leaves)), structure, frozenset(place for place, _ in marker.known))
 
     @property
     def num_outputs(self) -> int:
@@ -89,8 +91,8 @@ class Captured:
 
     @property
     def returned(self) -> set[int]:
-        """The outputs that the function returned."""
-        return {x.index for x in filter(_is_marker, self.leaves)}
+        """The outputs that the function returned, or may keep."""
+        return {x.index for x in filter(_is_marker, self.leaves)} | self.known
 
     def places(
         self, given: Sequence[Any], batched: Sequence[bool]
@@ -321,15 +323,16 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
 
 
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:
-    graph, split = split_numbers(graph)
-    made = Capture(graph, failed_guard(recompile_reason()))
-    places = range(made.num_outputs)
+    split = split_kept(graph)
+    made = Capture(graph if split is None else split.graph, failed_guard(recompile_reason()))
     if split is None:  # the usual case
+        places = range(made.num_outputs)
         return lambda *inputs: [Marker(made, place, inputs) for place in places]
 
     def returned(*inputs: Any) -> list[Any]:
-        read, outputs = split(*inputs)
-        tensors = iter(places)
-        return [Marker(made, next(tensors), read) if x is None else x for x in outputs]
+        computed = dict(zip(split.kept, split.compute(*inputs), strict=True))
+        read = [inputs[place] for place in split.used]
+        known = [(place, computed[n]) for n, place in enumerate(split.outputs) if n in computed and place is not None]
+        return [computed[n] if n in computed else Marker(made, place, read, known) for n, place in enumerate(split.outputs)]
 
     return returned

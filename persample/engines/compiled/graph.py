@@ -120,14 +120,22 @@ class Marker(StandIn):
         capture: the graph.
         index: the place among the graph's outputs.
         inputs: the graph's inputs in this call.
+        known: the outputs that no marker stands for, with their places.
     """
 
-    __slots__ = ("capture", "index", "inputs")
+    __slots__ = ("capture", "index", "inputs", "known")
 
-    def __init__(self, capture: Capture, index: int, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, capture: Capture, index: int, inputs: Sequence[Any], known: Sequence[tuple[int, Any]] = ()
+    ) -> None:
         self.capture = capture
         self.index = index
         self.inputs = inputs
+        self.known = known
+
+    def standing_for(self, x: Any) -> Any:
+        """Return a marker of the same call for a known output, and anything else as it is."""
+        return next((Marker(self.capture, place, self.inputs) for place, output in self.known if output is x), x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,121 @@
+"""What a loss keeps outside, such as a count of its calls: Dynamo stores there what the graph returns for it.
+
+Numbers of Python must be computed apart, because torch.func takes none. So must tensors that depend on no argument
+(NumPy's numbers are such): what stands for a result of the graph would be stored, and read by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from persample._torch import is_number_input, is_part_of
+
+
+class Split(NamedTuple):
+    """A graph of Dynamo without its numbers.
+
+    Attributes:
+        graph: the graph that is left, from tensors to tensors.
+        used: the places of its inputs among those of the whole graph.
+        outputs: for each output of the whole graph, its place among those of the graph that is left; None of a number.
+        kept: the outputs of the whole graph that ``compute`` returns.
+        compute: from the inputs of the whole graph to the outputs that need no argument.
+    """
+
+    graph: GraphModule
+    used: list[int]
+    outputs: list[int | None]
+    kept: list[int]
+    compute: Callable[..., list[Any]]
+
+
+def split_kept(module: GraphModule) -> Split | None:
+    """Take out of a graph the numbers, and what only they depend on; and tell which outputs depend on no argument.
+
+    Args:
+        module: a graph of Dynamo, which reads it again and must find it unchanged.
+
+    Returns:
+        The parts; None if there are no such numbers and outputs.
+
+    Raises:
+        RuntimeError: if a tensor depends on a number that the function changes: it would be another at every call.
+    """
+    nodes, numbers = list(module.graph.nodes), _numbers(module.graph)
+    results: Any = module.graph.output_node().args[0]
+    of_tensors = _ancestors([x for x in nodes if x not in numbers])
+    dropped = numbers - of_tensors
+    of_no_argument = _of_no_argument(module.graph)
+    kept = [place for place, x in enumerate(results) if x in numbers or x in of_no_argument]
+    if not dropped and not kept:
+        return None
+    if _ancestors([x for x in results if x in numbers]) & of_tensors:
+        raise RuntimeError("the function changes a number that its result depends on")
+    inputs = [x for x in nodes if x.op == "placeholder"]
+    of_kept = _ancestors([results[place] for place in kept])
+    places = iter(range(len(results)))
+    return Split(
+        _part(module, [x for x in nodes if x not in dropped], [x for x in results if x not in numbers]),
+        [place for place, x in enumerate(inputs) if x not in dropped],
+        [None if x in numbers else next(places) for x in results],
+        kept,
+        _part(module, of_kept.union(inputs), [results[place] for place in kept]),
+    )
+
+
+def _numbers(graph: Graph) -> set[Node]:
+    """Return the nodes that depend on numbers only; Dynamo passes a float as a tensor, and returns it as one."""
+
+    def is_value(node: Node) -> bool:
+        is_number = not isinstance(node.meta.get("example_value"), Tensor) or node.target is torch.scalar_tensor
+        return is_number and bool(node.all_input_nodes)
+
+    return _made_of(graph, is_number_input, is_value)
+
+
+def _of_no_argument(graph: Graph) -> set[Node]:
+    """Return the nodes that depend on what the function reads elsewhere, and on no argument or transform."""
+
+    def is_transform(node: Node) -> bool:  # it needs the level that another node enters
+        return "functorch" in str(getattr(node.target, "__module__", ""))
+
+    return _made_of(graph, lambda node: not is_part_of(node, "args"), lambda node: not is_transform(node))
+
+
+def _made_of(graph: Graph, begins: Callable[[Node], bool], goes_on: Callable[[Node], bool]) -> set[Node]:
+    """Return inputs of a graph, and the operations that take no others.
+
+    Args:
+        graph: the graph.
+        begins: whether an input is among them.
+        goes_on: whether an operation is among them, if all that it takes is.
+    """
+    known = set[Node]()
+    for node in graph.nodes:
+        if begins(node) if node.op == "placeholder" else known.issuperset(node.all_input_nodes) and goes_on(node):
+            known.add(node)
+    return known - {graph.output_node()}
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    found, todo = set[Node](), [x for x in nodes if x.op != "output"]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _part(module: GraphModule, nodes: Collection[Node], results: list[Node]) -> GraphModule:
+    graph, made = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        if node in nodes and node.op != "output":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[x] for x in results])
+    return GraphModule(module, graph)
