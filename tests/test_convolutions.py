@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import clear_cache, per_sample_grads
+from persample.engines import layers
 from persample.factors import cost_model
 from persample.factors.conv import Conv
 
@@ -77,6 +78,14 @@ SETTINGS = [
 ]
 
 
+@pytest.fixture(params=["layers", "vmap"])
+def way(request, monkeypatch):
+    """Each of the two ways in which the eager engine computes convolutions."""
+    if request.param == "vmap":
+        monkeypatch.setattr(layers, "suits", lambda call: False)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("dims", "options"), SETTINGS)
 def test_settings(dims, options):
     options = {"kernel_size": 3, **options}
@@ -107,6 +116,7 @@ def test_all_pairs_of_pixels_are_counted():
     assert apart.size.inner is None  # 4 patches of one of 64 pixels each
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(
     "options",
@@ -125,6 +135,7 @@ def test_transposed(dims, options):
     assert_is_loop(module, x)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(
     ("functions", "options"),
@@ -154,6 +165,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_batched", [False, True], ids=["unbatched", "batched"])

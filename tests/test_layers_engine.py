@@ -129,6 +129,23 @@ def with_frozen_weights():
     return model
 
 
+def convolutions():
+    images = [nn.Conv2d(2, 4, 3, padding="same", groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    images += [nn.Conv2d(4, 3, 2, bias=False), nn.ConvTranspose2d(3, 2, 3, stride=2, output_padding=1), nn.Tanh()]
+    return nn.Sequential(*images, nn.Flatten(0), nn.Linear(2 * 6 * 6, 2))
+
+
+def with_frozen_kernel():
+    model = convolutions()
+    model[0].weight.requires_grad_(requires_grad=False)
+    return model.double()
+
+
+def used_twice(params, x):
+    kernel, bias = params
+    return F.conv1d(F.conv1d(x, kernel, bias, 2).tanh(), kernel, padding=1).square().sum()
+
+
 class Scaled(nn.Linear):
     """A layer with a scale of its own."""
 
@@ -164,6 +181,10 @@ LAYERS = {
     "one": (td, mlp(3, 4, 1), tuple(x[:1] for x in TRANSITIONS)),
     "strided": (square, mlp(3, 4, 2), (draw(5, 3, 4).mT[:, ::2],)),
     "no-bias": (square, nn.Linear(3, 2, bias=False).double(), (draw(5, 3),)),
+    "convolutions": (square, convolutions().double(), (draw(3, 2, 6, 6),)),
+    "convolutions-axes": (lambda model, x: square(model[:6], x), convolutions().double(), (draw(3, 2, 2, 6, 6),)),
+    "frozen-convolutions": (square, with_frozen_kernel(), (draw(3, 2, 6, 6),)),
+    "kernel-used-twice": (used_twice, [draw(4, 4, 3), draw(4)], (draw(5, 4, 7),)),
 }
 REDUCTIONS = {"stack": Stack(), "mean": Mean(), "clipped": ClippedMean(0.5), "norm": Norm(), "gram": Gram()}
 
@@ -557,7 +578,7 @@ class Embedded(nn.Module):
         (Loose().double(), True),
         (Embedded().double(), True),
         (nn.MultiheadAttention(3, 1).double(), False),
-        (nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 2, 1)).double(), False),
+        (nn.Conv1d(3, 2, 1).double(), True),
         (nn.ModuleList([nn.Linear(3, 3), nn.GRU(3, 2), nn.GRUCell(3, 2)]).double(), False),
     ],
     ids=[
@@ -597,12 +618,11 @@ def test_chunks_take_the_short_way(found):
 @pytest.mark.parametrize(
     "params",
     [
-        {**W, "table": draw(2, 2, 2)},
         {**W, "narrow": torch.zeros(2)},
         {**W, "complex": torch.zeros(2, dtype=torch.complex128)},
         {"w": draw(3)},
     ],
-    ids=["3-D", "two dtypes", "complex", "no matrix"],
+    ids=["two dtypes", "complex", "no matrix"],
 )
 def test_parameters_that_are_not_looked_at(found, params):
     def loss(p, x):

@@ -54,9 +54,9 @@ def _give_each_sample_its_own(graph: Graph) -> None:
     if sample.target != "sample":
         with graph.inserting_before(sample):
             sample = graph.placeholder("sample")
-    written = {_memory(node.args[0]) for node in graph.nodes if _writes(node)} - {None}
+    written = written_memory(graph)
     for node in list(graph.nodes):
-        memory = _memory(node)
+        memory = memory_of(node)
         if memory not in written:
             continue
         written.remove(memory)
@@ -73,7 +73,13 @@ def _own(x: Tensor, sample: Tensor) -> Tensor:
     return torch.where(each, x, x)
 
 
-def _memory(node: Any) -> Any:
+def written_memory(graph: Graph) -> set[Any]:
+    """Return the memory that a graph writes into, by ``memory_of``."""
+    return {memory_of(node.args[0]) for node in graph.nodes if _writes(node)} - {None}
+
+
+def memory_of(node: Any) -> Any:
+    """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else."""
     example = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(example, Tensor) or is_functorch_wrapped_tensor(example):
         return None

@@ -82,7 +82,8 @@ class Captured:
         marker = next(filter(_is_marker, leaves), None)
         if marker is None:
             return cls(None, (), leaves, structure)
-        return cls(marker.capture, marker.inputs, list(map(marker.standing_for, leaves)), structure, frozenset(place for place, _ in marker.known))
+        known = frozenset(place for place, _ in marker.known)
+        return cls(marker.capture, marker.inputs, list(map(marker.standing_for, leaves)), structure, known)
 
     @property
     def num_outputs(self) -> int:
@@ -330,9 +331,10 @@ def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:
         return lambda *inputs: [Marker(made, place, inputs) for place in places]
 
     def returned(*inputs: Any) -> list[Any]:
-        computed = dict(zip(split.kept, split.compute(*inputs), strict=True))
+        values = dict(zip(split.kept, split.compute(*inputs), strict=True))
         read = [inputs[place] for place in split.used]
-        known = [(place, computed[n]) for n, place in enumerate(split.outputs) if n in computed and place is not None]
-        return [computed[n] if n in computed else Marker(made, place, read, known) for n, place in enumerate(split.outputs)]
+        known = [(place, values[n]) for n, place in split.outputs.items() if n in values]
+        rest = {n: Marker(made, place, read, known) for n, place in split.outputs.items() if n not in values}
+        return [x for _, x in sorted({**values, **rest}.items())]
 
     return returned

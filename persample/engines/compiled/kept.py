@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import is_number_input, is_part_of
+from persample.engines.compiled.batchable import memory_of, written_memory
 
 
 class Split(NamedTuple):
@@ -22,14 +23,14 @@ class Split(NamedTuple):
     Attributes:
         graph: the graph that is left, from tensors to tensors.
         used: the places of its inputs among those of the whole graph.
-        outputs: for each output of the whole graph, its place among those of the graph that is left; None of a number.
+        outputs: for each tensor among the outputs of the whole graph, its place among those of the graph that is left.
         kept: the outputs of the whole graph that ``compute`` returns.
         compute: from the inputs of the whole graph to the outputs that need no argument.
     """
 
     graph: GraphModule
     used: list[int]
-    outputs: list[int | None]
+    outputs: dict[int, int]
     kept: list[int]
     compute: Callable[..., list[Any]]
 
@@ -58,11 +59,11 @@ def split_kept(module: GraphModule) -> Split | None:
         raise RuntimeError("the function changes a number that its result depends on")
     inputs = [x for x in nodes if x.op == "placeholder"]
     of_kept = _ancestors([results[place] for place in kept])
-    places = iter(range(len(results)))
+    tensors = [place for place, x in enumerate(results) if x not in numbers]
     return Split(
-        _part(module, [x for x in nodes if x not in dropped], [x for x in results if x not in numbers]),
+        _part(module, [x for x in nodes if x not in dropped], [results[place] for place in tensors]),
         [place for place, x in enumerate(inputs) if x not in dropped],
-        [None if x in numbers else next(places) for x in results],
+        {place: n for n, place in enumerate(tensors)},
         kept,
         _part(module, of_kept.union(inputs), [results[place] for place in kept]),
     )
@@ -79,12 +80,17 @@ def _numbers(graph: Graph) -> set[Node]:
 
 
 def _of_no_argument(graph: Graph) -> set[Node]:
-    """Return the nodes that depend on what the function reads elsewhere, and on no argument or transform."""
+    """Return the nodes that depend on what the function reads elsewhere, and on no argument, transform or write."""
+    written = written_memory(graph)
 
-    def is_transform(node: Node) -> bool:  # it needs the level that another node enters
-        return "functorch" in str(getattr(node.target, "__module__", ""))
+    def is_read(node: Node) -> bool:
+        return memory_of(node) not in written and not is_part_of(node, "args")
 
-    return _made_of(graph, lambda node: not is_part_of(node, "args"), lambda node: not is_transform(node))
+    def is_value(node: Node) -> bool:
+        uses_level = "functorch" in str(getattr(node.target, "__module__", ""))  # which another node opens
+        return memory_of(node) not in written and not uses_level
+
+    return _made_of(graph, is_read, is_value)
 
 
 def _made_of(graph: Graph, begins: Callable[[Node], bool], goes_on: Callable[[Node], bool]) -> set[Node]:

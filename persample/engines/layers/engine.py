@@ -52,8 +52,7 @@ def suits(call: Call) -> bool:
     if any(call.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
-    kernels = any(x.ndim > 2 and x.shape[0] > 1 for x in call.params)  # convolutions; [1, T, d] may be positions
-    if not alike or kernels or not any(x.ndim == 2 for x in call.params):
+    if not alike or not any(x.ndim >= 2 for x in call.params):
         return False
     return not any(isinstance(part, _NOT_LAYERS) for part in call.loss.params.parts.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
+from persample.engines.layers.convolutions import convolved_images, geometry_of, transposed_geometry_of
 from persample.engines.layers.effects import is_addition
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.rows import linear_rows, lookup_rows
@@ -75,6 +77,33 @@ class LayerInterceptor:
             # Unflattened outside of the function: a view that a function returns could not be written in place.
             out = linear_rows(rows.flatten(0, -2), weight, bias, callback)
             out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
+        return add_batch_dim(out, 0, self._level)
+
+    def convolution(
+        self,
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *settings: Any,
+        transposed: bool = False,
+        **named: Any,
+    ) -> Tensor:
+        """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel and bias are parameters."""
+        param, bias_place = self.params.get(weight), self.params.places.get(id(bias))
+        is_layer = self._is_batched(input) and input.numel() and (bias is None or bias_place is not None)
+        is_layer = is_layer and weight.ndim - input.ndim in {0, 1} and input.dtype == weight.dtype
+        if param is None or param.place is None or not is_layer:
+            raise NotLayersError("the loss calls a convolution that has other kernels, biases or images than layers")
+        geometry = (transposed_geometry_of if transposed else geometry_of)(weight, *settings, **named)
+        if geometry is None:
+            raise NotLayersError("the loss calls a convolution whose kernel gradient is no convolution")
+        images, plain_bias = _batch_first(input), None if bias_place is None else self.params.plain[bias_place]
+        callback = self._recorder.convolution(param.place, bias_place, geometry)
+        with temporarily_clear_interpreter_stack():
+            one_each = input.ndim < weight.ndim
+            flat = images if one_each else images.flatten(0, 1)
+            out = convolved_images(flat, weight, plain_bias, geometry, callback)
+            out = out if one_each else out.view(*images.shape[:2], *out.shape[1:])
         return add_batch_dim(out, 0, self._level)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
@@ -153,7 +182,15 @@ _READS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device")),
     *(Tensor.detach, torch.detach),
 }
-_LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
+_LAYERS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: LayerInterceptor.linear,
+    F.embedding: LayerInterceptor.embedding,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), LayerInterceptor.convolution),
+    **dict.fromkeys(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        functools.partial(LayerInterceptor.convolution, transposed=True),
+    ),
+}
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from persample.engines.layers.convolutions import Geometry
 from persample.engines.layers.rows import Callback
-from persample.factors import Dense, Embedding, Factor, Outer, choose_storage, sum_factors
+from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
 from persample.vmap_rules.linear import is_small
@@ -62,6 +63,11 @@ class LayerRecorder:
         self._num_calls[place] += 1
         return functools.partial(self._record_lookup, place, padding)
 
+    def convolution(self, weight: int, bias: int | None, geometry: Geometry) -> Callback:
+        """Register a convolution; return the callback for (output gradients, images)."""
+        self._num_calls[weight] += 1
+        return functools.partial(self._record_convolution, weight, bias, geometry)
+
     def factor(self, place: int, rest: Tensor | None) -> Factor:
         """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
         param = self._params[place]
@@ -80,6 +86,16 @@ class LayerRecorder:
             one_each = signals.shape[0] == self._size
             grad = signals if one_each else signals.view(self._size, -1, signals.shape[1]).sum(1)
             self._bias_grads[layer.bias].append(grad)
+
+    def _record_convolution(
+        self, weight: int, bias: int | None, geometry: Geometry, signals: Tensor, images: Tensor
+    ) -> None:
+        pair = [x.view(self._size, -1, *x.shape[1:]) for x in (signals, images)]
+        left, right = reversed(pair) if geometry.transposed else pair
+        shape, places = tuple(self._params[weight].shape), geometry[:3]
+        self._add(weight, Conv(left, right, shape, *places, geometry.groups))
+        if bias is not None:
+            self._bias_grads[bias].append(pair[0].flatten(3).sum((1, 3)))
 
     def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
         shape = self._params[place].shape
