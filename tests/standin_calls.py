@@ -12,8 +12,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
+import standin
 import torch
 from standin import BACKEND, DEVICE, traffic
 from torch import nn
@@ -245,7 +247,7 @@ def errors(case: Case) -> Iterator[tuple[str, str]]:
 def said(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -267,6 +269,27 @@ def elsewhere(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, counted(call, ps.per_sample_grads(loss, params, batch, reduce))
 
 
+def without_float64(case: Case) -> Iterator[tuple[str, str]]:
+    """What a device without float64 says to each call."""
+    loss, params, batch = case
+    direction, other = ps.per_sample_grads(loss, params, batch, (ps.Sum(), ps.Factored()))
+    direction, other = moved(direction, DEVICE), moved(other, DEVICE)
+    call = functools.partial(ps.per_sample_grads, loss, moved(params, DEVICE), moved(batch, DEVICE))
+    calls = {asked: functools.partial(call, make(direction, other)) for asked, make in REDUCTIONS.items()}
+    calls["chunk_size=2"] = functools.partial(call, ps.Sum(), chunk_size=2)
+    calls["weights"] = functools.partial(call, ps.Sum(), weights=[1.0] * B)
+    place = standin.device
+
+    def refuse(x: Any) -> Any:
+        if x.dtype == torch.float64:
+            raise TypeError("this device has no float64")  # as torch's MPS does
+        return place(x)
+
+    with mock.patch.object(standin, "device", refuse):
+        for name, ask in calls.items():
+            yield name, said(ask)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     program.lower = lambda graph, *_: lambda tensors: graph.forward(*tensors)  # Inductor knows no such device
@@ -282,6 +305,7 @@ def main() -> None:
     found["options"] = dict(of_options(Case(no_aux, small.params, small.batch)))
     found["elsewhere"] = dict(elsewhere(small))
     found["errors"] = dict(errors(small))
+    found["without float64"] = dict(without_float64(small))
     json.dump(found, sys.stdout)
 
 

@@ -102,6 +102,23 @@ def test_tensors_of_reductions_are_moved_to_the_device():
     assert {name: transferred(x) for name, x in found()["elsewhere"].items()} == MOVED
 
 
+def test_a_device_without_float64_answers_what_the_page_says():
+    refused = "TypeError: this device has no float64"
+    answered = {
+        "Stack()",
+        "Sum()",
+        "Dot(direction)",
+        "Project(dim, seed)",
+        "Loss()",
+        "Aux()",
+        "Factored()",
+        "chunk_size=2",
+    }
+    said = found()["without float64"]
+    assert said == {name: "nothing" if name in answered else refused for name in said}
+    assert answered < said.keys()
+
+
 @pytest.mark.parametrize("case", ERRORS)
 def test_tensors_of_two_devices_are_refused(case):
     assert re.match(ERRORS[case], found()["errors"][case])
