@@ -1,8 +1,8 @@
 """Per-sample gradients of a loss made of layers: one vmap, and one backward pass of plain autograd.
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
-vmap. Linear layers and embeddings record their inputs and output gradients, which are the factors of their weights. All
-other parameters are expanded to one copy per sample. A loss that uses a matrix in any other way is refused.
+vmap. Linear layers, convolutions and embeddings record their inputs and output gradients, which are the factors of their
+weights. All other parameters are expanded to one copy per sample. A loss that uses a matrix in any other way is refused.
 """
 
 from __future__ import annotations
