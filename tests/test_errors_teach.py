@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import UserDict
 from types import TracebackType
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from persample import ArgumentError, Gram, LossError, Mean, accumulate, per_sample_grads, set_grads, vmap_rules
 from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
@@ -57,11 +59,14 @@ def test_images_without_channels_with_a_batch_axis(engine):
 
 
 @pytest.mark.parametrize("engine", ["eager", "loop"])
-def test_a_list_of_parameters_is_no_model(engine):
+@pytest.mark.parametrize(
+    ("params", "kind"), [(list(cnn().parameters()), "list"), (cnn().state_dict(), r"collections\.OrderedDict")]
+)
+def test_a_tree_of_parameters_is_no_model(params, kind, engine):
     with pytest.raises(
-        TypeError, match=r"'list' object is not callable\nparams is a tree .* Pass the module itself, or dict"
+        TypeError, match=rf"'{kind}' object is not callable\nparams is a tree .* Pass the module itself, or dict"
     ):
-        per_sample_grads(classify, list(cnn().parameters()), (IMAGES, CLASSES), engine=engine)
+        per_sample_grads(classify, params, (IMAGES, CLASSES), engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -171,6 +176,26 @@ CALLS = {
     "x without y": (
         lambda: per_sample_grads(classify, MLP, IMAGES),
         r"loss_fn: .*\(missing a required argument: 'y'\).*a plain tuple is unpacked into several",
+    ),
+    "the model before the loss": (
+        lambda: per_sample_grads(MLP, squares, torch.ones(4, 3)),
+        r"params: expected a floating .* received function\. Pass functions first, then the parameters\.",
+    ),
+    "a criterion as the loss": (
+        lambda: per_sample_grads(nn.CrossEntropyLoss(), MLP, (IMAGES, CLASSES)),
+        r"loss_fn: expected to take params and 2 arg.* Pass a function that calls the model too, .* criterion\(model",
+    ),
+    "a loader": (
+        lambda: per_sample_grads(squares, MLP, DataLoader(torch.ones(4, 3))),
+        r"batch: .* received DataLoader\. Pass one of its batches, or all of them to accumulate\(loss_fn, params, b",
+    ),
+    "a mapping that is no dict": (
+        lambda: per_sample_grads(squares, MLP, UserDict(x=torch.ones(4, 3))),
+        r"batch: .* received UserDict\. Convert it to a dict: dict\(batch\)",
+    ),
+    "samples in a list": (
+        lambda: per_sample_grads(classify, MLP, [(torch.ones(3), torch.tensor(0))] * 4),
+        r"batch\[0\]\[1\]: expected a batch axis 0, received a scalar\. .*default_collate makes a batch of a list",
     ),
     "an optimizer": (
         lambda: set_grads(torch.optim.SGD(MLP.parameters(), 0.1), {}),

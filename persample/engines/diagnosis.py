@@ -176,7 +176,10 @@ def _one_sample(call: Call, said: str) -> str:
 
 def _tree(call: Call, said: str) -> str:
     """Return that params or batch is a tree, where a loss took it for a module or for one tensor."""
-    if re.fullmatch(r"'(list|tuple|dict)' object is not callable", said) and not call.loss.params.parts:
+    if (
+        re.fullmatch(r"'(list|tuple|dict|collections\.OrderedDict)' object is not callable", said)
+        and not call.loss.params.parts
+    ):
         fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
         return f"\nparams is a tree of tensors, not a module. {fix}"
     found = re.search(r"must be Tensor, not (list|tuple|dict)", said)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from persample.errors import ArgumentError
 from persample.utils import trees
@@ -93,6 +94,10 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool 
         if dim is None or isinstance(leaf, _CONSTANTS):
             return leaf, False
         fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
+        if isinstance(leaf, Mapping):
+            fix = "Convert it to a dict: dict(batch)."
+        elif isinstance(leaf, DataLoader | Iterator):
+            fix = "Pass one of its batches, or all of them to accumulate(loss_fn, params, batches)."
         raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
     if leaf.is_nested:
         raise ArgumentError.about(path, expected="a tensor of one length", received="a nested tensor", fix=_PAD)
@@ -105,7 +110,10 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool 
         return leaf, False
     if not -leaf.ndim <= dim < leaf.ndim:
         received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
-        fix = "Give every sample its row, or mark what all samples share with None, as in in_dims=(None, (0, None))."
+        fix = (
+            "Give every sample its row (torch.utils.data.default_collate makes a batch of a list of samples), or mark "
+            "what all samples share with None, as in in_dims=(None, (0, None))."
+        )
         raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
     return (leaf.movedim(dim, 0) if dim else leaf), True
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
+from torch import nn
+
 from persample.errors import ArgumentError
 from persample.gradients import ParamSpec
 from persample.inputs.batch import as_tensor, batch_axis_first, common_size, sample_structure
@@ -108,8 +110,9 @@ def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[An
         code = loss_fn.__code__
         if code.co_argcount == 1 + len(sample) and not code.co_kwonlyargcount:
             return
+    is_module = isinstance(loss_fn, nn.Module)
     try:
-        signature = inspect.signature(loss_fn, follow_wrapped=False)
+        signature = inspect.signature(loss_fn.forward if is_module else loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
@@ -124,6 +127,8 @@ def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[An
                 f"A plain {type(sample).__name__} is unpacked into positional arguments: let the loss take them; to "
                 f"pass {len(sample)} samples, stack them into one tensor with a batch axis."
             )
+        if is_module:
+            fix = "Pass a function that calls the model too, such as lambda model, x, y: criterion(model(x), y)."
         expected = f"to take params and {len(sample)} argument(s) of a sample"
         received = f"{signature} ({error})"
         raise ArgumentError.about(called, expected=expected, received=received, fix=fix) from error

@@ -51,6 +51,8 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
             continue
         received = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
         fix = "Convert it (torch.as_tensor(x, dtype=torch.float32)), or pass what is not learned in batch."
+        if callable(leaf):
+            fix = "Pass functions first, then the parameters."
         expected = "a floating or complex tensor of 16 bits or more"
         raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
     if not tree.tensors:
