@@ -137,11 +137,13 @@ def explain(
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``.
         memory: as in ``per_sample_grads``.
-        engine: "eager", or "compiled" to list the programs.
+        engine: "eager" (also for what "auto" stores), or "compiled" to list the programs.
 
     Returns:
-        One row per parameter: kind of factor, T, choice, bytes, and for written-out gradients the reason. And one
-        row per compiled program: reductions, batch size, seconds, and the guard or size that had changed.
+        One row per parameter: kind of factor, T, choice ("contract": results are computed from the factor;
+        "materialize": the gradients are written out), the bytes stored and those of written-out gradients, the
+        estimated milliseconds of both choices in this order, and why gradients are written out. And one row per
+        compiled program: reductions, batch size, seconds, and the guard or size that had changed.
 
     Raises:
         ArgumentError: as ``per_sample_grads`` does, and for an empty batch.
