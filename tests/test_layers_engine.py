@@ -146,6 +146,27 @@ def used_twice(params, x):
     return F.conv1d(F.conv1d(x, kernel, bias, 2).tanh(), kernel, padding=1).square().sum()
 
 
+def recurrences():
+    options = {"num_layers": 2, "bidirectional": True}
+    layers = nn.GRU(3, 4, **options), nn.LSTM(8, 2, **options), nn.RNN(4, 3, bias=False), nn.Linear(3, 2)
+    return nn.ModuleList(layers).double()
+
+
+def recurrent(model, x):
+    gru, lstm, rnn, linear = model
+    of_gru, last = gru(x)
+    of_lstm, (_, c) = lstm(of_gru, (last[..., :2], 0.1 * last[..., 2:]))
+    return linear(rnn(of_lstm)[0]).square().sum() + c.sin().sum()
+
+
+def cells(model, x):
+    cell, linear = model
+    state = None
+    for x_t in x:
+        state = cell(x_t, state)
+    return linear(state[0]).square().sum()
+
+
 class Scaled(nn.Linear):
     """A layer with a scale of its own."""
 
@@ -184,6 +205,14 @@ LAYERS = {
     "convolutions": (square, convolutions().double(), (draw(3, 2, 6, 6),)),
     "convolutions-axes": (lambda model, x: square(model[:6], x), convolutions().double(), (draw(3, 2, 2, 6, 6),)),
     "frozen-convolutions": (square, with_frozen_kernel(), (draw(3, 2, 6, 6),)),
+    "recurrent": (recurrent, recurrences(), (draw(4, 5, 3),)),
+    "recurrent-axes": (recurrent, recurrences(), (draw(4, 5, 2, 3),)),
+    "recurrent-cells": (cells, nn.ModuleList([nn.LSTMCell(3, 4), nn.Linear(4, 2)]).double(), (draw(4, 5, 3),)),
+    "constant-sequence": (
+        lambda model, x: (model(torch.ones(5, 3, dtype=F64))[0] * x[:, :1]).sum(),
+        nn.RNN(3, 4).double(),
+        (draw(4, 5, 3),),
+    ),
     "kernel-used-twice": (used_twice, [draw(4, 4, 3), draw(4)], (draw(5, 4, 7),)),
 }
 REDUCTIONS = {"stack": Stack(), "mean": Mean(), "clipped": ClippedMean(0.5), "norm": Norm(), "gram": Gram()}
@@ -487,6 +516,53 @@ def test_other_losses(loss):
     assert_trees_close(per_sample_grads(loss, W, (x,), REDUCTIONS), truth, rtol=1e-9)
 
 
+def with_frozen_weight(module, name):
+    getattr(module, name).requires_grad_(requires_grad=False)
+    return module.double()
+
+
+class Started(nn.GRU):
+    """A recurrent layer that learns its initial state."""
+
+    def __init__(self):
+        super().__init__(3, 4)
+        self.start = nn.Parameter(draw(1, 4))
+
+    def forward(self, x):
+        return super().forward(x, self.start)
+
+
+KERNELS, IMAGE, SEQUENCE = {"w": draw(2, 3, 3), "b": draw(2)}, draw(4, 3, 6), draw(4, 5, 3)
+NO_LAYERS = {
+    "a projected state": (lambda model, x: model(x)[0].sin().sum(), nn.LSTM(3, 4, proj_size=2).double(), SEQUENCE),
+    "a frozen recurrent weight": (
+        lambda model, x: model(x)[0].sin().sum(),
+        with_frozen_weight(nn.GRU(3, 4), "weight_hh_l0"),
+        SEQUENCE,
+    ),
+    "a learned initial state": (lambda model, x: model(x)[0].sin().sum(), Started().double(), SEQUENCE),
+    "a padded output": (square, nn.ConvTranspose1d(3, 2, 3, dilation=3, output_padding=2).double(), IMAGE),
+    "unequal padding": (lambda p, x: F.conv1d(x, p["w"][..., 1:], padding="same").sin().sum(), KERNELS, IMAGE),
+    "an even kernel": (square, nn.Conv1d(3, 2, 4, padding="same").double(), IMAGE),
+    "a frozen bias": (square, with_frozen_weight(nn.Conv1d(3, 2, 3), "bias"), IMAGE),
+    "a constant image": (
+        lambda p, x: (F.conv1d(torch.ones(3, 6, dtype=F64), p["w"], p["b"]) * x[:2, :4]).sum(),
+        KERNELS,
+        IMAGE,
+    ),
+    "a standardized kernel": (lambda p, x: F.conv1d(x, p["w"] - p["w"].mean(), p["b"]).sin().sum(), KERNELS, IMAGE),
+    "a decayed kernel": (lambda p, x: F.conv1d(x, p["w"], p["b"]).sum() + p["w"].square().sum(), KERNELS, IMAGE),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("case", NO_LAYERS)
+def test_convolutions_and_recurrences_that_are_no_layers(found, case):
+    loss, params, x = NO_LAYERS[case]
+    assert_trees_close(per_sample_grads(loss, params, x, REDUCTIONS), expected(loss, params, (x,)), rtol=1e-9)
+    assert found == [None]
+
+
 def counted(p, x):
     return F.linear(x, p["w"]).sum() + sum(value.square().sum() for value in p.values() if value.requires_grad) / 2
 
@@ -579,7 +655,7 @@ class Embedded(nn.Module):
         (Embedded().double(), True),
         (nn.MultiheadAttention(3, 1).double(), False),
         (nn.Conv1d(3, 2, 1).double(), True),
-        (nn.ModuleList([nn.Linear(3, 3), nn.GRU(3, 2), nn.GRUCell(3, 2)]).double(), False),
+        (nn.GRUCell(3, 2).double(), True),
     ],
     ids=[
         "layers",

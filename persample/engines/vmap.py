@@ -26,7 +26,7 @@ from persample.vmap_rules import SecondDerivativeError, VmapRules
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     """Compute the gradients of all samples at once.
 
-    ``engines/layers`` computes losses made of linear layers, convolutions and embeddings, which need one transform instead of two.
+    ``engines/layers`` computes losses made of layers, which need one transform instead of two.
 
     Args:
         call: the chunk, not empty.

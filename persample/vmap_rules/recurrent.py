@@ -19,14 +19,6 @@ from persample.vmap_rules.recurrent_scan import Recurrence, scan, unrolled
 _Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _projected(cell: Cell, weight: Tensor) -> Cell:
-    def step(*args: Tensor) -> Any:
-        (h, *others), kept = cell.step(*args)
-        return (F.linear(h, weight), *others), kept
-
-    return Cell(step, *cell[1:])
-
-
 def _one_step(  # noqa: PLR0917 - as torch's
     step: Callable[..., Any],
     cell: Cell,
@@ -36,13 +28,15 @@ def _one_step(  # noqa: PLR0917 - as torch's
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    *,
+    linear: Callable[..., Tensor] = F.linear,
 ) -> Any:
     states: Sequence[Tensor] = _as_tuple(state)
     if x.ndim != 2 or {s.shape for s in states} != {(len(x), w_hh.shape[1])}:
         return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
-    gates = F.linear(x, w_ih, b_ih)
+    gates = linear(x, w_ih, b_ih)
     states = [*map(autocast, states)]
-    after = one_step(cell, *_of_one_dtype(gates, F.linear(states[0], w_hh, b_hh), *states))
+    after = one_step(cell, *_of_one_dtype(gates, linear(states[0], w_hh, b_hh), *states))
     return after if len(after) > 1 else after[0]
 
 
@@ -102,39 +96,29 @@ def _stack(  # noqa: PLR0917 - as torch's
     return torch.cat(outs, -1), *(torch.stack(s) for s in zip(*finals, strict=True))
 
 
-def _layer(
-    x: Tensor,
-    initial: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *,
-    cell: Cell,
-    recurrence: Recurrence,
-) -> tuple[Tensor, ...]:
-    if len(weights) % 2:  # the last weight projects the state, so a step is not elementwise
-        *weights, projection = weights
-        return unrolled(_projected(cell, projection), x, initial, weights)
-    return recurrence(cell, x, initial, weights)
-
-
 def _as_tuple(state: Any) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
 
 
-def _sequences(recurrence: Recurrence) -> dict[Any, Callable[..., Any]]:
-    return {
-        layers: functools.partial(_sequence, functools.partial(_layer, cell=cell, recurrence=recurrence))
-        for layers, (_, cell) in _CELLS.items()
-    }
+def recurrent_rule(function: Any, recurrence: Recurrence, linear: Callable[..., Tensor]) -> Callable[..., Any] | None:
+    """Return the rule of a function of torch, or None if it is not recurrent.
+
+    Args:
+        function: what ``nn.GRU``, ``nn.GRUCell`` and their like call.
+        recurrence: runs one layer.
+        linear: computes the gates of one step of a cell, as ``F.linear``.
+    """
+    if function in _SEQUENCES:
+        return functools.partial(_sequence, functools.partial(recurrence, _SEQUENCES[function]))
+    return functools.partial(_one_step, function, _STEPS[function], linear=linear) if function in _STEPS else None
 
 
-_CELLS: dict[Any, tuple[Any, Cell]] = {
-    torch.gru: (torch.gru_cell, GRU),
-    torch.lstm: (torch.lstm_cell, LSTM),
-    torch.rnn_tanh: (torch.rnn_tanh_cell, RNN_TANH),
-    torch.rnn_relu: (torch.rnn_relu_cell, RNN_RELU),
+_SEQUENCES = {torch.gru: GRU, torch.lstm: LSTM, torch.rnn_tanh: RNN_TANH, torch.rnn_relu: RNN_RELU}
+_STEPS = {
+    torch.gru_cell: GRU,
+    torch.lstm_cell: LSTM,
+    torch.rnn_tanh_cell: RNN_TANH,
+    torch.rnn_relu_cell: RNN_RELU,
 }
-RULES: dict[Any, Callable[..., Any]] = {
-    **{step: functools.partial(_one_step, step, cell) for step, cell in _CELLS.values()},
-    **_sequences(unrolled),
-}
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = _sequences(scan)
+RULES: dict[Any, Any] = {function: recurrent_rule(function, unrolled, F.linear) for function in (*_STEPS, *_SEQUENCES)}
+FIRST_DERIVATIVE_RULES: dict[Any, Any] = {function: recurrent_rule(function, scan, F.linear) for function in _SEQUENCES}

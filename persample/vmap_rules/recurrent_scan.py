@@ -28,14 +28,14 @@ Recurrence = Callable[..., tuple[Tensor, ...]]
 
 def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a recurrence as a scan, for a loss that is differentiated once; see ``unrolled``."""
-    if any(map(is_batched, weights)):
+    if len(weights) % 2 or any(map(is_batched, weights)):
         return unrolled(cell, x, initial, weights)
     if is_autocast(x.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
         with full_precision(x.device):
             return scan(cell, autocast(x), [*map(autocast, initial)], [*map(autocast, weights)])
     w_ih, w_hh, *biases = weights
     size, unneeded = len(initial), [*initial, *biases]
-    kernel, gradients = partial(_kernel, cell, size), partial(_gradients, cell, size)
+    kernel, gradients = partial(scan_kernel, cell, size), partial(scan_gradients, cell, size)
     tensors = [*unneeded, x, w_ih, w_hh]
     out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size)
     return out, out[-1], *others
@@ -48,11 +48,15 @@ def unrolled(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence
         cell: one step.
         x: the inputs, ``[T, N, I]``.
         initial: the state before the first step, ``[1, N, H]`` each.
-        weights: W ``[G, I]`` and W' ``[G, H]``, b and b' ``[G]`` if there are biases.
+        weights: W ``[G, I]`` and W' ``[G, H]``, b and b' ``[G]`` if there are biases, and the matrix ``[P, H]`` that
+            projects the state if there is one: then a step is not elementwise, and P stands for H elsewhere.
 
     Returns:
         The outputs of all steps, ``[T, N, H]``, and the state after the last step, ``[N, H]`` each.
     """
+    if len(weights) % 2:
+        *weights, projection = weights
+        cell = _projected(cell, projection)
     w_ih, w_hh, *biases = weights
     b_ih, b_hh = biases or (None, None)
 
@@ -64,7 +68,15 @@ def unrolled(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence
     return outs, *last
 
 
-def _kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
+def _projected(cell: Cell, weight: Tensor) -> Cell:
+    def step(*args: Tensor) -> Any:
+        (h, *others), kept = cell.step(*args)
+        return (F.linear(h, weight), *others), kept
+
+    return Cell(step, *cell[1:])
+
+
+def scan_kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
     """Compute all steps.
 
     Args:
@@ -94,8 +106,8 @@ def _kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
     return _unfolded(out, axes), *(s.unflatten(0, axes) for s in last[1:]), *(_unfolded(k, axes) for k in kept)
 
 
-def _gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
-    """Compute the gradients of the arguments of ``_kernel``, from those of its first results."""
+def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
+    """Compute the gradients of the arguments of ``scan_kernel``, from those of its first results."""
     (grad, *others), (x, w_ih, w_hh, *kept) = args[:size], args[size:]
     w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (w_ih, w_hh))
     width, axes = len(w_hh), _axes(x)

@@ -1,4 +1,4 @@
-"""Losses made of linear layers, convolutions and embeddings: each layer is computed once for all samples."""
+"""Losses made of linear and recurrent layers, convolutions and embeddings: each is computed once for all samples."""
 
 from persample.engines.layers.engine import gradients, suits
 from persample.engines.layers.shared import NotLayersError

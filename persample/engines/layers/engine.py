@@ -1,8 +1,9 @@
 """Per-sample gradients of a loss made of layers: one vmap, and one backward pass of plain autograd.
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
-vmap. Linear layers, convolutions and embeddings record their inputs and output gradients, which are the factors of their
-weights. All other parameters are expanded to one copy per sample. A loss that uses a matrix in any other way is refused.
+vmap. Linear and recurrent layers, convolutions and embeddings record their inputs and output gradients, which are the
+factors of their weights. All other parameters are expanded to one copy per sample. A loss that uses a matrix in any
+other way is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 
 # Modules of torch whose matrices are multiplied inside of one function, and not by ``F.linear``.
-_NOT_LAYERS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.EmbeddingBag)
+_NOT_LAYERS = (nn.MultiheadAttention, nn.EmbeddingBag)
 
 
 def suits(call: Call) -> bool:

@@ -21,12 +21,15 @@ from persample._torch import (
 from persample.engines.layers.convolutions import convolved_images, geometry_of, transposed_geometry_of
 from persample.engines.layers.effects import is_addition
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
+from persample.engines.layers.recurrences import scanned_sequences
 from persample.engines.layers.rows import linear_rows, lookup_rows
 from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.utils.dtypes import is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.linear import linear
+from persample.vmap_rules.recurrent import recurrent_rule
+from persample.vmap_rules.recurrent_cells import Cell
 
 
 class LayerInterceptor:
@@ -52,6 +55,9 @@ class LayerInterceptor:
             return _LAYERS[func](self, *args, **kwargs)
         if func in _OPERATORS and not kwargs:
             return _OPERATORS[func](self, *args)
+        rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
+        if rule is not None:
+            return rule(*args, **kwargs)
         raise NotLayersError(f"the loss calls {func} with a parameter")
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -89,22 +95,46 @@ class LayerInterceptor:
         **named: Any,
     ) -> Tensor:
         """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel and bias are parameters."""
-        param, bias_place = self.params.get(weight), self.params.places.get(id(bias))
-        is_layer = self._is_batched(input) and input.numel() and (bias is None or bias_place is not None)
-        is_layer = is_layer and weight.ndim - input.ndim in {0, 1} and input.dtype == weight.dtype
-        if param is None or param.place is None or not is_layer:
-            raise NotLayersError("the loss calls a convolution that has other kernels, biases or images than layers")
+        place, bias_place = self.params.place_of(weight), None if bias is None else self.params.place_of(bias)
+        if not self._is_batched(input) or not input.numel() or weight.ndim - input.ndim not in {0, 1}:
+            raise NotLayersError("the loss calls a convolution with images that are not one or more per sample")
         geometry = (transposed_geometry_of if transposed else geometry_of)(weight, *settings, **named)
-        if geometry is None:
+        if geometry is None or input.dtype != weight.dtype:
             raise NotLayersError("the loss calls a convolution whose kernel gradient is no convolution")
         images, plain_bias = _batch_first(input), None if bias_place is None else self.params.plain[bias_place]
-        callback = self._recorder.convolution(param.place, bias_place, geometry)
+        callback = self._recorder.convolution(place, bias_place, geometry)
         with temporarily_clear_interpreter_stack():
             one_each = input.ndim < weight.ndim
             flat = images if one_each else images.flatten(0, 1)
             out = convolved_images(flat, weight, plain_bias, geometry, callback)
             out = out if one_each else out.view(*images.shape[:2], *out.shape[1:])
         return add_batch_dim(out, 0, self._level)
+
+    def recurrence(
+        self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Compute one recurrent layer of parameters."""
+        places = list(map(self.params.place_of, weights))
+        if len(weights) % 2 or x.dtype != weights[0].dtype or not x.numel():
+            raise NotLayersError("the loss calls a recurrent layer with a projection, or inputs unlike those of layers")
+        callback = self._recorder.recurrence(places[:2], places[2:])
+        *state, sequences = (_batch_first(self._one_each(y)) for y in (*initial, x))
+        w_ih, w_hh, *biases = (self.params.plain[place] for place in places)
+        with temporarily_clear_interpreter_stack():
+            tensors = *state, *biases, sequences, w_ih, w_hh
+            out, *others = scanned_sequences(cell, callback, len(state), *tensors)
+            results = out, out[:, -1], *others
+        return tuple(add_batch_dim(y, 0, self._level) for y in results)
+
+    def _one_each(self, x: Tensor) -> Tensor:
+        """Return a tensor with one value per sample; a constant is expanded, without memory."""
+        if self._is_batched(x):
+            return x
+        if not isinstance(x, Tensor) or is_wrapped(x) or x.requires_grad:
+            raise NotLayersError("the loss calls a recurrent layer with inputs that are not one per sample")
+        with temporarily_clear_interpreter_stack():
+            one_each = x.expand(self._size, *x.shape)
+        return add_batch_dim(one_each, 0, self._level)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Compute ``left @ right`` as a linear layer of a parameter."""
@@ -179,7 +209,7 @@ def _getters(*names: str) -> list[Any]:
 
 
 _READS = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
     *(Tensor.detach, torch.detach),
 }
 _LAYERS: dict[Any, Callable[..., Tensor]] = {

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from persample.engines.layers import recurrences
 from persample.engines.layers.convolutions import Geometry
 from persample.engines.layers.rows import Callback
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
+from persample.vmap_rules.kernel_call import Product
 from persample.vmap_rules.linear import is_small
 
 
@@ -68,6 +70,11 @@ class LayerRecorder:
         self._num_calls[weight] += 1
         return functools.partial(self._record_convolution, weight, bias, geometry)
 
+    def recurrence(self, weights: Sequence[int], biases: Sequence[int]) -> recurrences.Callback:
+        """Register a recurrent layer; return the callback for the gradients of its biases and weights."""
+        self._num_calls.update(weights)
+        return functools.partial(self._record_recurrence, weights, biases)
+
     def factor(self, place: int, rest: Tensor | None) -> Factor:
         """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
         param = self._params[place]
@@ -97,6 +104,18 @@ class LayerRecorder:
         if bias is not None:
             self._bias_grads[bias].append(pair[0].flatten(3).sum((1, 3)))
 
+    def _record_recurrence(
+        self,
+        weights: Sequence[int],
+        biases: Sequence[int],
+        of_biases: Sequence[Tensor],
+        of_weights: Sequence[Product],
+    ) -> None:
+        for place, grad in zip(biases, of_biases, strict=True):
+            self._bias_grads[place].append(grad)
+        for place, (left, right) in zip(weights, of_weights, strict=True):
+            self._add(place, self._product(self._params[place], left.flatten(0, 2), right.flatten(0, 2)))
+
     def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
         shape = self._params[place].shape
         if padding is not None:
@@ -109,7 +128,7 @@ class LayerRecorder:
         only = self._num_calls[place] == 1
         self._products[place].append(choose_storage(factor, self._plan) if only else factor)
 
-    def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool) -> Factor:
+    def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool = False) -> Factor:
         if of_vectors and 1 in param.shape and is_small(self._size, param):
             return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
         left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))

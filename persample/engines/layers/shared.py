@@ -61,6 +61,12 @@ class SharedParams:
         """Return a shared parameter or view, or None for any other value."""
         return self._shared.get(id(x))
 
+    def place_of(self, x: Any) -> int:
+        """Return the place of a parameter, which is given to a layer as it is."""
+        if id(x) not in self.places:
+            raise NotLayersError("the loss calls a layer with a weight or bias that is no parameter")
+        return self.places[id(x)]
+
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
         for x in values:
