@@ -50,14 +50,27 @@ def test_aligned_formulas_and_bars_of_one_height(hooks):
     assert page.count('stretchy="false"') == 2
 
 
+def test_a_bracket_with_an_exponent_is_as_large_as_the_other(hooks):
+    page = html(hooks, r"$\big[a\big] \Bigl(\frac{b}{c}\Bigr)^2$")
+    assert page.count('stretchy="true"') == 4
+    assert "<msup><mrow>" in page
+
+
+def test_signs_have_room_only_between_two_values(hooks):
+    page = html(hooks, r"$a = -1, (-2) - \|{-3}\| - |b| - 4 < \infty$")
+    assert page.count('<mo form="prefix">&#x02212;</mo>') == 2
+    assert page.count("<mo>&#x02212;</mo>") == 4
+    assert "<mi>&#x0221E;</mi>" in page
+
+
 def test_notebooks_become_pages(hooks, tmp_path, monkeypatch):
     notebook = nbformat.v4.new_notebook()
     shown = nbformat.v4.new_output("display_data", {"image/png": "aGk=", "text/plain": "<Figure>"})
-    printed = nbformat.v4.new_output("stream", text="one\n")
+    printed = [nbformat.v4.new_output("stream", text=f"{line}\n") for line in ("one", "more")]
     value = nbformat.v4.new_output("execute_result", {"text/plain": "two"}, execution_count=1)
     notebook.cells = [
         nbformat.v4.new_markdown_cell("# Title\n\nSee [concepts](../docs/concepts.md), then [on](02_next.ipynb)."),
-        nbformat.v4.new_code_cell("1 + 1", outputs=[printed, value, shown]),
+        nbformat.v4.new_code_cell("1 + 1", outputs=[*printed, value, shown]),
     ]
     nbformat.write(notebook, tmp_path / "01_title.ipynb")
     monkeypatch.setattr(hooks, "NOTEBOOKS", [tmp_path / "01_title.ipynb"])

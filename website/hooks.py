@@ -14,6 +14,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 # What pymdownx.arithmatex leaves of a formula, inline and displayed.
@@ -22,7 +23,11 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 SPELLINGS = {
     r"\lVert": r"\|", r"\rVert": r"\|", r"\lvert": "|", r"\rvert": "|", "{aligned}": "{align*}",
 }  # fmt: skip
+BIG = re.compile(r"\\[bB]ig[lr]?\s*([\[\]()])")  # of which an exponent would shrink one
 UNKNOWN = re.compile(r">(\\\w|&(amp;)?<)")  # commands and separators that became text
+# A minus after an operator or an opening bracket has no room around it; nor has a sign that is a value or a function.
+SIGN = re.compile(r"(<mo[^>]*>(?!&#x00029;|&#x02016;|[])|]|&#x0007C;)[^<]+</mo>)<mo>&#x02212;</mo>")
+VALUE = re.compile(r"<mo>(&#x0221E;|&#x022A5;)</mo>")
 # How pages link to notebooks in the repository, notebooks to each other, and notebooks to pages.
 TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
 TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
@@ -51,6 +56,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every notebook, with its stored outputs and figures."""
     exporter = MarkdownExporter(raw_template=OUTPUTS)
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)  # what one cell prints is one block
     for path in NOTEBOOKS:
         where = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
         text, found = exporter.from_notebook_node(nbformat.read(path, as_version=4), where)
@@ -76,7 +82,9 @@ def _mathml(match: re.Match[str]) -> str:
     tex = html.unescape(match[2])
     for known, meant in SPELLINGS.items():
         tex = tex.replace(known, meant)
+    tex = BIG.sub(lambda bracket: (r"\left" if bracket[1] in "([" else r"\right") + bracket[1], tex)
     formula = convert(tex, display="inline" if match[1] == "span" else "block")
+    formula = VALUE.sub(r"<mi>\1</mi>", SIGN.sub(r'\1<mo form="prefix">&#x02212;</mo>', formula))
     if UNKNOWN.search(formula):
         raise PluginError(f"No MathML for {match[2]!r}: spell it with other commands.")
     return f'<{match[1]} class="formula">{formula}</{match[1]}>'
