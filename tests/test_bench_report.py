@@ -49,7 +49,7 @@ class TestTables:
         assert len(lines) == 3
         row = cells(lines[2])
         assert row[:5] == ["Opacus", "cannot", "", "", ""]
-        assert row[5].startswith(r"no \| hooks for \<GRU\>, see \[the \*docs\*\] and more")
+        assert row[5].startswith(r"no \| hooks for &lt;GRU&gt;, see \[the \*docs\*\] and more")
         assert row[5].endswith("…")
 
     def test_a_wrong_result_is_called_wrong(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -134,9 +135,9 @@ def escaped(text: str) -> str:
 
     Examples:
         >>> print(escaped("no <GRU> | *here*"))
-        no \<GRU\> \| \*here\*
+        no &lt;GRU&gt; \| \*here\*
     """
-    return re.sub(r"([\\`*_{}\[\]<>#|~$])", r"\\\1", text)
+    return html.escape(re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text), quote=False)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
