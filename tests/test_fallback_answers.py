@@ -13,6 +13,7 @@ from traced import without_inductor
 
 import persample as ps
 from persample import FallbackWarning, clear_cache, per_sample_grads, vmap_rules
+from persample.engines import layers
 from persample.engines.compiled import programs
 from persample.engines.layers import interceptor
 from persample.factors import Conv, Outer, cost_model
@@ -58,6 +59,10 @@ def test_convolutions_whose_padding_is_a_word(padding):
     assert_trees_close(found, expected, 1e-9)
 
 
+def without_layers(monkeypatch):
+    monkeypatch.setattr(layers, "suits", lambda call: False)
+
+
 BREAKS = {  # what is broken, for which reduction, and what the warning names
     "a method of a factor": (
         lambda m: m.setattr(Conv, "weighted_sum", failing("weighted_sum(self, weights, dtype)")),
@@ -70,12 +75,12 @@ BREAKS = {  # what is broken, for which reduction, and what the warning names
         r"Outer\.gram of params\['2\.weight'\]",
     ),
     "a deferred product": (
-        lambda m: m.setattr(cost_model.Plan, "reason_to_write_out", broken),
+        lambda m: (without_layers(m), m.setattr(cost_model.Plan, "reason_to_write_out", broken)),
         {"mean": ps.Mean(), "loss": ps.Loss()},
         r"aten\.mul\.Tensor of one of params\['0\.weight'\], params\['0\.bias'\]",
     ),
     "a rule": (
-        lambda m: m.setitem(vmap_rules._RULES, F.linear, broken),
+        lambda m: (without_layers(m), m.setitem(vmap_rules._RULES, F.linear, broken)),
         REDUCTIONS,
         r"torch\.nn\.functional\.linear of params\['2\.weight'\]",
     ),
@@ -183,6 +188,7 @@ def test_an_error_of_a_later_sample_is_the_users():
 
 def test_a_rule_that_fails_where_vmap_needs_it(monkeypatch):
     """Nothing tells whether the rule or the loss is at fault: its own error is raised."""
+    without_layers(monkeypatch)
     for table in (vmap_rules._RULES, vmap_rules._FIRST_DERIVATIVE_RULES):
         monkeypatch.setitem(table, torch._VF.gru, broken)
     model, x = seeded(lambda: nn.GRU(2, 3)), torch.randn(4, 5, 2, dtype=F64)
