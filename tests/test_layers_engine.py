@@ -563,6 +563,26 @@ def test_convolutions_and_recurrences_that_are_no_layers(found, case):
     assert found == [None]
 
 
+REFUSED = {
+    "another number of axes": (lambda w, x: F.conv1d(x, w).sum(), "Expected 4-dimensional input"),
+    "same with a stride": (lambda w, x: F.conv2d(x, w, padding="same", stride=2).sum(), "not supported for strided"),
+    "a word": (lambda w, x: F.conv2d(x, w, padding="half").sum(), "Invalid padding string"),
+    "three strides": (lambda w, x: F.conv2d(x, w, stride=(1, 2, 3)).sum(), "a list of 2 values"),
+    "channels": (lambda w, x: F.conv2d(x[:2], w).sum(), "to have 3 channels"),
+    "padding of the output": (
+        lambda w, x: F.conv_transpose2d(x, w.transpose(0, 1), output_padding=2).sum(),
+        "output padding must be smaller",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_convolutions_that_torch_refuses(case):
+    loss, said = REFUSED[case]
+    with pytest.raises(RuntimeError, match=said):
+        per_sample_grads(loss, draw(2, 3, 3, 3), draw(4, 3, 6, 6), Mean())
+
+
 def counted(p, x):
     return F.linear(x, p["w"]).sum() + sum(value.square().sum() for value in p.values() if value.requires_grad) / 2
 

@@ -35,12 +35,12 @@ class Geometry(NamedTuple):
 def geometry_of(
     kernel: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Geometry | None:
-    """Return the geometry that ``F.conv2d`` and its like are given, or None if the two sides are padded unequally."""
+    """Return the geometry that ``F.conv2d`` and its like are given; None if torch refuses it, or pads unequally."""
     sizes = kernel.shape[2:]
     strides, dilations = (_per_axis(x, len(sizes)) for x in (stride, dilation))
     if isinstance(padding, str):
         total = [apart * (size - 1) * (padding == "same") for apart, size in zip(dilations, sizes, strict=True)]
-        if padding not in {"same", "valid"} or any(x % 2 for x in total):
+        if any(x % 2 for x in total) or padding not in {"same", "valid"} or (padding == "same" and max(strides) > 1):
             return None
         padding = [x // 2 for x in total]
     return Geometry(strides, _per_axis(padding, len(sizes)), dilations, False, (0,) * len(sizes), groups)

@@ -91,20 +91,21 @@ class LayerInterceptor:
         weight: Tensor,
         bias: Tensor | None = None,
         *settings: Any,
+        axes: int,
         transposed: bool = False,
         **named: Any,
     ) -> Tensor:
         """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel and bias are parameters."""
         place, bias_place = self.params.place_of(weight), None if bias is None else self.params.place_of(bias)
-        if not self._is_batched(input) or not input.numel() or weight.ndim - input.ndim not in {0, 1}:
+        if not self._is_batched(input) or not input.numel() or input.ndim - axes not in {1, 2}:
             raise NotLayersError("the loss calls a convolution with images that are not one or more per sample")
         geometry = (transposed_geometry_of if transposed else geometry_of)(weight, *settings, **named)
-        if geometry is None or input.dtype != weight.dtype:
+        if geometry is None or input.dtype != weight.dtype or weight.ndim != axes + 2:
             raise NotLayersError("the loss calls a convolution whose kernel gradient is no convolution")
         images, plain_bias = _batch_first(input), None if bias_place is None else self.params.plain[bias_place]
         callback = self._recorder.convolution(place, bias_place, geometry)
         with temporarily_clear_interpreter_stack():
-            one_each = input.ndim < weight.ndim
+            one_each = input.ndim == axes + 1
             flat = images if one_each else images.flatten(0, 1)
             out = convolved_images(flat, weight, plain_bias, geometry, callback)
             out = out if one_each else out.view(*images.shape[:2], *out.shape[1:])
@@ -212,14 +213,15 @@ _READS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
     *(Tensor.detach, torch.detach),
 }
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d), (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _LAYERS: dict[Any, Callable[..., Tensor]] = {
     F.linear: LayerInterceptor.linear,
     F.embedding: LayerInterceptor.embedding,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), LayerInterceptor.convolution),
-    **dict.fromkeys(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-        functools.partial(LayerInterceptor.convolution, transposed=True),
-    ),
+    **{
+        function: functools.partial(LayerInterceptor.convolution, axes=axes, transposed=transposed)
+        for transposed, functions in zip((False, True), _CONVOLUTIONS, strict=True)
+        for axes, function in enumerate(functions, 1)
+    },
 }
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
