@@ -266,6 +266,9 @@ OPENS_LEVEL = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "
 CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting"})
 scan = private("torch.ops:higher_order.scan")  # a loop in the graphs of make_fx, which Inductor compiles as a loop
 GET_DATA = "_get_data_attr"  # what reads ``.data`` in the graphs of Dynamo
+SETS_MODE = frozenset(  # functions in the graphs of Dynamo after which operations compute something else
+    {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
+)
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
 
@@ -330,6 +333,13 @@ def is_number_input(node: torch.fx.Node) -> bool:
     """Return whether a placeholder of Dynamo stands for a number of Python; a float is passed as a 0-d tensor."""
     argument = node.meta.get("grapharg")
     return argument is not None and not attribute(argument, "is_tensor")(argument)
+
+
+def is_size_input(node: torch.fx.Node) -> bool:
+    """Return whether a placeholder of Dynamo stands for a size, stride or offset of another input."""
+    argument = node.meta.get("grapharg")
+    kind = private("torch._dynamo.source:TensorPropertySource")
+    return argument is not None and isinstance(attribute(argument, "source")(argument), kind)
 
 
 def is_part_of(node: torch.fx.Node, local: str) -> bool:

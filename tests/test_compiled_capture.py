@@ -370,6 +370,45 @@ def test_a_tensor_that_is_kept_and_returned():
         assert_trees_close(aux["tanh"], (X @ W).tanh(), 1e-9)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tensors_outside_of_several_sizes(keeps):
+    scales, seen = [torch.ones(1)], {"size": 0}
+
+    def loss(w, x):
+        if keeps:
+            seen["size"] = len(scales[0])
+        return torch.stack([scales[0], scales[0]]).flatten().sum() * tanh(w, x)
+
+    for size in (1, 2, 3, 4, 2):
+        scales[0] = torch.full((size,), 0.5)
+        rows = per_sample_grads(loss, W, X, engine="compiled")
+        assert_trees_close(rows, size * per_sample_grads(tanh, W, X), 1e-9)
+        assert seen == {"size": size * keeps}
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "has_graph"),
+    [
+        (torch.no_grad, torch.float32, False),
+        (torch.enable_grad, torch.float32, True),
+        (lambda: torch.autocast("cpu", torch.bfloat16), torch.bfloat16, True),
+    ],
+    ids=["no_grad", "enable_grad", "autocast"],
+)
+def test_a_tensor_that_is_kept_is_computed_in_the_mode_of_its_line(mode, dtype, has_graph):
+    target, kept = torch.eye(2, requires_grad=True), [torch.zeros(2, 2)]
+
+    def loss(w, x):
+        with mode():
+            kept[0] = target @ target
+        return tanh(w, x)
+
+    per_sample_grads(loss, W, X, engine="compiled")
+    assert kept[0].dtype == dtype
+    assert kept[0].requires_grad == has_graph
+    assert kept[0].tolist() == torch.eye(2).tolist()
+
+
 def test_numbers_made_by_functions_that_dynamo_takes_for_constants():
     kept = {"rate": 1.0}
 

@@ -615,6 +615,24 @@ def test_dynamo_error():
 
 
 @pytest.mark.parametrize(
+    ("mode", "sets"),
+    [
+        (torch.no_grad, {"_set_grad_enabled"}),
+        (torch.inference_mode, {"_enter_inference_mode", "_exit_inference_mode"}),
+        (lambda: torch.autocast("cpu", torch.bfloat16), {"_enter_autocast", "_exit_autocast"}),
+    ],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_modes_in_graphs(mode, sets):
+    def function(x):
+        with mode():
+            return x @ x
+
+    _, [graph], _ = captured(function, torch.eye(2))
+    assert sets == _torch.SETS_MODE & {getattr(node.target, "__name__", "") for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize(
     ("function", "opens", "levels"),
     [
         (vmap(torch.sin), "_vmap_increment_nesting", {"_add_batch_dim", "_remove_batch_dim"}),
@@ -711,6 +729,22 @@ def test_is_number_input():
         count, rate = 3, 0.25
         compiled(torch.ones(2))
     assert found == [[False], [False, True, True]]
+
+
+def test_is_size_input():
+    torch._dynamo.reset()
+    count, found = 2, {}
+
+    def backend(graph, _):
+        found.update({x.name: _torch.is_size_input(x) for x in graph.graph.find_nodes(op="placeholder")})
+        return graph.forward
+
+    compiled = torch.compile(lambda x: count * x, backend=backend, fullgraph=True)
+    compiled(torch.ones(2))
+    count = 3
+    compiled(torch.ones(3))
+    assert sorted(found.values()) == [False, False, True]
+    assert not _torch.is_size_input(torch.fx.Graph().placeholder("x"))
 
 
 def test_is_part_of():

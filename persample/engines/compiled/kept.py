@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from persample._torch import is_number_input, is_part_of
+from persample._torch import SETS_MODE, is_number_input, is_part_of, is_size_input
 from persample.engines.compiled.batchable import memory_of, written_memory
 
 
@@ -49,16 +49,17 @@ def split_kept(module: GraphModule) -> Split | None:
     """
     nodes, numbers = list(module.graph.nodes), _numbers(module.graph)
     results: Any = module.graph.output_node().args[0]
+    inputs = [x for x in nodes if x.op == "placeholder"]
     of_tensors = _ancestors([x for x in nodes if x not in numbers])
-    dropped = numbers - of_tensors
+    dropped = numbers - of_tensors - {x for x in inputs if is_size_input(x)}  # sizes tell calls of one graph apart
     of_no_argument = _of_no_argument(module.graph)
     kept = [place for place, x in enumerate(results) if x in numbers or x in of_no_argument]
     if not dropped and not kept:
         return None
     if _ancestors([x for x in results if x in numbers]) & of_tensors:
         raise RuntimeError("the function changes a number that its result depends on")
-    inputs = [x for x in nodes if x.op == "placeholder"]
-    of_kept = _ancestors([results[place] for place in kept])
+    sets_mode = [x for x in nodes if getattr(x.target, "__name__", "") in SETS_MODE]
+    of_kept = _ancestors([*sets_mode, *(results[place] for place in kept)])
     tensors = [place for place, x in enumerate(results) if x not in numbers]
     return Split(
         _part(module, [x for x in nodes if x not in dropped], [results[place] for place in tensors]),
