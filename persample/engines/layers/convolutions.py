@@ -35,12 +35,12 @@ class Geometry(NamedTuple):
 def geometry_of(
     kernel: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Geometry | None:
-    """Return the geometry that ``F.conv2d`` and its like are given; None if torch refuses it, or pads unequally."""
+    """Return the geometry that ``F.conv2d`` and its like are given, or None if the two sides are padded unequally."""
     sizes = kernel.shape[2:]
     strides, dilations = (_per_axis(x, len(sizes)) for x in (stride, dilation))
     if isinstance(padding, str):
         total = [apart * (size - 1) * (padding == "same") for apart, size in zip(dilations, sizes, strict=True)]
-        if any(x % 2 for x in total) or padding not in {"same", "valid"} or (padding == "same" and max(strides) > 1):
+        if any(x % 2 for x in total):
             return None
         padding = [x // 2 for x in total]
     return Geometry(strides, _per_axis(padding, len(sizes)), dilations, False, (0,) * len(sizes), groups)
@@ -59,29 +59,35 @@ def transposed_geometry_of(  # noqa: PLR0917 - as torch's
     return Geometry(stride, padding, dilation, True, output_padding, groups) if fits else None
 
 
-def _per_axis(x: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    values = (x,) if isinstance(x, int) else tuple(x)
+def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
+    values = tuple(map(int, x if isinstance(x, Sequence) else (x,)))  # numbers of NumPy, too
     return values * axes if len(values) == 1 else values
 
 
 class _ConvolvedImages(Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - as autograd calls it
-        ctx: Any, images: Tensor, kernel: Tensor, bias: Tensor | None, geometry: Geometry, callback: Callback
+        ctx: Any,
+        images: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        geometry: Geometry,
+        callback: Callback,
     ) -> Tensor:
         ctx.save_for_backward(images, kernel)
         ctx.geometry, ctx.callback = geometry, callback
-        return torch.ops.aten.convolution(images, kernel, bias, *geometry)
+        return convolve(images, kernel, bias)
 
     @staticmethod
-    def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         images, kernel = (x.detach() for x in ctx.saved_tensors)
         ctx.callback(signals, images)
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         wanted = True, False, False
         grad = torch.ops.aten.convolution_backward(signals, images, kernel, None, *ctx.geometry, wanted)[0]
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 # Passes no gradient to the kernel and bias, so that a gradient there comes from another use of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
-from persample.engines.layers.convolutions import convolved_images, geometry_of, transposed_geometry_of
+from persample.engines.layers.convolutions import Geometry, convolved_images, geometry_of, transposed_geometry_of
 from persample.engines.layers.effects import is_addition
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.recurrences import scanned_sequences
@@ -53,6 +52,8 @@ class LayerInterceptor:
             return self.params.add(func, *args, **kwargs)
         if func in _LAYERS:
             return _LAYERS[func](self, *args, **kwargs)
+        if func in _CONVOLUTIONS:
+            return self.convolution(func, *args, **kwargs)
         if func in _OPERATORS and not kwargs:
             return _OPERATORS[func](self, *args)
         rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
@@ -87,27 +88,34 @@ class LayerInterceptor:
 
     def convolution(
         self,
+        func: Callable[..., Tensor],
         input: Tensor,  # noqa: A002
         weight: Tensor,
         bias: Tensor | None = None,
         *settings: Any,
-        axes: int,
-        transposed: bool = False,
         **named: Any,
     ) -> Tensor:
-        """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel and bias are parameters."""
-        place, bias_place = self.params.place_of(weight), None if bias is None else self.params.place_of(bias)
-        if not self._is_batched(input) or not input.numel() or input.ndim - axes not in {1, 2}:
-            raise NotLayersError("the loss calls a convolution with images that are not one or more per sample")
-        geometry = (transposed_geometry_of if transposed else geometry_of)(weight, *settings, **named)
-        if geometry is None or input.dtype != weight.dtype or weight.ndim != axes + 2:
+        """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel is a parameter."""
+        place, bias_place = self.params.place_of(weight), self.params.places.get(id(bias))
+        plain_bias = bias if bias_place is None else self.params.plain[bias_place]
+        is_frozen = isinstance(bias, Tensor) and not (bias.requires_grad or is_wrapped(bias))
+        is_layer = bias is None or bias_place is not None or is_frozen
+        is_layer = is_layer and self._is_batched(input) and input.numel() > 0
+        is_layer = is_layer and weight.ndim - input.ndim in {0, 1} and input.dtype == weight.dtype
+        if not is_layer or is_autocast(input.device):
+            raise NotLayersError("the loss calls a convolution that has other biases or images than layers")
+        geometry = _CONVOLUTIONS[func](weight, *settings, **named)
+        if geometry is None:
             raise NotLayersError("the loss calls a convolution whose kernel gradient is no convolution")
-        images, plain_bias = _batch_first(input), None if bias_place is None else self.params.plain[bias_place]
+        images = _batch_first(input)
         callback = self._recorder.convolution(place, bias_place, geometry)
         with temporarily_clear_interpreter_stack():
-            one_each = input.ndim == axes + 1
+            one_each = input.ndim < weight.ndim
             flat = images if one_each else images.flatten(0, 1)
-            out = convolved_images(flat, weight, plain_bias, geometry, callback)
+            # By the function that the loss calls, which refuses what torch refuses.
+            out = convolved_images(
+                flat, weight, plain_bias, lambda *x: func(*x, *settings, **named), geometry, callback
+            )
             out = out if one_each else out.view(*images.shape[:2], *out.shape[1:])
         return add_batch_dim(out, 0, self._level)
 
@@ -116,7 +124,7 @@ class LayerInterceptor:
     ) -> tuple[Tensor, ...]:
         """Compute one recurrent layer of parameters."""
         places = list(map(self.params.place_of, weights))
-        if len(weights) % 2 or x.dtype != weights[0].dtype or not x.numel():
+        if len(weights) % 2 or x.dtype != weights[0].dtype or not x.numel() or is_autocast(x.device):
             raise NotLayersError("the loss calls a recurrent layer with a projection, or inputs unlike those of layers")
         callback = self._recorder.recurrence(places[:2], places[2:])
         *state, sequences = (_batch_first(self._one_each(y)) for y in (*initial, x))
@@ -213,15 +221,10 @@ _READS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
     *(Tensor.detach, torch.detach),
 }
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d), (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-_LAYERS: dict[Any, Callable[..., Tensor]] = {
-    F.linear: LayerInterceptor.linear,
-    F.embedding: LayerInterceptor.embedding,
-    **{
-        function: functools.partial(LayerInterceptor.convolution, axes=axes, transposed=transposed)
-        for transposed, functions in zip((False, True), _CONVOLUTIONS, strict=True)
-        for axes, function in enumerate(functions, 1)
-    },
+_LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
+_CONVOLUTIONS: dict[Any, Callable[..., Geometry | None]] = {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), geometry_of),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_geometry_of),
 }
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
