@@ -88,7 +88,10 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
                 with pure.graph.inserting_before(node):
                     node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
-        return make_fx(_forward(pure), decomposition_table=table)(*inputs)
+        flat = make_fx(_forward(pure), decomposition_table=table)(*inputs)
+    flat.graph.eliminate_dead_code()  # Inductor keeps operations on meta tensors, by which placeholders know their shapes
+    flat.recompile()
+    return flat
 
 
 def _is_write(node: Node) -> bool:
