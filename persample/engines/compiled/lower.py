@@ -89,7 +89,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
                     node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
         pure.recompile()
         flat = make_fx(_forward(pure), decomposition_table=table)(*inputs)
-    flat.graph.eliminate_dead_code()  # Inductor keeps operations on meta tensors, by which placeholders know their shapes
+    flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat
 
