@@ -25,7 +25,6 @@ NOTES: dict[tuple[str, str, str], str] = {
         "Both write the result once, at the speed of the machine's memory. The others ran on a faster day (Age)."
     ),
     ("TD(0) MLP 256, B=256", "mean", "time"): _MKL,
-    ("REINFORCE MLP 64, 32x200", "variance", "time"): _MKL,
     ("TD(0) MLP 64, B=256", "natural_gradient", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; a float64 matrix [B, B] is 0.5 MiB."
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
-from traced import without_compiling
+from traced import lowered, without_compiling
 
 import persample as ps
 from persample import per_sample_grads, stop_gradient
@@ -192,3 +192,12 @@ def test_padding_inside_of_the_loss(value):
     for size in (3, 6, 9):
         agree(loss, value, torch.randn(size, 3, 4, dtype=F64), ps.ClippedMean(0.5))
     assert compilations() == 2
+
+
+def test_programs_hold_nothing_that_no_output_needs(value, monkeypatch):
+    """Inductor would keep the meta tensors by which deferred products know their shapes."""
+    graphs = lowered(monkeypatch)
+    agree(td, value, (torch.randn(6, 4, dtype=F64), torch.randn(6, dtype=F64), torch.randn(6, 4, dtype=F64)))
+    (graph,) = graphs
+    assert not [node for node in graph.graph.nodes if node.op == "call_function" and not node.users]
+    assert not [node for node in graph.graph.nodes if node.kwargs.get("device") == torch.device("meta")]

@@ -818,6 +818,21 @@ def test_autocast_inside_the_loss(layer, reduction):
         assert_trees_close(per_sample_grads(loss, params, x, reduction), truth, rtol=0.02)
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("reduction", [Stack(), ClippedMean(1.0)], ids=lambda r: type(r).__name__)
+def test_autocast_inside_the_loss_around_recurrent_layers(kind, reduction):
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model(x)[0]
+        return hidden.float().square().sum()
+
+    torch.manual_seed(0)
+    model, x = kind(3, 8, batch_first=True), draw(5, 6, 3).float()
+    truth = per_sample_grads(loss, model, x, reduction, engine="loop")
+    for _ in range(3):
+        assert_trees_close(per_sample_grads(loss, model, x, reduction), truth, rtol=0.05)
+
+
 @pytest.mark.parametrize("steps", [(), (4,), (2, 3)], ids=str)
 def test_in_place_activations_of_large_layers(found, steps):
     model = mlp(16, 32, 32, 2, between=lambda: nn.ReLU(inplace=True))

@@ -14,3 +14,15 @@ def without_inductor(monkeypatch):
     """Run the traced graphs as they are, which takes the least time."""
     without_compiling(monkeypatch)
     monkeypatch.setattr(program, "functional", lambda graph, *_: graph)
+
+
+def lowered(monkeypatch):
+    """Collect the graphs that Inductor would compile; they run as traced."""
+    graphs = []
+
+    def lower(graph, flat, *_):
+        graphs.append(flat)
+        return lambda tensors: graph.forward(*tensors)
+
+    monkeypatch.setattr(program, "lower", lower)
+    return graphs
