@@ -197,9 +197,13 @@ CALLS = {
         lambda: per_sample_grads(classify, MLP, [(torch.ones(3), torch.tensor(0))] * 4),
         r"batch\[0\]\[1\]: expected a batch axis 0, received a scalar\. .*default_collate makes a batch of a list",
     ),
-    "an optimizer": (
+    "an optimizer to set gradients of": (
         lambda: set_grads(torch.optim.SGD(MLP.parameters(), 0.1), {}),
         r"module: expected an nn\.Module, received SGD\. Pass the module .*optimizer\.step\(\)",
+    ),
+    "an optimizer for the model": (
+        lambda: per_sample_grads(squares, torch.optim.SGD(MLP.parameters(), 0.1), torch.ones(4, 3)),
+        r"params: expected a floating .* received SGD\. Pass the module whose parameters it changes\.",
     ),
     "ragged episodes": (
         lambda: per_sample_grads(squares, MLP, [torch.ones(t, 3) for t in (2, 5)]),

@@ -53,6 +53,8 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
         fix = "Convert it (torch.as_tensor(x, dtype=torch.float32)), or pass what is not learned in batch."
         if callable(leaf):
             fix = "Pass functions first, then the parameters."
+        elif isinstance(leaf, torch.optim.Optimizer):
+            fix = "Pass the module whose parameters it changes."
         expected = "a floating or complex tensor of 16 bits or more"
         raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
     if not tree.tensors:
