@@ -47,10 +47,10 @@ def baird(
 
 
 def _save(runs: dict[str, BairdRun], path: Path) -> None:
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(6.5, 7), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("Baird's counterexample, batches of 32 off-policy transitions")
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(2, 1)
     for axes, field, label in zip(panels, BairdRun._fields, ("values", "Bellman errors"), strict=True):
         for method, run in runs.items():
             name, color = _STYLES[method]

@@ -23,17 +23,17 @@ def save_curve(trainer: Trainer, path: Path) -> None:
         trainer: a trainer after at least one update.
         path: the PNG file to write.
     """
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(6.5, 7), layout="constrained")
     FigureCanvasAgg(figure)
     config, history = trainer.config, trainer.history
     figure.suptitle(f"{type(config.algorithm).__name__} on {config.env}, seed {config.seed}, {config.engine} engine")
-    left, right = figure.subplots(1, 2)
+    upper, lower = figure.subplots(2, 1)
     if "return" in history[0]:
-        _returns(left, history, trainer.threshold)
+        _returns(upper, history, trainer.threshold)
     else:
-        _errors(left, history)
-    _norms(right, history, config.max_norm if config.reduce == "clipped" else math.inf)
-    for axes in (left, right):
+        _errors(upper, history)
+    _norms(lower, history, config.max_norm if config.reduce == "clipped" else math.inf)
+    for axes in (upper, lower):
         axes.set_xlabel("steps of the environments")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
