@@ -47,7 +47,7 @@ def baird(
 
 
 def _save(runs: dict[str, BairdRun], path: Path) -> None:
-    figure = Figure(figsize=(6.5, 7), layout="constrained")
+    figure = Figure(figsize=(5.5, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("Baird's counterexample, batches of 32 off-policy transitions")
     panels = figure.subplots(2, 1)

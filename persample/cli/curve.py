@@ -23,7 +23,7 @@ def save_curve(trainer: Trainer, path: Path) -> None:
         trainer: a trainer after at least one update.
         path: the PNG file to write.
     """
-    figure = Figure(figsize=(6.5, 7), layout="constrained")
+    figure = Figure(figsize=(5.5, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     config, history = trainer.config, trainer.history
     figure.suptitle(f"{type(config.algorithm).__name__} on {config.env}, seed {config.seed}, {config.engine} engine")
