@@ -10,6 +10,7 @@ they are used, because importing Inductor takes seconds.
 
 from __future__ import annotations
 
+import importlib
 import operator
 import pkgutil
 import sys
@@ -305,6 +306,14 @@ def set_dynamo_settings(settings: dict[str, Any]) -> None:
     """Set what ``dynamo_settings`` returns."""
     for name, value in settings.items():
         setattr(sys.modules["torch._dynamo.config"], name, value)
+
+
+def import_dynamo() -> None:
+    """Import Dynamo, as ``torch.func.grad`` does, before ``torch.compile`` imports Inductor.
+
+    The two import each other: threads that begin with one each would wait for each other's half.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def run_captured(function: Callable[..., Any]) -> Any:

@@ -29,6 +29,7 @@ from persample._torch import (
     capture_settings,
     dynamo_settings,
     forget_captured,
+    import_dynamo,
     recompile_reason,
     run_captured,
     set_dynamo_settings,
@@ -156,6 +157,7 @@ class Entry:
         function = FunctionType(code, {"__builtins__": builtins, "torch": torch, "NewError": NewError})
         weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
+        import_dynamo()
         compiler: Any = torch.compile  # torch's types do not have recompile_limit
         self._compiled = compiler(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
         self.captures: WeakSet[Capture] = WeakSet()
