@@ -132,27 +132,6 @@ def test_eight_threads_with_different_losses(calls, monkeypatch):
     in_threads([lambda number=number: work(number) for number in range(8)])
 
 
-FIRST = """
-import sys, torch, persample
-
-class Noting:
-    names = []
-    def find_spec(self, name, path=None, target=None):
-        self.names.append(name)
-
-sys.meta_path.insert(0, Noting())
-persample.per_sample_grads(lambda w, x: (w * x).sum(), torch.ones(3), torch.ones(2, 3), engine={engine!r})
-print(*[name for name in Noting.names if name in ("torch._dynamo", "torch._inductor")])
-"""
-
-
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
-def test_threads_import_torch_in_one_order(engine):
-    command = [sys.executable, "-c", FIRST.format(engine=engine)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["torch._dynamo", "torch._inductor"]
-
-
 @pytest.mark.parametrize("calls", [6, pytest.param(400, marks=pytest.mark.slow)])
 def test_four_threads_with_one_module(calls, monkeypatch):
     clear_cache()

@@ -679,6 +679,33 @@ def test_capture_settings_guard_hooks():
     assert len(graphs) == 2
 
 
+FIRST_CALL = """
+import sys, torch, persample
+from persample import _torch
+
+class Noting:
+    names = []
+    def find_spec(self, name, path=None, target=None):
+        self.names.append(name)
+
+sys.meta_path.insert(0, Noting())
+engine = {engine!r}
+if engine is None:
+    _torch.import_dynamo()
+else:
+    persample.per_sample_grads(lambda w, x: (w * x).sum(), torch.ones(3), torch.ones(2, 3), engine=engine)
+print(*[name for name in Noting.names if name in ("torch._dynamo", "torch._inductor")])
+"""
+
+
+@pytest.mark.parametrize("engine", [None, "eager", "compiled"])
+def test_import_dynamo(engine):
+    """All import in one order: threads that import two modules which import each other in two orders fail."""
+    command = [sys.executable, "-c", FIRST_CALL.format(engine=engine)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["torch._dynamo", "torch._inductor"]
+
+
 def test_run_captured():
     def function(x):
         return x.sin() if torch.compiler.is_compiling() else "not captured"
