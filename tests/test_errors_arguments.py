@@ -173,6 +173,7 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
         ),
         ({"s": X, "r": X[:1, 0]}, ("one common batch size", "batch['s']: 4, batch['r']: 1")),
         ([X, X[:2]], ("batch[0]: 4, batch[1]: 2", "Pad episodes", "pad_sequence", "mask")),
+        ([(X, X[:, 0]), (X[:2], X[:2, 0])], ("batch[0][0]: 4, batch[0][1]: 4, batch[1][0]: 2", "Pad episodes")),
         ([np.ones((5, 2)), np.ones((3, 2))], ("batch[0]: 5, batch[1]: 3", "Pad episodes")),
         (ragged(2, 3), ("batch:", "an array of numbers", "dtype object", "Pad episodes of different lengths", "mask")),
         ({"s": ragged(2, 3)}, ("batch['s']:", "dtype object", "Pad episodes")),
@@ -190,8 +191,8 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
         (("cart", 3.0, None), ("batch:", "at least one tensor", "received none")),
     ],
     ids=[
-        *("sizes", "sizes-not-alike", "episodes", "numpy-episodes", "ragged", "ragged-leaf", "strings", "dates"),
-        *("scalar", "numpy-scalar", "sparse", "object", "generator", "tuple()", "dict()", "None", "constants"),
+        *("sizes", "sizes-not-alike", "episodes", "fields", "numpy-episodes", "ragged", "ragged-leaf", "strings"),
+        *("dates", "scalar", "numpy-scalar", "sparse", "object", "generator", "tuple()", "dict()", "None", "constants"),
     ],
 )
 def test_batch(batch, words):

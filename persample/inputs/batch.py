@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,9 +139,15 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
     if len(set(sizes.values())) > 1:
         rest = f" and {len(sizes) - _SHOWN} more" if len(sizes) > _SHOWN else ""
         fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
-        alike = len({(leaf.shape[1:], leaf.dtype) for leaf in rows.values()}) == 1
-        if alike and all(name.startswith(argument) for name in rows):
+        if _are_samples(rows, argument):
             fix = _PAD if rest else f"{fix} {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in [*sizes.items()][:_SHOWN]) + rest
         raise ArgumentError.about(argument, expected="leaves of one common batch size", received=received, fix=fix)
     return next(iter(sizes.values()))
+
+
+def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
+    """Return whether leaves look like a list of samples: each item has the same fields, of any lengths."""
+    fields = [re.sub(rf"^{argument}\[.*?\]", "", name) for name in rows]
+    kinds = {(field, leaf.shape[1:], leaf.dtype) for field, leaf in zip(fields, rows.values(), strict=True)}
+    return len(kinds) == len(set(fields)) < len(rows) and not {*fields} & {*rows}
