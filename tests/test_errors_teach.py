@@ -38,8 +38,8 @@ def squares(model, x):
 def test_the_first_cnn(engine):
     model = cnn()
     hint = (
-        r"loss_fn sees one sample, without the batch axis: batch\[0\] of shape \[1, 8, 8\].*"
-        r"keep_batch_dim=True: then batch\[0\] has the shape \[1, 1, 8, 8\]"
+        r"loss_fn sees one sample, without the batch axis: batch\[0\] of shape \[1, 8, 8\], batch\[1\] of shape \[\]\. "
+        r"If the model .*keep_batch_dim=True: then batch\[0\] has the shape \[1, 1, 8, 8\]"
     )
     with pytest.raises(RuntimeError, match=rf"(?s)mat1 and mat2 shapes cannot be multiplied .*{hint}") as caught:
         per_sample_grads(classify, model, (IMAGES, CLASSES), Mean(), engine=engine)
@@ -53,7 +53,7 @@ def test_the_first_cnn(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_images_without_channels_with_a_batch_axis(engine):
-    hint = r"loss_fn sees one sample, with a batch axis of 1: batch\[0\] of shape \[1, 8, 8\]"
+    hint = r"one sample, with a batch axis of 1: batch\[0\] of shape \[1, 8, 8\], batch\[1\] of shape \[1\]\."
     with pytest.raises(RuntimeError, match=rf"(?s)shapes cannot be multiplied .*{hint}"):
         per_sample_grads(classify, cnn(), (IMAGES[:, 0], CLASSES), engine=engine, keep_batch_dim=True)
 

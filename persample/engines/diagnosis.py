@@ -91,6 +91,7 @@ _CAUSES = [
 ]
 
 
+_SHOWN = 4  # leaves in a message
 # torch's messages about tensors of too few axes, and about the sizes that follow from them.
 _SHAPES = (
     r"shapes cannot be multiplied|must match the size|is invalid for input of size|Dimension out of range"
@@ -163,13 +164,15 @@ def _one_sample(call: Call, said: str) -> str:
         return ""
     loss = call.loss
     rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
-    name, shape = next(((name, list(x.shape[1:])) for name, x, split in rows if split), ("", []))
-    if not name or loss.called != "loss_fn":  # an encoder may take many samples
+    shapes = {name: [1, *x.shape[1:]] if loss.keep_batch_dim else [*x.shape[1:]] for name, x, split in rows if split}
+    if not shapes or loss.called != "loss_fn":  # an encoder may take many samples
         return ""
+    seen = ", ".join(f"{name} of shape {shape}" for name, shape in [*shapes.items()][:_SHOWN])
     if loss.keep_batch_dim:
-        return f"\nloss_fn sees one sample, with a batch axis of 1: {name} of shape {[1, *shape]}."
+        return f"\nloss_fn sees one sample, with a batch axis of 1: {seen}."
+    name, shape = next(iter(shapes.items()))
     return (
-        f"\nloss_fn sees one sample, without the batch axis: {name} of shape {shape}. If the model needs that axis, "
+        f"\nloss_fn sees one sample, without the batch axis: {seen}. If the model needs that axis, "
         f"pass keep_batch_dim=True: then {name} has the shape {[1, *shape]}."
     )
 
