@@ -325,6 +325,10 @@ class Unshared(SyncVectorEnv):
         ({"policy": lambda obs: obs[0]}, r"network: expected logits of shape \[3, A\], received shape \(3,\)"),
         ({"policy": lambda obs, _: obs.sum(1).tolist()}, r"policy: expected actions of shape \(3,\).*received list"),
         ({"policy": lambda obs, _: obs.long()}, r"policy: .*from Discrete\(4\), received shape \(3, 3\)"),
+        (
+            {"policy": lambda obs, _: torch.distributions.Categorical(logits=obs)},
+            r"policy: .*received Categorical\. .* or a distribution takes observations alone\.",
+        ),
         ({"policy": lambda obs, _: obs[:, 0]}, "policy: .*received torch.float32 actions"),
         ({"policy": lambda obs, _: obs[:, 0].long() + 4}, r"policy: .*received torch.int64 actions \[4, 4, 4\]"),
     ],

@@ -116,7 +116,10 @@ def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
     expected = f"actions of shape {space.shape} from {envs.single_action_space}"
     if not isinstance(actions, Tensor) or tuple(actions.shape) != space.shape:
         received = f"shape {tuple(actions.shape)}" if isinstance(actions, Tensor) else type(actions).__name__
-        fix = "It is called as policy(observations, generator) and returns a tensor with one action per environment."
+        fix = (
+            "It is called as policy(observations, generator) and returns a tensor with one action per environment. "
+            "What returns logits or a distribution takes observations alone."
+        )
         raise ArgumentError.about("policy", expected=expected, received=received, fix=fix)
     continuous = np.issubdtype(space.dtype, np.floating)
     chosen = actions.detach().to("cpu", torch.float32 if continuous else torch.int64).numpy().copy()
