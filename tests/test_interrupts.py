@@ -25,7 +25,7 @@ from traced import without_compiling, without_inductor
 import persample
 from persample import ClippedMean, Norm, Stack, clear_cache, composite_grads, per_sample_grads
 from persample.engines.compiled import batchable
-from persample.utils import interrupts
+from persample.utils import interrupts, locks
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -173,11 +173,15 @@ def run(count, seed, programs=None):
         assert is_same(before, slots(model)), name
         found, wanted = pytree.tree_leaves(call()), pytree.tree_leaves(expected)
         assert all(map(torch.equal, found, wanted)), name
-    waiting = threading.Thread(target=lambda: [call() for _, _, call in cases(programs)], daemon=True)
+    assert_no_lock_is_held(lambda: [call() for _, _, call in cases(programs)])
+    return hits
+
+
+def assert_no_lock_is_held(call):
+    waiting = threading.Thread(target=call, daemon=True)
     waiting.start()
     waiting.join(120)
-    assert not waiting.is_alive()  # no lock is held
-    return hits
+    assert not waiting.is_alive()
 
 
 def test_interrupts_leave_everything_whole():
@@ -228,6 +232,26 @@ def test_interrupts_of_a_first_call_leave_everything_whole(package, count, monke
         assert state() == whole, lines[line - 1]
         assert is_same(before, slots(model)), lines[line - 1]
     assert torch.equal(call(), expected)
+    assert_no_lock_is_held(call)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_an_interrupt_at_a_lock_leaves_it_free(engine, monkeypatch):
+    clear_cache()
+    without_inductor(monkeypatch)
+    model, xs = Layers(), torch.randn(6, 5)
+
+    def call():
+        return per_sample_grads(lambda model, x: model(x), model, xs, Norm(), engine=engine)
+
+    call()
+    with interrupted_at(locks) as lines:
+        call()
+    assert any(file == locks.__file__ for file, _ in lines)
+    for line in (at for at, (file, _) in enumerate(lines, 1) if file == locks.__file__):
+        with pytest.raises(Interrupted), interrupted_at(locks, line):
+            call()
+        assert_no_lock_is_held(call)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -13,11 +12,12 @@ import torch
 from torch import nn
 
 from persample.utils import trees
-from persample.utils.interrupts import in_same_state, undone
+from persample.utils.interrupts import in_same_state
+from persample.utils.locks import locked
 
 T = TypeVar("T")
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_locks_guard = threading.Lock()
+_guard = threading.RLock()  # of the locks
 
 
 def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) -> T:
@@ -41,10 +41,10 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
         with torch.inference_mode(False) if inference else nullcontext(), grad_mode:
             return body()
 
-    return in_same_state(lambda: _locked(params, unrecorded))
+    return in_same_state(lambda: _with_modules(params, unrecorded))
 
 
-def _locked(params: Any, body: Callable[[], T]) -> T:
+def _with_modules(params: Any, body: Callable[[], T]) -> T:
     """Call a function while no other thread can swap parameters into the same modules or their submodules.
 
     Args:
@@ -58,14 +58,5 @@ def _locked(params: Any, body: Callable[[], T]) -> T:
     parts = {id(part): part for module in modules for part in module.modules()}
     if not parts:
         return body()
-    with _locks_guard:
-        locks = [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # one order: no deadlock
-    held: list[Any] = []
-    acquire, release = type(locks[0]).acquire, type(locks[0]).release
-    releases = map(release, held)  # an iterator: after an interrupt it goes on, so that each lock is released once
-
-    def while_held() -> T:
-        held.extend(filter(acquire, locks))  # in C: a signal cannot come between acquiring a lock and listing it
-        return body()
-
-    return undone(while_held, lambda: deque(releases, 0))
+    ordered = [parts[key] for key in sorted(parts)]  # one order: no deadlock
+    return locked(locked([_guard], lambda: [_locks.setdefault(part, threading.RLock()) for part in ordered]), body)

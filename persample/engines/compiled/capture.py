@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from persample._torch import (
 from persample.engines.compiled.graph import Capture, History, Marker, Output
 from persample.engines.compiled.kept import split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
+from persample.engines.compiled.one_thread import in_one_thread
 from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.interrupts import undone
@@ -46,8 +46,6 @@ from persample.vmap_rules.regression_losses import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64
-# torch traces in one thread at a time, and its captured code refuses to run beside a trace.
-lock = threading.RLock()
 
 
 class UncapturableError(Exception):
@@ -166,6 +164,7 @@ class Entry:
         self.history = History()
         self._unread: type[_Unread] | None = None  # the mode is traced with the loss, which takes longer
 
+    @in_one_thread
     def find(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return what the function returns, with markers, by the capture whose guards hold.
 
@@ -176,9 +175,9 @@ class Entry:
         Raises:
             NewError: if there is none.
         """
-        with lock:
-            return self._run(function, args, self._unread)
+        return self._run(function, args, self._unread)
 
+    @in_one_thread
     def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
         """Return the capture of a function, recorded now if no other is valid.
 
@@ -189,33 +188,32 @@ class Entry:
         Raises:
             UncapturableError: if the function cannot be captured as one graph.
         """
-        with lock:
-            try:
-                return self._prepared(Captured.of(self.find(function, *args)))
-            except NewError:
-                pass
-            if len(self.captures) >= MOST_CAPTURES:
-                guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
-                raise UncapturableError(
-                    f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. "
-                    "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call "
-                    "persample.clear_cache()"
-                )
-            try:
-                captured = self._record(function, args)
-            except TorchVersionError:
-                raise
-            except NewError as error:
-                forget_entry(self)  # torch has marked its code
-                raise UncapturableError(
-                    "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
-                ) from error
-            except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
-                if self._unread is None and any(said in str(error) for said in _READS):
-                    self._unread = _Unread
-                    return self.capture(function, *args)
-                raise UncapturableError(refusal(error)) from error
-            return self._prepared(captured)
+        try:
+            return self._prepared(Captured.of(self.find(function, *args)))
+        except NewError:
+            pass
+        if len(self.captures) >= MOST_CAPTURES:
+            guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
+            raise UncapturableError(
+                f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. "
+                "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call "
+                "persample.clear_cache()"
+            )
+        try:
+            captured = self._record(function, args)
+        except TorchVersionError:
+            raise
+        except NewError as error:
+            forget_entry(self)  # torch has marked its code
+            raise UncapturableError(
+                "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
+            ) from error
+        except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
+            if self._unread is None and any(said in str(error) for said in _READS):
+                self._unread = _Unread
+                return self.capture(function, *args)
+            raise UncapturableError(refusal(error)) from error
+        return self._prepared(captured)
 
     def _prepared(self, captured: Captured) -> Captured:
         if captured.capture is not None:  # not in the backend, where torch traces; an interrupt may have come between
@@ -251,10 +249,12 @@ def entry_of(function: Any) -> Entry:
     function = getattr(function, "__func__", function)
     key = getattr(function, "__code__", type(function))
     entry = _entries.get(key)
-    if entry is None:
-        with lock:
-            entry = _entries.setdefault(key, Entry(next(_numbers)))
-    return entry
+    return _new_entry(key) if entry is None else entry
+
+
+@in_one_thread
+def _new_entry(key: Any) -> Entry:
+    return _entries.setdefault(key, Entry(next(_numbers)))
 
 
 def entries() -> list[Entry]:
@@ -272,14 +272,14 @@ def forget_entry(entry: Entry) -> None:
         del _entries[key]
 
 
+@in_one_thread
 def forget() -> None:
     """Drop all captures, with Dynamo's guards."""
-    with lock:
-        for entry in _entries.values():
-            entry.calls = []
-            for capture in entry.captures:
-                capture.programs.clear()  # torch keeps the graphs of the latest losses alive
-        _entries.clear()
+    for entry in _entries.values():
+        entry.calls = []
+        for capture in entry.captures:
+            capture.programs.clear()  # torch keeps the graphs of the latest losses alive
+    _entries.clear()
 
 
 _entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()

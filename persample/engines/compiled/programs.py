@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from persample.engines.compiled.capture import entries, entry_of, forget, lock
+from persample.engines.compiled.capture import entries, entry_of, forget
 from persample.engines.compiled.graph import Compilation
+from persample.engines.compiled.one_thread import in_one_thread
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
@@ -74,6 +75,7 @@ def compilations_of(loss_fn: Any) -> tuple[Compilation, ...]:
     return tuple(entry_of(loss_fn).history.compilations)
 
 
+@in_one_thread
 def program_of(task: Task) -> Program:
     """Return the program of a task, compiled now if there is none.
 
@@ -86,16 +88,15 @@ def program_of(task: Task) -> Program:
         FaultError: if the same compilation has failed before.
     """
     formats = [Format.of(x) for x in task.tensors]
-    with lock:
-        family = _family(task, (task.structure, _kinds(formats)))
-        found = next((p for p in reversed(family.programs) if p.fits(formats)), None)
-        if found is None:
-            if family.failure:
-                raise type(family.failure)(*family.failure.args)  # a new one: each raise adds frames to an error
-            if fault := family.faults.get(tuple(formats)):
-                raise FaultError(fault)
-            found = _compiled(family, task, formats)
-        return found
+    family = _family(task, (task.structure, _kinds(formats)))
+    found = next((p for p in reversed(family.programs) if p.fits(formats)), None)
+    if found is None:
+        if family.failure:
+            raise type(family.failure)(*family.failure.args)  # a new one: each raise adds frames to an error
+        if fault := family.faults.get(tuple(formats)):
+            raise FaultError(fault)
+        found = _compiled(family, task, formats)
+    return found
 
 
 def _family(task: Task, key: Hashable) -> Family:
