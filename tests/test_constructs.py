@@ -1335,6 +1335,46 @@ def test_side_effects_happen_once_for_each_call_of_compiled_code():
 
 # ---------------------------------------------------------------- the page
 
+# Threads on GitHub in which users ask for a construct, under vmap or in per-sample gradients.
+ASKED = {
+    "`if x.sum() > 0:` (a value of the sample)": "pytorch/functorch#90",
+    "`if x.isnan().any():`": "pytorch/pytorch#186301",
+    "`torch.cond`": "pytorch/pytorch#114136",
+    "`x[0].item()` of the sample, used as a factor": "pytorch/functorch#1108",
+    "`q[a]`, with `a` in the batch": "pytorch/functorch#747",
+    "`q[t, a[t]]` in a loop": "pytorch/pytorch#135018",
+    "`q[x > 0]` (a boolean mask)": "pytorch/functorch#59",
+    "`x[:a]` (a slice of a length in the batch)": "pytorch/functorch#1130",
+    "into `torch.zeros(…)`": "pytorch/pytorch#103329",
+    "`F.dropout`": "pytorch/pytorch#96655",
+    "`checkpoint(…, use_reentrant=False)`": "pytorch/pytorch#165880",
+    "`autograd.Function` whose `forward` takes `ctx`": "state-spaces/mamba#239",
+    "`autograd.Function` with `setup_context`": "pytorch/pytorch#129845",
+    "`nn.GRU`, `nn.RNN`": "pytorch/pytorch#134606",
+    "`nn.LSTM`": "pytorch/pytorch#105311",
+    "`nn.MultiheadAttention`": "pytorch/pytorch#151558",
+    "`nn.TransformerEncoderLayer`, in train and in eval mode": "pytorch/pytorch#149609",
+    "batch norm in eval mode": "pytorch/functorch#867",
+    "batch norm in train mode": "pytorch/functorch#115",
+    "`torch.linalg.slogdet`, `solve`, `inv`, `cholesky`": "pytorch/functorch#984",
+    "`torch.linalg.eigh`, `svdvals`, `matrix_exp`, `pinv`": "pytorch/pytorch#108481",
+    "a Sinkhorn loop": "pytorch/functorch#257",
+    "a product with a Hessian, `jvp` of `grad`": "pytorch/functorch#986",
+    "`log_prob`, `entropy`, `kl_divergence` of distributions, with validation": "pytorch/pytorch#92033",
+    "`nn.EmbeddingBag`": "pytorch/pytorch#86819",
+    "an operator of your own (`torch.library.custom_op`, `register_autograd`)": "pytorch/pytorch#168393",
+    "GPT-2 from a configuration": "TRAIS-Lab/dattri#214",
+    "nested tensors": "pytorch/functorch#943",
+}
+
+
+def named(row):
+    """Return the first cell of a row: the construct, and where it was asked for."""
+    if row.name not in ASKED:
+        return row.name
+    repository, _, number = ASKED[row.name].partition("#")
+    return f"{row.name} ([asked](https://github.com/{repository}/issues/{number}))"
+
 
 def table():
     """Return the table as Markdown."""
@@ -1343,9 +1383,13 @@ def table():
         lines += [f"| **{group}** | eager | compiled | loop |", "| --- | --- | --- | --- |"]
         for row in (row for row in CONSTRUCTS if row.group == group):
             cells = [f"*{row.refusals[engine].name}*" if engine in row.refusals else "yes" for engine in ENGINES]
-            lines.append(f"| {row.name} | {' | '.join(cells)} |")
+            lines.append(f"| {named(row)} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def test_what_was_asked_for_is_in_the_table():
+    assert not {*ASKED} - {row.name for row in CONSTRUCTS}
 
 
 def test_the_page_shows_this_table():
