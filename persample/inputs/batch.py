@@ -148,6 +148,6 @@ def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[b
 
 def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
     """Return whether leaves look like a list of samples: each item has the same fields, of any lengths."""
-    fields = [re.sub(rf"^{argument}\[.*?\]", "", name) for name in rows]
+    fields = [re.sub(rf"^{re.escape(argument)}\[.*?\]", "", name) for name in rows]
     kinds = {(field, leaf.shape[1:], leaf.dtype) for field, leaf in zip(fields, rows.values(), strict=True)}
     return len(kinds) == len(set(fields)) < len(rows) and not {*fields} & {*rows}

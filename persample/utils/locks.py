@@ -1,4 +1,4 @@
-"""Locks that no interrupt leaves held: ``with lock`` may, where a signal comes just before it releases the lock."""
+"""Locks that no interrupt leaves held: ``with lock`` does, if an exception comes at the line that releases it."""
 
 from __future__ import annotations
 
