@@ -545,11 +545,15 @@ def test_mixed_dtypes_are_listed(loss_fn, other, engine):
 
 
 @both_engines
-def test_a_module_says_so_too(engine):
-    message = fails(
-        lambda m, x: m(x).sum(), "mixes dtypes", engine, params=nn.Linear(3, 1), batch=(X.double(),)
-    )  # a plain tuple: the leaf has an index
-    assert "torch.float32: params['weight'], params['bias']; torch.float64: batch[0]" in message
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [(nn.Linear(3, 1), X), (nn.Conv1d(2, 1, 2), X.view(2, 2, 3)), (nn.Conv1d(2, 1, 2, bias=False), X.view(2, 2, 3))],
+    ids=["linear", "convolution", "convolution without bias"],
+)
+def test_a_module_says_so_too(layer, x, engine):
+    message = fails(lambda m, x: m(x).sum(), "mixes dtypes", engine, params=layer, batch=(x.double(),))
+    assert "torch.float64: batch[0]" in message  # a plain tuple: the leaf has an index
+    assert "torch.float32: params['weight']" in message
 
 
 @both_engines

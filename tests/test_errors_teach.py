@@ -161,6 +161,9 @@ def test_other_errors_say_nothing_of_it(engine):
     with pytest.raises(IndexError) as caught:
         per_sample_grads(lambda w, x: (w * x)[5], torch.ones(3), torch.ones(4, 3), engine=engine)
     assert "one sample" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="expected target dtype") as caught:
+        per_sample_grads(classify, nn.Linear(3, 4), (torch.ones(4, 3), CLASSES.float()), engine=engine)
+    assert "one sample" not in str(caught.value)
 
 
 CALLS = {

@@ -79,7 +79,7 @@ _VMAP_CAUSES = [
 ]
 _CAUSES = [
     (
-        r"same dtype|Input type .* and weight type|expected scalar type|Found dtype|expected m1 and m2",
+        r"same dtype|Input type .* and (weight|bias) type|expected scalar type|Found dtype|expected m1 and m2",
         "mixes dtypes in one operation ({dtypes})",
         "Convert the batch or the params so that they agree, for example x.to({dtype}).",
     ),
@@ -95,8 +95,9 @@ _SHOWN = 4  # leaves in a message
 # torch's messages about tensors of too few axes, and about the sizes that follow from them.
 _SHAPES = (
     r"shapes cannot be multiplied|must match the size|is invalid for input of size|Dimension out of range"
-    r"|[Ee]xpected \d+D|[Ee]xpected .*(input|target|channels|batch)|Given (groups|normalized_shape|input size)"
-    r"|number of (dimensions|channels)|inconsistent tensor size|size mismatch"
+    r"|[Ee]xpected \d+D|[Ee]xpected (?!.*dtype).*(input|target|channels|batch)"
+    r"|Given (groups|normalized_shape|input size)|number of (dimensions|channels)"
+    r"|inconsistent tensor size|size mismatch"
 )
 
 
