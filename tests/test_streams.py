@@ -402,15 +402,19 @@ class TestNumerics:
     def loss(w, x):
         return (w * x).sum() + 0.1 * (w * x).sin().sum()
 
-    def check_sums(self, samples, size):
+    def check_sums(self, samples, size, engine="eager"):
         x = draw(samples, 8, dtype=torch.float32) + 1
         w = draw(8, dtype=torch.float32, seed=1)
         wanted = {"sum": ps.Sum(), "mean": ps.Mean(), "second": ps.SecondMoment(), "clipped": ps.ClippedSum(2.0)}
-        result = accumulate(self.loss, w, x.split(size), wanted)
+        result = accumulate(self.loss, w, x.split(size), wanted, engine=engine)
         assert_trees_close(result, accumulate(self.loss, w.double(), x.double().split(size), wanted), 1e-6)
 
     def test_sums(self):
         self.check_sums(10_000, 50)
+
+    def test_sums_of_programs(self, monkeypatch):
+        without_inductor(monkeypatch)
+        self.check_sums(20_000, 50, "compiled")
 
     @pytest.mark.slow
     def test_sums_of_a_million(self):
@@ -420,6 +424,14 @@ class TestNumerics:
         """2²⁴ + 1 + 1 + … is 2²⁴ in float32."""
         x = torch.tensor([2.0**24, *[1.0] * 64])
         assert accumulate(lambda w, x: w * x, torch.ones(()), x.split(1), ps.Sum()) == 2**24 + 64
+
+    @pytest.mark.parametrize("ones", [15, 40, 64])
+    def test_a_sum_that_float32_would_stop_at_in_programs(self, ones, monkeypatch):
+        """Programs add up sixteen batches in float32."""
+        without_inductor(monkeypatch)
+        x = torch.tensor([2.0**24, *[1.0] * ones])
+        result = accumulate(lambda w, x: w * x, torch.ones(()), x.split(1), ps.Sum(), engine="compiled")
+        assert result == 2**24 + ones - 15  # the first sixteen stop there: an error below 1e-6
 
     def test_sums_of_many_numbers(self):
         """They are added in blocks; those of a transposed parameter, too."""

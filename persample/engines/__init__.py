@@ -3,6 +3,7 @@
 from persample.engines.compiled import (
     Asked,
     Compilation,
+    FlatParams,
     Total,
     clear_cache,
     compilations_of,
@@ -23,6 +24,7 @@ __all__ = [
     "ENGINES",
     "Asked",
     "Compilation",
+    "FlatParams",
     "Total",
     "clear_cache",
     "compilations_of",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +45,10 @@ def check_weights(weights: Any, size: int, *, keep_graph: bool = False) -> Tenso
     return tensor.double()
 
 
-@dataclass(frozen=True)
-class TotalWeight:
+class TotalWeight(NamedTuple):
     """The weights of the samples of a call, or of several batches.
 
-    Args:
+    Attributes:
         total: Σ wᵢ.
         least: the smallest weight, ∞ without samples.
         given: whether any weights were given.

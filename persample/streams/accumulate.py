@@ -16,7 +16,7 @@ from persample.reductions import Reduce
 from persample.reductions.described import described
 from persample.reductions.requested import Reductions
 from persample.streams.accumulator import Finished
-from persample.streams.batches import no_batch, numbered
+from persample.streams.batches import numbered
 from persample.streams.lift import BatchLift
 from persample.streams.order import ORDERS, Order
 from persample.streams.progress import shown
@@ -141,12 +141,12 @@ def accumulate(
     processes, run = Processes(group, called="accumulate").together(prepare, alike)
     if run is not None and run.is_finished:
         return run.of_finished(numbered(batches, weights))
+    stream = Stream(lift, order, processes, run)
     with shown(batches, wanted=progress and processes.rank == 0) as advance:
-        total = Stream(lift, order, processes, run).through(batches, weights, advance)
-    if total.leaves is None:
-        raise no_batch()
+        stream.through(batches, weights, advance)
 
     def finish() -> Any:
+        total = stream.merged()
         if run is not None:
             return run.finish(total)
         pairs = zip(wanted, total.leaves[0], strict=True)
@@ -156,4 +156,4 @@ def accumulate(
         ]
         return owned(trees.unflatten(results, container), ())
 
-    return isolated(params, finish)
+    return isolated((), finish)  # without the modules: nothing of them is used any more

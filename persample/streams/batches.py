@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,11 +19,10 @@ def no_batch() -> ArgumentError:
     return ArgumentError.about("batches", expected="at least one batch", received="none", fix=fix)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One batch of a stream.
 
-    Args:
+    Attributes:
         number: how many came before it.
         content: what the iterable gave.
         weights: the weights of its samples, or None.
@@ -62,7 +59,7 @@ def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
     weights_of = _weights(weights)
     number = 0
     while True:
-        with named(f"batches[{number}]"):
+        with InBatch(f"batches[{number}]"):
             content = next(source, _END)
             entry = weights_of(content)
         if content is _END:
@@ -108,25 +105,30 @@ def _check_takes_a_batch(weights: Callable[..., Any]) -> None:
         raise ArgumentError.about("weights", expected="a function of a batch", received=received, fix=fix) from error
 
 
-@contextmanager
-def named(batch: str) -> Iterator[None]:
-    """Name the batch in every error; an error of the user's own keeps its type, and gets a note.
+class InBatch:
+    """Names the batch in every error; an error of the user's own keeps its type, and gets a note.
 
     Args:
         batch: the name.
-
-    Raises:
-        ArgumentError: as it was raised, with the name in front.
-        LossError: the same.
     """
-    try:
-        yield
-    except (ArgumentError, LossError) as error:
-        if str(error).startswith(batch):
-            raise
-        kind = ArgumentError if isinstance(error, ArgumentError) else LossError
-        raise kind(f"{batch}: {error}") from error
-    except Exception as error:
-        notes = [*getattr(error, "__notes__", ()), f"(raised for {batch} of accumulate)"]
-        error.__notes__ = notes  # as add_note, which Python 3.10 does not have
-        raise
+
+    def __init__(self, batch: str) -> None:  # a class: contexts made of generators take longer than small batches may
+        self.batch = batch
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Name the batch in the error.
+
+        Raises:
+            ArgumentError: as it was raised, with the name in front.
+            LossError: the same.
+        """
+        if isinstance(error, ArgumentError | LossError):
+            if not str(error).startswith(self.batch):
+                kind_of_error = ArgumentError if isinstance(error, ArgumentError) else LossError
+                raise kind_of_error(f"{self.batch}: {error}") from error
+        elif isinstance(error, Exception):
+            notes = [*getattr(error, "__notes__", ()), f"(raised for {self.batch} of accumulate)"]
+            error.__notes__ = notes  # as add_note, which Python 3.10 does not have

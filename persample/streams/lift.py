@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from persample import inputs, pipeline
-from persample.engines import ENGINES, Asked, Total, empty, lift_compiled, merge_compiled, repeated
+from persample.engines import ENGINES, Asked, FlatParams, Total, empty, lift_compiled, merge_compiled, repeated
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.inputs import Call
 from persample.merge import AnyOf
 from persample.reductions import Reduction
 from persample.reductions.requested import Reductions
-from persample.streams.batches import Batch, named
+from persample.streams.batches import Batch, InBatch
 from persample.streams.randomness import RandomStream
 from persample.utils.isolation import isolated
 
@@ -65,7 +66,7 @@ class BatchLift:
                     receive(found, chunk)
             return call
 
-        with named(batch.name):
+        with InBatch(batch.name):
             return isolated(self.params, compute)
 
     def repeated(self, batch: Batch, total: Total | None) -> tuple[Any, int] | None:
@@ -81,16 +82,24 @@ class BatchLift:
         """
         if not self.merges or batch.weights is not None:
             return None
-        with named(batch.name), self.random.drawing():
+        with InBatch(batch.name), self.random.drawing():
             return repeated(self._asked(batch, total))
 
     def _asked(self, batch: Batch, total: Total | None) -> Asked:
-        options = (*self.options.values(), self.chunk_size)
-        return Asked(self.loss_fn, self.params, batch.content, self.wanted, None, None, options, total)
+        asked = self.loss_fn, self.params, batch.content, self.wanted, None, None, self._all_options, total
+        return Asked(*asked, self._flat_params)
+
+    @cached_property
+    def _all_options(self) -> tuple[Any, ...]:
+        return *self.options.values(), self.chunk_size
+
+    @cached_property
+    def _flat_params(self) -> FlatParams:
+        return FlatParams.of(self.params)
 
     def normalized(self, batch: Batch) -> Call:
         """Return a batch, normalized; nothing is computed."""
-        with named(batch.name):
+        with InBatch(batch.name):
             return isolated(self.params, lambda: self._normalized(batch))
 
     def _normalized(self, batch: Batch) -> Call:
@@ -127,10 +136,10 @@ class BatchLift:
         reductions = Reductions(self.wanted)
         if total is None:
             try:
-                total = Total.of(self._lifted(chunk.none()))
+                total = Total.like(self._lifted(chunk.none()))
             except Exception:  # noqa: BLE001 (whatever the loss raises for a made-up sample)
                 lifted = self._lifted(chunk)
-                total = Total.of(lifted).zeros()
+                total = Total.like(lifted)
                 return total.split(total.merged(lifted))
 
         def by(way: pipeline.Engine) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -41,12 +41,12 @@ class RandomStream:
         self.state = rng.snapshot()
         rng.rewind(before)
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self) -> AbstractContextManager[None]:
         """Let the loss of one chunk draw."""
-        if self.randomness == "error":
-            yield
-            return
+        return nullcontext() if self.randomness == "error" else self._drawing()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
         before = rng.snapshot()
         rng.rewind(self.state)
         try:

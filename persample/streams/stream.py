@@ -9,13 +9,12 @@ from persample.inputs import Call
 from persample.inputs.loss import NotConnectedError
 from persample.processes import Processes
 from persample.streams.accumulator import Accumulator, Partial
-from persample.streams.batches import Batch, numbered
+from persample.streams.batches import Batch, no_batch, numbered
 from persample.streams.lift import BatchLift
 from persample.streams.lockstep import Lockstep
 from persample.streams.order import Order
 from persample.streams.ranks import merge_ranks
 from persample.streams.sink import SinkRun
-from persample.utils.isolation import isolated
 
 
 class Stream:
@@ -32,19 +31,13 @@ class Stream:
         self.lift, self.order, self.processes, self.run = lift, order, processes, run
         self.accumulator = Accumulator()
 
-    def through(self, batches: Any, weights: Any, advance: Callable[[int], object]) -> Partial:
-        """Go through the batches of this process, and merge the results of all.
+    def through(self, batches: Any, weights: Any, advance: Callable[[int], object]) -> None:
+        """Go through the batches of this process.
 
         Args:
             batches: an iterable of batches.
             weights: their weights.
             advance: is called after each batch, with the number of its samples.
-
-        Returns:
-            The merged leaves of every reduction, None if no process had a batch.
-
-        Raises:
-            NotConnectedError: if the loss depends on no parameter.
         """
         self.lift.random.seed(self.processes)
         try:
@@ -53,9 +46,21 @@ class Stream:
         finally:
             if self.run is not None:
                 self.run.close()
-        own = self.accumulator.partial()
+
+    def merged(self) -> Partial:
+        """Merge the results of all processes.
+
+        Returns:
+            The merged leaves of every reduction.
+
+        Raises:
+            ArgumentError: if no process had a batch.
+            NotConnectedError: if the loss depends on no parameter.
+        """
         with self.processes.answered():
-            total = isolated(self.lift.params, lambda: merge_ranks(own, self.lift.wanted, self.order, self.processes))
+            total = merge_ranks(self.accumulator.partial(), self.lift.wanted, self.order, self.processes)
+        if total.leaves is None:
+            raise no_batch()
         if total.count and not total.leaves[1].value:
             raise NotConnectedError
         return total

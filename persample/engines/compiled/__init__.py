@@ -3,12 +3,13 @@
 from persample.engines.compiled.engine import compiled, lift_compiled, merge_compiled
 from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.programs import clear_cache, compilations_of
-from persample.engines.compiled.repeated import Asked, repeated
+from persample.engines.compiled.repeated import Asked, FlatParams, repeated
 from persample.engines.compiled.total import Total
 
 __all__ = [
     "Asked",
     "Compilation",
+    "FlatParams",
     "Total",
     "clear_cache",
     "compilations_of",

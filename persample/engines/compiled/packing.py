@@ -59,8 +59,16 @@ class Outline:
         Args:
             tensors: one per slot.
         """
+        return trees.unflatten(self.filled_leaves(tensors), self.structure)
+
+    def filled_leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return the leaves of the tree with tensors in its slots.
+
+        Args:
+            tensors: one per slot.
+        """
         if self._is_plain:
-            return trees.unflatten(list(tensors), self.structure)
+            return list(tensors)
 
         def put(x: Any) -> Any:
             if isinstance(x, Slot):
@@ -69,7 +77,7 @@ class Outline:
                 return x.kind(*map(put, x.parts))
             return tuple(map(put, x)) if type(x) is tuple else x
 
-        return trees.unflatten(list(map(put, self.leaves)), self.structure)
+        return list(map(put, self.leaves))
 
 
 def pack(tree: Any) -> tuple[list[Tensor], Outline]:

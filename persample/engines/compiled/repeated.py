@@ -38,6 +38,28 @@ from persample.utils import trees
 _MOST = 8
 
 
+class FlatParams(NamedTuple):
+    """The parameters of a call, flattened.
+
+    Attributes:
+        names: the names of the parameters of a module.
+        tensors: the parameters.
+        structure: the structure of a tree of parameters; None for a module.
+    """
+
+    names: tuple[str, ...]
+    tensors: list[Any]
+    structure: trees.TreeSpec | None
+
+    @classmethod
+    def of(cls, params: Any) -> FlatParams:
+        """Flatten the parameters of a call."""
+        if isinstance(params, nn.Module):
+            named = [(name, x) for name, x in params.named_parameters() if x.requires_grad]
+            return cls(tuple(name for name, _ in named), [x for _, x in named], None)
+        return cls((), *trees.flatten(params))
+
+
 class Asked(NamedTuple):
     """The arguments of a call, as the user passed them.
 
@@ -50,6 +72,7 @@ class Asked(NamedTuple):
         out: a previous result, or None.
         options: all other arguments.
         total: the total of the batches before; None if there are none.
+        flat_params: the parameters, flattened once for all batches of a stream; None to flatten them now.
     """
 
     loss_fn: Callable[..., Any]
@@ -60,6 +83,7 @@ class Asked(NamedTuple):
     out: Any
     options: tuple[Any, ...]
     total: Total | None = None
+    flat_params: FlatParams | None = None
 
 
 class Flat(NamedTuple):
@@ -84,12 +108,8 @@ class Flat(NamedTuple):
         """Flatten the arguments of a call."""
         batch, batch_structure = trees.flatten(asked.batch)
         out, out_structure = ([], None) if asked.out is None else trees.flatten(asked.out)
-        if isinstance(asked.params, nn.Module):
-            named = [(name, x) for name, x in asked.params.named_parameters() if x.requires_grad]
-            names, values = tuple(name for name, _ in named), [x for _, x in named]
-            return cls(names, values, batch, out, (None, batch_structure, out_structure))
-        params, structure = trees.flatten(asked.params)
-        return cls((), params, batch, out, (structure, batch_structure, out_structure))
+        names, params, structure = asked.flat_params or FlatParams.of(asked.params)
+        return cls(names, params, batch, out, (structure, batch_structure, out_structure))
 
     @property
     def tensors(self) -> list[Any]:
@@ -240,7 +260,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     """
     call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
-    used, total = [*call.params, *call.leaves[: len(flat.batch)], *task.written], task.total or Total.of([])
+    used, total = [*call.params, *call.leaves[: len(flat.batch)], *task.written], task.total or Total.like([])
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
         return
     count = len(flat.params) + len(flat.batch)

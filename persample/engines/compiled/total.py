@@ -12,16 +12,13 @@ from persample.engines.compiled.packing import Outline, pack
 from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
 
-# Numbers in a sum. Larger ones are added up in place: new memory for them costs more than another operation.
-_MOST = 2**14
-
 
 @dataclass(frozen=True)
 class Total:
-    """The moments and small sums of the samples so far.
+    """The moments and sums of the chunks so far.
 
     Args:
-        tensors: their numbers, in float64.
+        tensors: their numbers, in the dtypes of a chunk's.
         outline: the tree of the leaves, with None in place of all others.
     """
 
@@ -29,13 +26,14 @@ class Total:
     outline: Outline
 
     @classmethod
-    def of(cls, lifted: Any) -> Total:
-        """Return the total of one chunk.
+    def like(cls, lifted: Any) -> Total:
+        """Return the total of no samples.
 
         Args:
-            lifted: the tree of its leaves.
+            lifted: the tree of the leaves of any chunk.
         """
-        return cls(*pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted)))
+        tensors, outline = pack(trees.tree_map(lambda x: x if isinstance(x, Moments | Summed) else None, lifted))
+        return cls([torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors], outline)
 
     def split(self, merged: list[Any]) -> tuple[Total, list[Any]]:
         """Return a later total, and the leaves that are not part of it.
@@ -46,14 +44,10 @@ class Total:
         count = len(self.tensors)
         return Total(merged[:count], self.outline), merged[count:]
 
-    def zeros(self) -> Total:
-        """Return the total of no samples."""
-        return Total(list(map(torch.zeros_like, self.tensors)), self.outline)
-
     @property
-    def tree(self) -> Any:
-        """The tree of the leaves."""
-        return self.outline.filled(self.tensors)
+    def leaves(self) -> list[Any]:
+        """The leaves of the tree."""
+        return self.outline.filled_leaves(self.tensors)
 
     def merged(self, lifted: Any) -> list[Any]:
         """Merge the leaves of a chunk into the total.
@@ -67,12 +61,8 @@ class Total:
         Raises:
             LossError: if the leaves do not fit the total.
         """
-        (earlier, structure), (leaves, found) = trees.flatten(self.tree), trees.flatten(lifted)
-        check_alike(structure, found)
-        pairs = list(zip(earlier, leaves, strict=True))
+        leaves, structure = trees.flatten(lifted)
+        check_alike(self.outline.structure, structure)
+        pairs = list(zip(self.leaves, leaves, strict=True))
         tensors, _ = pack([one.merge(other) for one, other in pairs if one is not None])
         return [*tensors, *(other for one, other in pairs if one is None)]
-
-
-def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, Moments) or (isinstance(leaf, Summed) and leaf.value.numel() <= _MOST)
