@@ -375,6 +375,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return private("torch._inductor.decomposition:select_decomp_table")()
 
 
+def _may_use_vectors() -> bool | None:
+    """Return True where torch's own kernels use the processor's vector instructions, else None: Inductor tries them.
+
+    Its trial compiles and loads a file for each kind of instructions: 7 s with an empty cache, 1 s in each process.
+    """
+    return None if torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "NO AVX"} else True
+
+
 def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, prefers_channels_last: bool) -> Any:
     """Compile a functional graph of aten operations by Inductor, without the guards of ``torch.compile``.
 
@@ -390,6 +398,7 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
     config, guards = private("torch._inductor.config"), private("torch._guards")
     settings = {
         "layout_optimization": config.layout_optimization and prefers_channels_last,
+        "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
         # The key of Inductor's cache on disk has the bodies of loops, so programs with loops can be cached.
         "unsafe_marked_cacheable_functions": {f"{scan.__module__}.{scan.__name__}": "its body is in the key"},
     }

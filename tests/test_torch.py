@@ -813,6 +813,24 @@ def test_compile_graph():
     assert given == []
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+@pytest.mark.parametrize("chosen", [None, False])
+def test_compile_graph_tries_no_vector_instructions_that_torch_itself_uses(chosen, capability, monkeypatch):
+    from torch._inductor import compile_fx, config
+
+    found = []
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda *_, **__: found.append(config.cpp.vec_isa_ok))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    mode = _torch.FakeTensorMode()
+    with mode:
+        inputs = [torch.ones(4)]
+        graph = make_fx(lambda x: [x.sin()])(*inputs)
+    with config.patch({"cpp.vec_isa_ok": chosen}):  # as TORCHINDUCTOR_VEC_ISA_OK does
+        _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True)
+        assert config.cpp.vec_isa_ok is chosen
+    assert found == [True if chosen is None and capability == "AVX2" else chosen]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_cached_programs_differ_by_the_bodies_of_their_loops():
     def running_sum(sign):
