@@ -412,6 +412,11 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
         return private("torch._inductor.compile_fx:compile_fx_inner")(graph, list(inputs), is_inference=True)
 
 
+def keep_kernel(node: torch.fx.Node) -> None:
+    """Make Inductor call torch's kernel for an operation, without its own lowering, which may fix symbolic sizes."""
+    node.meta["should_fallback"] = True
+
+
 def functionalize(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function without in-place writes, but for one into each written input at the end.
 

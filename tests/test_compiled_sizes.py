@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from oracle import assert_trees_close
+from oracle import assert_trees_close, oracle, reals
 from torch import nn
 from traced import lowered, without_compiling
 
@@ -201,3 +201,32 @@ def test_programs_hold_nothing_that_no_output_needs(value, monkeypatch):
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if node.op == "call_function" and not node.users]
     assert not [node for node in graph.graph.nodes if node.kwargs.get("device") == torch.device("meta")]
+
+
+CONVOLUTIONS = {
+    "one axis": (lambda: nn.Conv1d(2, 3, 3, padding=1, dilation=2), (2, 9)),
+    "groups": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2), (4, 7, 6)),
+    "three axes": (lambda: nn.Conv3d(1, 2, 2), (1, 4, 3, 3)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), (2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_compiled_convolutions_take_any_number_of_images(name):
+    """Inductor's lowering of the gradients of kernels would make their B times as many groups a constant."""
+    make, shape = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    model = make().double()
+
+    def loss(model, x):
+        return model(x[None]).square().sum()
+
+    for size in (20, 17, 33):
+        images = torch.randn(size, *shape, dtype=F64)
+        rows = oracle(loss, model, (images,))
+        scales = (0.5 / reals(rows).norm(dim=1)).clamp(max=1)
+        mean = rows.tree(torch.tensordot(scales, grads, 1) / size for grads in rows.grads)
+        wanted = ps.Stack(), ps.ClippedMean(0.5)
+        actual = per_sample_grads(loss, model, images, wanted, engine="compiled")
+        assert_trees_close(actual, (rows.tree(rows.grads), mean), 1e-9)
+    assert compilations() == 2

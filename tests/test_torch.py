@@ -831,6 +831,34 @@ def test_compile_graph_tries_no_vector_instructions_that_torch_itself_uses(chose
     assert found == [True if chosen is None and capability == "AVX2" else chosen]
 
 
+@torch._inductor.config.patch(fx_graph_cache=False)
+def test_keep_kernel():
+    """Without it, Inductor's lowering makes the number of groups a constant; the cache on disk does not see it."""
+    fixed = []
+    for keep in (False, True):
+        env = ShapeEnv()
+        mode, batch_size = _torch.FakeTensorMode(shape_env=env), _torch.symbolic_size(env, 5)
+        with mode, _torch.enable_python_dispatcher():
+            inputs = [torch.ones(1, 3 * batch_size, 2), torch.ones(1, batch_size, 4)]
+            graph = make_fx(_kernels_of_samples)(*inputs)
+        for node in graph.graph.nodes:
+            if keep and node.target is torch.ops.aten.convolution_backward.default:
+                _torch.keep_kernel(node)
+        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=False)
+        fixed.append(bool(env.replacements))
+    assert fixed == [True, False]
+    given = [torch.rand(1, 3 * 5, 2), torch.rand(1, 5, 4)]
+    expected = _kernels_of_samples(*given)
+    torch.testing.assert_close(code(given), expected)
+
+
+def _kernels_of_samples(signals, rows):
+    size = rows.shape[1]
+    settings = [1], [0], [1], False, [0], size, [False, True, False]
+    kernel = rows.new_empty(3 * size, 1, 3)
+    return [torch.ops.aten.convolution_backward(signals, rows, kernel, None, *settings)[1]]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_cached_programs_differ_by_the_bodies_of_their_loops():
     def running_sum(sign):

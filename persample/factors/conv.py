@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor, row_format
-from persample.factors.kernel_grads import kernel_grad, kernel_grads, kernel_grads_for_any_size
+from persample.factors.kernel_grads import kernel_grad, kernel_grads
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
 from persample.factors.patch_products import patch_products
@@ -119,8 +119,7 @@ class Conv(Factor):
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
-        each = kernel_grads_for_any_size() if cost_model.is_for_any_size() else kernel_grads
-        grads = each(self.signals, self.inputs, self._kernel, *self._geometry).view(len(self), *self.shape)
+        grads = kernel_grads(self.signals, self.inputs, self._kernel, self._geometry).view(len(self), *self.shape)
         return grads if out is None else out.copy_(grads)
 
     def scale_rows(self, scale: Tensor) -> Outer:

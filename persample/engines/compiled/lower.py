@@ -18,6 +18,7 @@ from persample._torch import (
     decompositions,
     enable_python_dispatcher,
     functionalize,
+    keep_kernel,
     lacks_cpp_compiler,
     schema,
 )
@@ -100,7 +101,10 @@ def _is_write(node: Node) -> bool:
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
     # Inductor prefers channels-last on CPUs, where convolutions of many groups take twice as long.
-    grouped = any(map(_is_grouped, graph.graph.nodes))
+    grouped = [node for node in graph.graph.nodes if _is_grouped(node)]
+    for node in grouped:
+        if isinstance(node.args[9], Node):  # B times as many groups, in a program for any B
+            keep_kernel(node)
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
     return code
 
@@ -119,9 +123,7 @@ def _known_strides(node: Any) -> list[int]:
 
 
 def _is_grouped(node: Node) -> bool:
-    if node.target is _aten.convolution_backward.default:
-        return bool(node.args[9] != 1)
-    return str(node.target) == "persample.kernel_grads.default"
+    return node.target is _aten.convolution_backward.default and bool(node.args[9] != 1)
 
 
 def _advice(error: Exception) -> str:
