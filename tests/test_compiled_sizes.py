@@ -230,3 +230,18 @@ def test_compiled_convolutions_take_any_number_of_images(name):
         actual = per_sample_grads(loss, model, images, wanted, engine="compiled")
         assert_trees_close(actual, (rows.tree(rows.grads), mean), 1e-9)
     assert compilations() == 2
+
+
+def test_a_program_for_any_size_stores_gradients_as_one_for_the_first_size_does(monkeypatch):
+    """At the size of tracing, they would take fresh memory."""
+    graphs = lowered(monkeypatch)
+    model = nn.Conv2d(64, 64, 3)
+    for size in (20, 24):
+        per_sample_grads(
+            square_of_the_output, model, torch.randn(size, 64, 9, 9), ps.ClippedMean(0.5), engine="compiled"
+        )
+    static, of_any_size = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
+    convolutions = {name for name in static if "convolution" in name}
+    assert {name: static.count(name) for name in convolutions} == {
+        name: of_any_size.count(name) for name in convolutions
+    }

@@ -194,7 +194,7 @@ def test_tables_are_written_out_only_where_that_takes_no_memory(written, reason)
     ],
 )
 def test_memory_bounds_what_is_written_out(memory, needed, budget):
-    assert cost_model.budget(memory, needed) == budget
+    assert cost_model.budget(memory, needed) == cost_model.Budget(*budget)
 
 
 def test_fresh_memory_costs_time():

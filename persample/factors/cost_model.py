@@ -151,6 +151,7 @@ class Plan:
         required_ops: the operations of ``Factor`` that the reductions call.
         allowance: written-out gradients may have this many times the elements of their factor.
         in_fresh_memory: whether the memory of written-out gradients comes from the operating system each time.
+        kept: of more elements in the gradients of one parameter it does so in any case.
 
     Examples:
         >>> plan = Plan(frozenset({"squared_norms", "weighted_sum"}))
@@ -165,6 +166,7 @@ class Plan:
     required_ops: frozenset[str]
     allowance: float = 2.0
     in_fresh_memory: bool = False
+    kept: float = _KEPT
 
     def estimate(self, size: Size) -> Estimate:
         """Return the estimated time of the operations on a sum of products, and on the written-out gradients.
@@ -184,7 +186,7 @@ class Plan:
     def _is_fresh(self, size: Size) -> bool:
         # Blocks of patches of convolutions take more time than is estimated, and more than fresh memory.
         has_patches = size.operands not in (None, size.stored)
-        return size.device == "cpu" and (size.written > _KEPT or (self.in_fresh_memory and not has_patches))
+        return size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
@@ -214,10 +216,12 @@ class Budget(NamedTuple):
     Args:
         allowance: they may have this many times the elements of their factor.
         in_fresh_memory: whether their memory comes from the operating system each time.
+        kept: of more elements in the gradients of one parameter it does so in any case.
     """
 
     allowance: float
     in_fresh_memory: bool = False
+    kept: float = _KEPT
 
 
 def budget(memory: Any, needed: float) -> Budget:

@@ -19,6 +19,7 @@ from persample.engines.compiled.trace import Format
 from persample.engines.vmap import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
+from persample.factors.cost_model import Budget
 from persample.inputs.call import Call
 from persample.outputs import write_into
 from persample.reductions import Reduction
@@ -141,7 +142,8 @@ class Task:
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
         # The plan is that of the sizes for which the program is made; those of tracing, and of its use, may be others.
-        budget = self.call.budget
+        allowance, in_fresh_memory, kept = self.call.budget
+        budget = Budget(allowance, in_fresh_memory, kept * size / self.call.size)
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=budget)
         lifted = pipeline.lift_chunks([call], eager, reductions)
         try:
