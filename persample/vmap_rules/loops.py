@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from persample.utils.tracing import current_trace
 # (state, the row of each sequence, *shared) → the next state, and what is kept of the step
 Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 States = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+Order = Callable[[Tensor, int], Tensor]  # from a tensor, and the axis of its rows
 # Steps per turn of a program's loop. A turn costs about 10 µs at each call; a step, 0.4 s of compilation.
 _UNROLLED = 5
 
@@ -43,14 +45,7 @@ def repeated(
     return tuple(state), tuple(torch.stack(column) for column in zip(*kept, strict=True))
 
 
-def looped(
-    step: Step,
-    state: Sequence[Tensor],
-    sequences: Sequence[Tensor],
-    *shared: Any,
-    prepare: Callable[..., Sequence[Tensor]] | None = None,
-    reverse: bool = False,
-) -> States:
+def looped(step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any) -> States:
     """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop.
 
     Args:
@@ -58,34 +53,79 @@ def looped(
         state: the state before the first step.
         sequences: tensors ``[T, ...]``.
         *shared: further arguments of all steps.
-        prepare: from the sequences, or a range of their rows, to those whose rows the steps are given.
-        reverse: whether the steps run from the last row to the first.
     """
+    whole = _steps_in_turns(sequences)
+    if not whole:
+        return repeated(step, state, sequences, *shared)
+    blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
+    state, kept = _loop(partial(repeated, step), state, blocks, shared)
+    state, rest = repeated(step, state, others, *shared)
+    return state, _joined(kept, rest)
+
+
+def looped_back(
+    step: Step,
+    state: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    *shared: Any,
+    prepare: Callable[..., Sequence[Tensor]],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Order]:
+    """Run steps from the last row to the first, as ``looped`` does.
+
+    Args:
+        step: one step.
+        state: the state before the step of the last row.
+        sequences: tensors ``[T, ...]``.
+        *shared: further arguments of all steps.
+        prepare: from a range of rows of the sequences to those whose rows the steps are given.
+
+    Returns:
+        The last state; what all steps kept, ``[T, ...]`` each, in an order of its own; and the function that brings
+        the rows of other tensors to that order, or back.
+    """
+    whole = _steps_in_turns(sequences)
+    if not whole:
+        return *repeated(step, state, prepare(*sequences), *shared, reverse=True), lambda x, _: x
+    blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
+
+    def turn(state: Sequence[Tensor], row: Sequence[Tensor], *given: Tensor) -> States:
+        rows = [x.index_select(0, row[0])[0] for x in given[: len(blocks)]]
+        return repeated(step, state, prepare(*rows), *given[len(blocks) :], reverse=True)
+
+    def order(x: Tensor, axis: int) -> Tensor:
+        first, others = x.movedim(axis, 0).split([whole, x.shape[axis] - whole])
+        return torch.cat([_blocks(first).flip(0).flatten(0, 1), others]).movedim(0, axis)
+
+    state, rest = repeated(step, state, prepare(*others), *shared, reverse=True)
+    # Loops go through their sequences forward. Each turn looks up its block, since flipped copies take longer.
+    places = torch.arange(len(blocks[0]) - 1, -1, -1, device=blocks[0].device).unsqueeze(1)
+    state, kept = _loop(turn, state, [places], (*blocks, *shared))
+    return state, _joined(kept, rest), order
+
+
+def _steps_in_turns(sequences: Sequence[Tensor]) -> int:
+    """Return the number of steps in whole turns of a program's loop; 0 if the steps run one after the other."""
     whole = len(sequences[0]) // _UNROLLED * _UNROLLED
+    return whole if current_trace() is not None and whole > _UNROLLED else 0
 
-    def run(state: Sequence[Tensor], rows: Sequence[Tensor], *shared: Any, reverse: bool = False) -> States:
-        return repeated(step, state, rows if prepare is None else prepare(*rows), *shared, reverse=reverse)
 
-    if current_trace() is None or whole <= _UNROLLED:
-        return run(state, sequences, *shared, reverse=reverse)
-    if reverse:
-        flipped = [x.flip(0) for x in sequences]
-        last, kept = looped(step, state, flipped, *shared, prepare=prepare)
-        return last, tuple(x.flip(0) for x in kept)
+def _blocks(x: Tensor) -> Tensor:
+    return x.unflatten(0, (-1, _UNROLLED))
 
-    def turn(*args: Any) -> list[Tensor]:  # of the loop: ``_UNROLLED`` steps
+
+def _loop(turn: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], shared: Sequence[Any]) -> States:
+    def body(*args: Any) -> list[Tensor]:
         groups = iter(args)
         before, rows = ([next(groups) for _ in group] for group in (state, sequences))
-        after, kept = run(before, rows, *groups)
+        after, kept = turn(before, rows, *groups)
         return [*map(_copied, after), *kept]
 
-    blocks = [x[:whole].unflatten(0, (-1, _UNROLLED)) for x in sequences]
-    results = scan(turn, list(map(_copied, state)), blocks, shared)
-    last, states = tuple(results[: len(state)]), tuple(x.flatten(0, 1) for x in results[len(state) :])
-    if whole == len(sequences[0]):
-        return last, states
-    last, rest = run(last, [x[whole:] for x in sequences], *shared)
-    return last, tuple(torch.cat(parts) for parts in zip(states, rest, strict=True))
+    results = scan(body, list(map(_copied, state)), sequences, tuple(shared))
+    return tuple(results[: len(state)]), tuple(x.flatten(0, 1) for x in results[len(state) :])
+
+
+def _joined(kept: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(map(torch.cat, zip(kept, rest, strict=True))) if rest else tuple(kept)
 
 
 def _copied(state: Tensor) -> Tensor:

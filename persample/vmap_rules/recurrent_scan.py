@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.vmap_rules.batched import is_batched
 from persample.vmap_rules.kernel_call import Product, call_kernel
-from persample.vmap_rules.loops import looped, repeated
+from persample.vmap_rules.loops import looped, looped_back, repeated
 from persample.vmap_rules.recurrent_cells import Cell, one_step
 
 # (cell, inputs, initial state, weights) → outputs and the last state, as ``unrolled``
@@ -124,12 +124,12 @@ def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) ->
         at_products = signals if cell.at_inputs is None else signals[:, :width]
         return (torch.addmm(first, at_products, weight), *rest), (signals,)
 
-    first, (signals,) = looped(step, later, [earlier, *states], w_hh, prepare=prepare, reverse=True)
+    first, (signals,), order = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
-    of_x = _unfolded(at_inputs @ w_ih, axes) if needed[-3] else None
+    of_x = _unfolded(order(at_inputs @ w_ih, 0), axes) if needed[-3] else None
     both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
     biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
-    products = [Product(y, z) for y, z in zip(both, (x, kept[0]), strict=True)]
+    products = [Product(y, order(z, -3)) for y, z in zip(both, (x, kept[0]), strict=True)]
     return *(_unfolded(g[None], axes) for g in first), *biases, of_x, *products
 
 
