@@ -87,6 +87,28 @@ def test_compiled_batches_like_an_earlier_one_run_its_program_at_once(monkeypatc
     assert_trees_close(weighted, per_sample_grads(loss, w, x, ps.Mean(), weights=x[:, 0].abs()), 1e-9)
 
 
+@pytest.mark.parametrize("kind", ["module", "dict"])
+def test_compiled_streams_use_parameters_that_are_replaced(kind, monkeypatch):
+    without_inductor(monkeypatch)
+    clear_cache()
+
+    def result(engine):
+        model, params = nn.Linear(3, 1, bias=False).double(), {"weight": torch.ones(1, 3, dtype=F64)}
+        predict = (lambda p, x: p(x)) if kind == "module" else (lambda p, x: p["weight"] @ x)
+
+        def batches():
+            for number, batch in enumerate(draw(10, 3, seed=1).split(2)):
+                params["weight"] = torch.full((1, 3), float(number), dtype=F64)
+                model.weight = nn.Parameter(params["weight"])
+                yield batch
+
+        loss = lambda p, x: predict(p, x).square().sum()
+        sums = accumulate(loss, model if kind == "module" else params, batches(), ps.Sum(), engine=engine)
+        return sums["weight"]
+
+    assert_trees_close(result("compiled"), result("eager"), 1e-12)
+
+
 def test_one_program_merges_all_batches(monkeypatch):
     without_inductor(monkeypatch)
     clear_cache()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
 from persample import inputs, pipeline
 from persample.engines import ENGINES, Asked, FlatParams, Total, empty, lift_compiled, merge_compiled, repeated
 from persample.engines.diagnosis import unwritten
@@ -94,8 +96,9 @@ class BatchLift:
         return *self.options.values(), self.chunk_size
 
     @cached_property
-    def _flat_params(self) -> FlatParams:
-        return FlatParams.of(self.params)
+    def _flat_params(self) -> FlatParams | None:
+        # A module is walked through once: a parameter that is replaced later is another input of the captured loss.
+        return FlatParams.of(self.params) if isinstance(self.params, nn.Module) else None
 
     def normalized(self, batch: Batch) -> Call:
         """Return a batch, normalized; nothing is computed."""

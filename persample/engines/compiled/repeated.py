@@ -72,7 +72,7 @@ class Asked(NamedTuple):
         out: a previous result, or None.
         options: all other arguments.
         total: the total of the batches before; None if there are none.
-        flat_params: the parameters, flattened once for all batches of a stream; None to flatten them now.
+        flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
     """
 
     loss_fn: Callable[..., Any]
