@@ -442,18 +442,27 @@ class TestNumerics:
     def test_sums_of_a_million(self):
         self.check_sums(1_000_000, 100)
 
-    def test_a_sum_that_float32_would_stop_at(self):
+    @pytest.mark.parametrize("size", [1, 20_000])  # programs leave large sums to us
+    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    def test_a_sum_that_float32_would_stop_at(self, engine, size, monkeypatch):
         """2²⁴ + 1 + 1 + … is 2²⁴ in float32."""
-        x = torch.tensor([2.0**24, *[1.0] * 64])
-        assert accumulate(lambda w, x: w * x, torch.ones(()), x.split(1), ps.Sum()) == 2**24 + 64
-
-    @pytest.mark.parametrize("ones", [15, 40, 64])
-    def test_a_sum_that_float32_would_stop_at_in_programs(self, ones, monkeypatch):
-        """Programs add up sixteen batches in float32."""
         without_inductor(monkeypatch)
-        x = torch.tensor([2.0**24, *[1.0] * ones])
-        result = accumulate(lambda w, x: w * x, torch.ones(()), x.split(1), ps.Sum(), engine="compiled")
-        assert result == 2**24 + ones - 15  # the first sixteen stop there: an error below 1e-6
+        x = torch.tensor([2.0**24, *[1.0] * 64])
+        loss = lambda w, x: (w * x).sum()
+        result = accumulate(loss, torch.ones(size), x.split(1), ps.Sum(), engine=engine)
+        assert (result == 2**24 + 64).all()
+
+    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    def test_sums_that_cancel_and_means_of_large_numbers(self, engine, monkeypatch):
+        without_inductor(monkeypatch)
+        loss = lambda w, x: (w * x).sum()
+        for values, wanted, expected in (
+            ([1e8, 1.0, -1e8, 1.0], ps.Sum(), 2.0),
+            ([2e38] * 4, ps.Mean(), 2e38),
+        ):
+            x = torch.tensor(values)
+            result = accumulate(loss, torch.ones(3), x.split(1), wanted, engine=engine)
+            torch.testing.assert_close(result, torch.full((3,), expected))
 
     def test_sums_of_many_numbers(self):
         """They are added in blocks; those of a transposed parameter, too."""

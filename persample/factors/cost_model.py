@@ -151,7 +151,7 @@ class Plan:
         required_ops: the operations of ``Factor`` that the reductions call.
         allowance: written-out gradients may have this many times the elements of their factor.
         in_fresh_memory: whether the memory of written-out gradients comes from the operating system each time.
-        kept: of more elements in the gradients of one parameter it does so in any case.
+        kept: the number of elements in the gradients of one parameter above which it always does.
 
     Examples:
         >>> plan = Plan(frozenset({"squared_norms", "weighted_sum"}))
@@ -216,7 +216,7 @@ class Budget(NamedTuple):
     Args:
         allowance: they may have this many times the elements of their factor.
         in_fresh_memory: whether their memory comes from the operating system each time.
-        kept: of more elements in the gradients of one parameter it does so in any case.
+        kept: the number of elements in the gradients of one parameter above which it always does.
     """
 
     allowance: float

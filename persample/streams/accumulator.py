@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +17,6 @@ from persample.inputs import TotalWeight
 from persample.merge import AnyOf, Moments, Stacked, Summed, check_alike
 from persample.outputs import memory
 from persample.utils import trees
-
-# Parts whose sums programs add up in the dtype of one part, as if they were one: adding to float64 each time would take
-# a tenth of a small part's time. So many roundings of 2⁻²⁴ each are less than 10⁻⁶.
-_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,6 @@ class Accumulator:
         self.leaves: list[Any] = []
         self.samples, self.weight = 0, TotalWeight()
         self.total: Total | None = None
-        self._parts = 0
         self._later_rows: list[list[Tensor | Factor]] = []
 
     def add(self, partial: Any, inputs: list[Tensor]) -> None:
@@ -67,10 +63,7 @@ class Accumulator:
             LossError: if the part does not fit the earlier ones.
         """
         leaves, structure = trees.flatten(partial)
-        taken = {memory(x) for x in inputs}
-        self._expect(structure)
-        for place, leaf in enumerate(leaves):
-            self._merge(place, _own_rows(leaf, taken))
+        self._merge_all(enumerate(leaves), structure, inputs)
 
     def take(self, merged: tuple[Total, list[Any]], inputs: list[Tensor]) -> None:
         """Take the total that a program returned.
@@ -79,30 +72,20 @@ class Accumulator:
             merged: the total of all parts, and the leaves of the last one that are not in it, in order.
             inputs: as in ``add``.
         """
-        total, others = merged
-        taken = {memory(x) for x in inputs}
-        self._expect(total.outline.structure)
-        places = [place for place, leaf in enumerate(total.outline.leaves) if leaf is None]
-        for place, leaf in zip(places, others, strict=True):
-            self._merge(place, _own_rows(leaf, taken))
-        self.total, self._parts = total, self._parts + 1
-        if self._parts % _TOGETHER == 0:
-            self._settle()
+        self.total, others = merged
+        places = [place for place, leaf in enumerate(self.total.outline.leaves) if leaf is None]
+        self._merge_all(zip(places, others, strict=True), self.total.outline.structure, inputs)
 
-    def _expect(self, structure: trees.TreeSpec) -> None:
-        """Begin with the first part, and reject later ones of another structure."""
+    def _merge_all(self, pairs: Iterable[tuple[int, Any]], structure: trees.TreeSpec, inputs: list[Tensor]) -> None:
+        """Merge leaves at their places; the structure of the first part is that of all."""
         if self.structure is None:
             self.structure = structure
             self.leaves = [None] * structure.num_leaves
             self._later_rows = [[] for _ in self.leaves]
         check_alike(self.structure, structure)
-
-    def _settle(self) -> None:
-        """Merge ``total`` into the leaves; the next part begins another one."""
-        for place, leaf in enumerate(self.total.leaves if self.total is not None else []):
-            if leaf is not None:
-                self._merge(place, leaf)
-        self.total = None
+        taken = {memory(x) for x in inputs}
+        for place, leaf in pairs:
+            self._merge(place, _own_rows(leaf, taken))
 
     def _merge(self, place: int, leaf: Any) -> None:
         own = self.leaves[place]
@@ -147,7 +130,9 @@ class Accumulator:
         """Return all that was merged."""
         if self.structure is None:
             return Partial(None, 0, self.weight)
-        self._settle()
+        if self.total is not None:
+            pairs = zip(self.leaves, self.total.leaves, strict=True)
+            self.leaves = [old if new is None else new for old, new in pairs]
         pairs = zip(self.leaves, self._later_rows, strict=True)
         leaves = [Stacked(x.rows, x.dtype, tuple(rows)) if isinstance(x, Stacked) else x for x, rows in pairs]
         return Partial(trees.unflatten(leaves, self.structure), self.samples, self.weight)

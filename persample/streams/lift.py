@@ -85,11 +85,23 @@ class BatchLift:
         if not self.merges or batch.weights is not None:
             return None
         with InBatch(batch.name), self.random.drawing():
-            return repeated(self._asked(batch, total))
+            found = repeated(self._asked(batch, total))
+        if found is None:
+            vars(self).pop("_flat_params")  # a parameter may have been replaced
+        return found
 
     def _asked(self, batch: Batch, total: Total | None) -> Asked:
-        asked = self.loss_fn, self.params, batch.content, self.wanted, None, None, self._all_options, total
-        return Asked(*asked, self._flat_params)
+        return Asked(
+            self.loss_fn,
+            self.params,
+            batch.content,
+            self.wanted,
+            container=None,
+            out=None,
+            options=self._all_options,
+            total=total,
+            flat_params=self._flat_params,
+        )
 
     @cached_property
     def _all_options(self) -> tuple[Any, ...]:

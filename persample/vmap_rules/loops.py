@@ -85,7 +85,7 @@ def looped_back(
     """
     whole = _steps_in_turns(sequences)
     if not whole:
-        return *repeated(step, state, prepare(*sequences), *shared, reverse=True), lambda x, _: x
+        return *repeated(step, state, prepare(*sequences), *shared, reverse=True), _as_it_is
     blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
 
     def turn(state: Sequence[Tensor], row: Sequence[Tensor], *given: Tensor) -> States:
@@ -93,14 +93,18 @@ def looped_back(
         return repeated(step, state, prepare(*rows), *given[len(blocks) :], reverse=True)
 
     def order(x: Tensor, axis: int) -> Tensor:
-        first, others = x.movedim(axis, 0).split([whole, x.shape[axis] - whole])
-        return torch.cat([_blocks(first).flip(0).flatten(0, 1), others]).movedim(0, axis)
+        first, last = x.movedim(axis, 0).split([whole, x.shape[axis] - whole])
+        return torch.cat([_blocks(first).flip(0).flatten(0, 1), last]).movedim(0, axis)
 
     state, rest = repeated(step, state, prepare(*others), *shared, reverse=True)
     # Loops go through their sequences forward. Each turn looks up its block, since flipped copies take longer.
     places = torch.arange(len(blocks[0]) - 1, -1, -1, device=blocks[0].device).unsqueeze(1)
     state, kept = _loop(turn, state, [places], (*blocks, *shared))
     return state, _joined(kept, rest), order
+
+
+def _as_it_is(x: Tensor, _axis: int) -> Tensor:
+    return x
 
 
 def _steps_in_turns(sequences: Sequence[Tensor]) -> int:

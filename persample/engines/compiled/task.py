@@ -142,6 +142,7 @@ class Task:
         split = [*self.call.params_batched, *self.call.leaves_batched]
         size = next(len(x) for x, batched in zip([*params, *leaves], split, strict=True) if batched)
         # The plan is that of the sizes for which the program is made; those of tracing, and of its use, may be others.
+        # So the bound on elements grows with the number of samples in the trace.
         allowance, in_fresh_memory, kept = self.call.budget
         budget = Budget(allowance, in_fresh_memory, kept * size / self.call.size)
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=budget)

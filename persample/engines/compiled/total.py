@@ -12,13 +12,16 @@ from persample.engines.compiled.packing import Outline, pack
 from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
 
+# Numbers in a sum. Larger ones are added up in place: new memory for them costs more than another operation.
+_MOST = 2**14
+
 
 @dataclass(frozen=True)
 class Total:
-    """The moments and sums of the chunks so far.
+    """The moments and small sums of the samples so far.
 
     Args:
-        tensors: their numbers, in the dtypes of a chunk's.
+        tensors: their numbers, in float64.
         outline: the tree of the leaves, with None in place of all others.
     """
 
@@ -32,8 +35,8 @@ class Total:
         Args:
             lifted: the tree of the leaves of any chunk.
         """
-        tensors, outline = pack(trees.tree_map(lambda x: x if isinstance(x, Moments | Summed) else None, lifted))
-        return cls([torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors], outline)
+        tensors, outline = pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted))
+        return cls(list(map(torch.zeros_like, tensors)), outline)
 
     def split(self, merged: list[Any]) -> tuple[Total, list[Any]]:
         """Return a later total, and the leaves that are not part of it.
@@ -66,3 +69,7 @@ class Total:
         pairs = list(zip(self.leaves, leaves, strict=True))
         tensors, _ = pack([one.merge(other) for one, other in pairs if one is not None])
         return [*tensors, *(other for one, other in pairs if one is None)]
+
+
+def _is_part(leaf: Any) -> bool:
+    return isinstance(leaf, Moments) or (isinstance(leaf, Summed) and leaf.value.numel() <= _MOST)
