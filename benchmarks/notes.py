@@ -19,7 +19,7 @@ NOTES: dict[tuple[str, str, str], str] = {
     ),
     ("REINFORCE MLP 256, 32x200", "clipped_mean", "time"): _MKL,
     ("GRU policy, 32x50", "clipped_mean", "time"): (
-        "Fifty steps of small products, each a call of torch's: more than half of our time is addmm, bmm and mm."
+        "Fifty steps of small products, each a call of torch's: half of our time is addmm, bmm and mm."
     ),
     ("tutorial TD(0), B=4096", "stack", "time"): (
         "Half of a call is overhead: we check in Python what the loss would read. The others ran on a faster day (Age)."

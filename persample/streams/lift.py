@@ -98,14 +98,10 @@ class BatchLift:
             self.wanted,
             container=None,
             out=None,
-            options=self._all_options,
+            options=(*self.options.values(), self.chunk_size),
             total=total,
             flat_params=self._flat_params,
         )
-
-    @cached_property
-    def _all_options(self) -> tuple[Any, ...]:
-        return *self.options.values(), self.chunk_size
 
     @cached_property
     def _flat_params(self) -> FlatParams | None:

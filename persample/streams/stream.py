@@ -57,8 +57,9 @@ class Stream:
             ArgumentError: if no process had a batch.
             NotConnectedError: if the loss depends on no parameter.
         """
+        own = self.accumulator.partial()
         with self.processes.answered():
-            total = merge_ranks(self.accumulator.partial(), self.lift.wanted, self.order, self.processes)
+            total = merge_ranks(own, self.lift.wanted, self.order, self.processes)
         if total.leaves is None:
             raise no_batch()
         if total.count and not total.leaves[1].value:
