@@ -55,7 +55,7 @@ def gram(values: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Te
     if rows.dtype == others.dtype == dtype:
         return rows @ others.T
     width = rows.shape[1]
-    step = cost_model.rows_per_block(width, max(len(rows), len(others)))
+    step = cost_model.rows_per_block(width, max(len(rows), len(others)), cost_model.CONVERTED)
 
     def products() -> Iterator[Tensor]:
         for start in range(0, max(width, 1), step):

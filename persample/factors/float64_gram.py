@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
@@ -40,10 +41,15 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     factors = list(map(by_row, factors))
     size = len(factors[0])
     blocks = _blocks(size, lower=lower)
-    sums = functools.reduce(_added, _terms(factors, blocks))
+    sums = functools.reduce(functools.partial(_combined, operator.add), _terms(factors, blocks))
     if scale is not None:
-        sums = [x * scale[rows, None] * scale[columns] for x, (rows, columns) in zip(sums, blocks, strict=True)]
-    return torch.cat([pad(x, (0, size - x.shape[1])) for x in sums]) if len(sums) > 1 else sums[0]
+        sums = _combined(operator.mul, sums, (scale[rows, None] * scale[columns] for rows, columns in blocks))
+    if len(blocks) == 1:
+        return sums[0]
+    matrix = sums[0].new_zeros(size, size)
+    for block in reversed(blocks):
+        matrix[block] = sums.pop()
+    return matrix
 
 
 def _blocks(size: int, *, lower: bool) -> list[Block]:
@@ -55,38 +61,40 @@ def _blocks(size: int, *, lower: bool) -> list[Block]:
 
 def _terms(factors: Sequence[Factor], blocks: Sequence[Block]) -> Iterator[list[Tensor]]:
     """Yield the blocks of matrices that add up to the Gram matrix."""
-    for operands in _operands(factors):
-        wide = [x.double() if _is_small(x) else x for x in operands]
-        yield [
-            functools.reduce(torch.mul, (contractions.gram(x[rows], x[columns], torch.float64) for x in wide))
-            for rows, columns in blocks
-        ]
+    for signals, inputs, num_biases in _operands(factors):
+        product = list(_grams(signals, blocks))
+        others = zip(blocks, *(_grams(x, blocks) for x in inputs), strict=True)
+        is_bias = not inputs and num_biases == 1
+        yield product if is_bias else _combined(operator.mul, product, (sum(x, num_biases) for _, *x in others))
     for factor in factors:
         if not factor.norm_operands:
             matrix = factor.gram(dtype=torch.float64)
             yield [matrix[block] for block in blocks]
 
 
-def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield operands whose Gram matrices multiply to those of parameters.
+def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor], int]]:
+    """Yield signals, and what they are multiplied with: inputs, and the ones of biases.
 
-    Parameters whose signals share memory, such as a weight and its bias, become one with the inputs of all.
+    Gram matrices of parameters whose signals share memory, such as a weight and its bias, have those as a factor.
     """
-    groups: dict[object, tuple[Tensor, list[Tensor]]] = {}
+    groups: dict[object, tuple[Tensor, list[Tensor | None]]] = {}
     for operands in (factor.norm_operands for factor in factors if factor.norm_operands):
-        signals, *inputs = (x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in operands)
-        group = groups.setdefault(memory_of_rows(signals), (signals, []))
-        group[1].append(inputs[0] if inputs else signals.new_ones(len(signals), 1))  # the input of a bias
+        signals, *others = (x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in operands)
+        groups.setdefault(memory_of_rows(signals), (signals, []))[1].append(others[0] if others else None)
     for signals, inputs in groups.values():
-        joined = torch.cat(inputs, 1)
-        is_row = 1 in {signals.shape[1], joined.shape[1]} and _is_small(signals) and _is_small(joined)
-        yield (signals.double() * joined.double(),) if is_row else (signals, joined)
+        matrices = [x for x in inputs if x is not None]
+        yield signals, matrices, len(inputs) - len(matrices)
 
 
-def _is_small(x: Tensor) -> bool:
-    """Return whether an operand is converted as a whole: of larger ones no copy in float64 shall exist."""
-    return x.numel() <= cost_model.BLOCK
+def _grams(x: Tensor, blocks: Sequence[Block]) -> Iterator[Tensor]:
+    """Yield the blocks of the Gram matrix of some rows; of many numbers no copy in float64 shall exist."""
+    wide = x.double() if x.numel() <= cost_model.BLOCK else x
+    for rows, columns in blocks:
+        yield contractions.gram(wide[rows], wide[columns], torch.float64)
 
 
-def _added(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
-    return list(map(torch.add, one, other))
+def _combined(combine: Callable[[Any, Tensor], Tensor], totals: list[Any], terms: Iterable[Tensor]) -> list[Any]:
+    """Combine a list with tensors that are computed, and freed, one by one."""
+    for place, term in enumerate(terms):
+        totals[place] = combine(totals[place], term)
+    return totals
