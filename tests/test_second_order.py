@@ -154,6 +154,19 @@ def test_products_are_shared_by_the_same_memory_only():
     assert_trees_close(float64_gram(halves), values @ values.T, 1e-12)
 
 
+@pytest.mark.parametrize("matrices", [0, 1, 2])
+def test_biases_that_share_their_signals_count_each(matrices):
+    x = draw(5, 4)
+    w = {"a": draw(3), "b": draw(3, seed=1), **{f"matrix{i}": draw(4, 3, seed=2 + i) for i in range(matrices)}}
+
+    def loss(w, x):
+        return torch.tanh(sum((x @ w[f"matrix{i}"] for i in range(matrices)), w["a"] + w["b"] + x.sum())).sum()
+
+    factors = list(per_sample_grads(loss, w, x, ps.Factored()).values())
+    rows = reals(oracle(loss, w, (x,)))
+    assert_trees_close(float64_gram(factors), rows @ rows.T, 1e-12)
+
+
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 150])
 def test_the_gram_matrix_is_computed_by_blocks(size):
     """Of a layer with its bias, one with a single output, and one without a factor."""
@@ -242,9 +255,10 @@ def test_one_program_for_all_batch_sizes():
     assert [c.batch_size for c in ps.explain(loss, w, x, engine="compiled").compilations] == [4, None]
 
 
+@pytest.mark.parametrize("size", [5, 70])
 @pytest.mark.parametrize("reduce", [ps.NaturalGradient(0.1), ps.Leverage(0.1), ps.NaturalGradient(0.0)], ids=repr)
-def test_under_the_callers_vmap(reduce):
-    w, x = draw(2, 3), draw(5, 3, seed=1)
+def test_under_the_callers_vmap(reduce, size):
+    w, x = draw(2, 3), draw(size, 3, seed=1)
 
     def loss(w, x):
         return torch.tanh(w @ x)
