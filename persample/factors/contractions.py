@@ -13,6 +13,8 @@ from persample.utils import dtypes, tracing
 
 # For so few columns MKL takes up to 5 times as long as for as many rows (measured, torch 2.13, AMD EPYC).
 _FEW_COLUMNS = 8
+# Blocks of what is converted to another dtype: it is read once, and takes memory of its own.
+_CONVERTED = 1 / 4
 
 
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def gram(values: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Te
     if rows.dtype == others.dtype == dtype:
         return rows @ others.T
     width = rows.shape[1]
-    step = cost_model.rows_per_block(width, max(len(rows), len(others)), cost_model.CONVERTED)
+    step = cost_model.rows_per_block(width, max(len(rows), len(others)), num_blocks=_CONVERTED)
 
     def products() -> Iterator[Tensor]:
         for start in range(0, max(width, 1), step):

@@ -20,8 +20,6 @@ from persample.utils.tracing import current_trace
 
 # Blocks of this many elements stay in cache, and are large enough for matrix products at full speed.
 BLOCK = 2**20
-# Those of operands that are converted to float64 are smaller: they are read once, and take memory of their own.
-CONVERTED = 2**18
 # A program for any number of samples writes out no more numbers at once.
 _AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
@@ -240,19 +238,19 @@ def budget(memory: Any, needed: float) -> Budget:
     return Budget(2.0 if memory is None else 1.0, in_fresh_memory)
 
 
-def rows_per_block(count: int, each: int, block: int = BLOCK) -> int:
+def rows_per_block(count: int, each: int, num_blocks: float = 1) -> int:
     """Return the number of rows that are written out at a time: all, in a program for any number of samples.
 
     Args:
         count: the number of rows.
         each: the number of elements in one row.
-        block: the number of elements that may be written out at a time.
+        num_blocks: the number of blocks that may be written out at a time.
     """
     trace = current_trace()
     if trace is not None and trace.any_size:
         trace.block_sizes.append(count * each)
         return max(1, count)
-    return max(1, block // max(1, each))
+    return max(1, int(num_blocks * BLOCK) // max(1, each))
 
 
 def is_for_any_size() -> bool:

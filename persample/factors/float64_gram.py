@@ -64,7 +64,7 @@ def _terms(factors: Sequence[Factor], blocks: Sequence[Block]) -> Iterator[list[
     for signals, inputs, num_biases in _operands(factors):
         product = list(_grams(signals, blocks))
         others = zip(blocks, *(_grams(x, blocks) for x in inputs), strict=True)
-        is_bias = not inputs and num_biases == 1
+        is_bias = not inputs and num_biases == 1  # times 1, Inductor would not add it up within the product
         yield product if is_bias else _combined(operator.mul, product, (sum(x, num_biases) for _, *x in others))
     for factor in factors:
         if not factor.norm_operands:
