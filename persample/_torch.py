@@ -183,6 +183,7 @@ disabled_torch_function = private("torch._C:_disabled_torch_function_impl")  # f
 make_wrapper_subclass = private("torch:Tensor._make_wrapper_subclass")  # a tensor without memory
 
 if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -191,6 +192,7 @@ if TYPE_CHECKING:
 
     SingleLevelFunction = torch.autograd.Function
 else:
+    HigherOrderOperator = private("torch._ops:HigherOrderOperator")  # the class of torch.ops.higher_order.scan
     OpOverload = private("torch._ops:OpOverload")  # the class of torch.ops.aten.add.Tensor
     FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor")
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
@@ -383,7 +385,9 @@ def _may_use_vectors() -> bool | None:
     return None if torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "NO AVX"} else True
 
 
-def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, prefers_channels_last: bool) -> Any:
+def compile_graph(
+    graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, prefers_channels_last: bool, calls_in_cpp: bool
+) -> Any:
     """Compile a functional graph of aten operations by Inductor, without the guards of ``torch.compile``.
 
     Args:
@@ -391,6 +395,7 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
         mode: the mode of the inputs, with a ``ShapeEnv``.
         inputs: fake tensors like those that the code will be called with.
         prefers_channels_last: whether convolutions may be laid out so, where Inductor would.
+        calls_in_cpp: whether the code that calls the kernels is C++, too, and not Python.
 
     Returns:
         A function from a list of tensors, which it empties, to the outputs.
@@ -398,6 +403,7 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
     config, guards = private("torch._inductor.config"), private("torch._guards")
     settings = {
         "layout_optimization": config.layout_optimization and prefers_channels_last,
+        "cpp_wrapper": calls_in_cpp,
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
         # The key of Inductor's cache on disk has the bodies of loops, so programs with loops can be cached.
         "unsafe_marked_cacheable_functions": {f"{scan.__module__}.{scan.__name__}": "its body is in the key"},
@@ -409,7 +415,8 @@ def compile_graph(graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, pr
         config.patch(settings),
     ):
         private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
-        return private("torch._inductor.compile_fx:compile_fx_inner")(graph, list(inputs), is_inference=True)
+        compiler = private("torch._inductor.compile_fx:compile_fx_inner")
+        return compiler(graph, list(inputs), is_inference=True, cpp_wrapper=calls_in_cpp)
 
 
 def keep_kernel(node: torch.fx.Node) -> None:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from persample._torch import (
     FakeTensorMode,
+    HigherOrderOperator,
     OpOverload,
     aten_unsafe_index_put,
     compile_graph,
@@ -105,7 +106,11 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     for node in grouped:
         if isinstance(node.args[9], Node):  # B times as many groups, in a program for any B
             keep_kernel(node)
-    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped)
+    # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
+    # (torch 2.13), and was not tried on GPUs.
+    is_flat = not any(isinstance(node.target, HigherOrderOperator) for node in graph.graph.nodes)
+    in_cpp = is_flat and all(x.device.type == "cpu" for x in inputs)
+    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
     return code
 
 
