@@ -10,6 +10,7 @@ from traced import lowered, without_compiling
 
 from persample import ClippedMean, Norm, Stack, per_sample_grads
 from persample.engines.compiled import clear_cache
+from persample.engines.compiled import lower as lowering
 from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
@@ -52,6 +53,21 @@ def test_lengths(kind, length, monkeypatch):
 def test_compiled_loops(kind):
     # The initial state is made by the layer: zeros whose rows share memory.
     agree(loss, model_of(kind), torch.randn(3, 12, 3, dtype=F64))
+
+
+@pytest.mark.parametrize(("length", "in_cpp"), [(2, True), (12, False)])
+def test_programs_without_loops_call_their_kernels_from_cpp(length, in_cpp, monkeypatch):
+    """In C++, a loop frees some of its inputs twice, and the process ends."""
+    found = []
+
+    def compile_graph(graph, *_, calls_in_cpp, **__):
+        found.append(calls_in_cpp)
+        return lambda tensors: graph.forward(*tensors)
+
+    monkeypatch.setattr(lowering, "compile_graph", compile_graph)
+    clear_cache()
+    agree(loss, model_of("gru"), torch.randn(3, length, 3, dtype=F64))
+    assert found == [in_cpp]
 
 
 def test_compiled_loop_from_a_given_state():

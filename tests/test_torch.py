@@ -374,6 +374,11 @@ def test_op_overload():
     assert not isinstance(torch.ops.aten.add, _torch.OpOverload)
 
 
+def test_higher_order_operator():
+    assert isinstance(torch.ops.higher_order.scan, _torch.HigherOrderOperator)
+    assert not isinstance(torch.ops.aten.add.Tensor, _torch.HigherOrderOperator)
+
+
 def test_unguarded_dispatch_mode():
     class Unguarded(_torch.UnguardedDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -801,12 +806,15 @@ def test_decompositions():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compile_graph():
+@pytest.mark.parametrize("calls_in_cpp", [False, True])
+def test_compile_graph(calls_in_cpp):
     mode = _torch.FakeTensorMode()
     with mode:
         inputs = [torch.ones(4), torch.ones(4)]
         graph = make_fx(lambda x, y: [x.sin() + y])(*inputs)
-    code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True)
+    code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
+    assert ("inductor_entry" in code.source_code) == calls_in_cpp
+    assert not torch._inductor.config.cpp_wrapper
     given = [torch.rand(4), torch.rand(4)]
     x, y = given
     torch.testing.assert_close(code(given)[0], x.sin() + y)
@@ -826,7 +834,7 @@ def test_compile_graph_tries_no_vector_instructions_that_torch_itself_uses(chose
         inputs = [torch.ones(4)]
         graph = make_fx(lambda x: [x.sin()])(*inputs)
     with config.patch({"cpp.vec_isa_ok": chosen}):  # as TORCHINDUCTOR_VEC_ISA_OK does
-        _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True)
+        _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
         assert config.cpp.vec_isa_ok is chosen
     assert found == [True if chosen is None and capability == "AVX2" else chosen]
 
@@ -844,7 +852,7 @@ def test_keep_kernel():
         for node in graph.graph.nodes:
             if keep and node.target is torch.ops.aten.convolution_backward.default:
                 _torch.keep_kernel(node)
-        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=False)
+        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=False, calls_in_cpp=False)
         fixed.append(bool(env.replacements))
     assert fixed == [True, False]
     given = [torch.rand(1, 3 * 5, 2), torch.rand(1, 5, 4)]
@@ -874,7 +882,7 @@ def test_cached_programs_differ_by_the_bodies_of_their_loops():
         with mode:
             inputs = [torch.ones(1), torch.ones(12, 1)]
             graph = make_fx(running_sum(sign))(*inputs)
-        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True)
+        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
         results.append(code([torch.zeros(1), torch.ones(12, 1)])[0].item())
     assert results == [12.0, -12.0, 12.0]
 
