@@ -11,6 +11,7 @@ they are used, because importing Inductor takes seconds.
 from __future__ import annotations
 
 import importlib
+import logging
 import operator
 import pkgutil
 import sys
@@ -200,6 +201,7 @@ else:
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
     TreeSpec = private("torch.utils._pytree:TreeSpec")
 fake_tensor_log = private("torch._subclasses.fake_tensor:log")  # prints every error of fake tensors, raised anyway
+inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
 
 class UnguardedDispatchMode(TorchDispatchMode):

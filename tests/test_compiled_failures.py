@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -294,7 +295,7 @@ def run(tmp_path, program, **env):
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_without_a_compiler(tmp_path):
@@ -306,3 +307,17 @@ def test_without_a_compiler(tmp_path):
 
 def test_warnings_of_torch_do_not_matter_where_they_are_errors(tmp_path):
     assert run(tmp_path, PROGRAM.replace("FILTER", "'error'")).split() == ["0", "0"]
+
+
+def test_factorizations_log_nothing(tmp_path):
+    """Inductor has no C++ of its own for them, and would say so to the user where the program is not cached."""
+    program = """
+        import torch
+        from persample import NaturalGradient, per_sample_grads
+
+        if __name__ == "__main__":
+            w, x = torch.ones(2), torch.rand(3, 2)
+            print(per_sample_grads(lambda w, x: (w @ x) ** 2, w, x, NaturalGradient(0.5), engine="compiled"))
+        """
+    printed = run(tmp_path, program)
+    assert re.fullmatch(r"tensor\(\[.*\]\)\n", printed), printed

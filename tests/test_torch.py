@@ -798,6 +798,18 @@ def test_fake_tensor_log(caplog):
     assert {record.name for record in caplog.records} == {_torch.fake_tensor_log.name}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_inductor_log(caplog):
+    mode = _torch.FakeTensorMode()
+    with mode:
+        inputs = [torch.eye(2)]
+        graph = make_fx(lambda x: [torch.linalg.cholesky_ex(x)[0]])(*inputs)
+    with caplog.at_level("WARNING"):
+        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=True)
+    assert _torch.inductor_log.name in {record.name for record in caplog.records}
+    torch.testing.assert_close(code([4 * torch.eye(2)])[0], 2 * torch.eye(2))
+
+
 def test_decompositions():
     table = _torch.decompositions()
     x = torch.rand(3)

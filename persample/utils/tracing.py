@@ -16,6 +16,7 @@ from persample._torch import (
     fake_tensor_log,
     get_dispatch_mode_stack,
     get_unwrapped,
+    inductor_log,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     temporarily_clear_interpreter_stack,
@@ -101,13 +102,16 @@ def without_warnings() -> Iterator[None]:
     def ignore(_record: object) -> bool:
         return False
 
-    fake_tensor_log.addFilter(ignore)
+    logs = fake_tensor_log, inductor_log
+    for log in logs:
+        log.addFilter(ignore)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        fake_tensor_log.removeFilter(ignore)
+        for log in logs:
+            log.removeFilter(ignore)
 
 
 @contextmanager
