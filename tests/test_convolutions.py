@@ -110,8 +110,8 @@ def test_norms_by_inner_products(dims, options, monkeypatch):
 def test_all_pairs_of_pixels_are_counted():
     signals, inputs = torch.randn(5, 1, 8, 4, 4), torch.randn(5, 1, 6, 4, 4)
     factor = Conv(signals, inputs, (8, 6, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    # 36 padded pixels of 6 channels, 16 places of 8; both are read, and 16² pairs for each of 9 offsets.
-    assert factor.size.inner == (5 * (36**2 * 6 + 16**2 * 8), 5 * (36 * 6 + 16 * 8 + 9 * 16**2))
+    # 16 pixels of 6 channels, 16 places of 8; both are read, and 16² pairs for each of 3 offsets along 2 axes.
+    assert factor.size.inner == (5 * (16**2 * 6 + 16**2 * 8), 5 * (16 * 6 + 16 * 8 + 6 * 16**2))
     apart = Conv(torch.randn(5, 1, 8, 2, 2), torch.randn(5, 1, 6, 8, 8), (8, 6, 1, 1), (4, 4), (0, 0), (1, 1), 1)
     assert apart.size.inner is None  # 4 patches of one of 64 pixels each
 

@@ -15,7 +15,7 @@ from persample.factors.base import Factor, row_format
 from persample.factors.kernel_grads import kernel_grad, kernel_grads
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.factors.patch_products import patch_products
+from persample.factors.patch_products import patch_products, pixel_products
 from persample.utils import dtypes
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -75,14 +75,13 @@ class Conv(Factor):
             return size
         terms, signals, images = self.num_terms, self._kernel[0], self.inputs.shape[2]
         products = terms**2 * signals + self._pixels**2 * images
-        read = terms * signals + self._pixels * images + terms**2 * prod(self._kernel[2:]) * self.groups
+        read = terms * signals + self._pixels * images + terms**2 * sum(self._kernel[2:]) * self.groups
         return cost_model.Size(*size[:5], inner=(len(self) * products, len(self) * read))
 
     @property
     def _pixels(self) -> int:
-        """The number of pixels of the padded images of one sample."""
-        sizes = zip(self.inputs.shape[3:], self.padding, strict=True)
-        return self.inputs.shape[1] * prod(size + 2 * sides for size, sides in sizes)
+        """The number of pixels of the images of one sample."""
+        return self.inputs.shape[1] * prod(self.inputs.shape[3:])
 
     @property
     def _multiplies_pixels(self) -> bool:
@@ -134,12 +133,11 @@ class Conv(Factor):
             return self.patches().squared_norms()
         # As in Outer, the terms cancel: float32 would lose per cents.
         signals, images = (
-            x.unflatten(2, (self.groups, -1)).transpose(1, 2).movedim(3, -1).double()
-            for x in (self.signals, self._padded)
+            x.unflatten(2, (self.groups, -1)).movedim(1, 3).double() for x in (self.signals, self.inputs)
         )
-        left = signals.flatten(2, -2)
-        right = patch_products(images, self._kernel[2:], self.stride, self.dilation)
-        return ((left @ left.mT) * right).sum((1, 2, 3)).clamp_min(0)
+        geometry = self._kernel[2:], self.stride, self.padding, self.dilation
+        products = pixel_products(signals) * patch_products(images, *geometry)
+        return products.flatten(1).sum(1).clamp_min(0)
 
     @property
     def _squares_by_inner_products(self) -> bool:
