@@ -226,6 +226,7 @@ is_alias_of = private("torch._C:_is_alias_of")  # whether two tensors share a st
 schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
+module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
 init_flat_weights = private("torch.nn:RNNBase._init_flat_weights")  # the second list of weights that nn.GRU keeps
 NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
 BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
@@ -418,7 +419,8 @@ def compile_graph(
     ):
         private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         compiler = private("torch._inductor.compile_fx:compile_fx_inner")
-        return compiler(graph, list(inputs), is_inference=True, cpp_wrapper=calls_in_cpp)
+        code = compiler(graph, list(inputs), is_inference=True, cpp_wrapper=calls_in_cpp)
+    return code.current_callable  # a call of ``code`` itself looks for tools of torch's developers each time
 
 
 def keep_kernel(node: torch.fx.Node) -> None:

@@ -472,6 +472,16 @@ def test_numbers_of_reductions_are_made_anew():
         assert_trees_close(actual, 1.4 * per_sample_grads(tanh, W, X, ps.Mean()), 1e-9)
 
 
+def test_attributes_that_a_loss_gives_its_sample_end_with_the_call():
+    def loss(w, x):
+        factor = 2.0 if hasattr(x, "seen") else 1.0
+        x.seen = True
+        return factor * tanh(w, x)
+
+    for _ in range(4):
+        assert_trees_close(per_sample_grads(loss, W, X, engine="compiled"), per_sample_grads(tanh, W, X), 1e-9)
+
+
 def test_a_changing_number_that_is_returned():
     count = [0]
 

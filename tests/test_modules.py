@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from workloads import Tied
 
 from persample import ArgumentError, Aux, ClippedSum, LossError, Mean, Norm, Sum, per_sample_grads, set_grads
+from persample.inputs.modules import trained_parameters
 
 ENGINES = ["eager", "loop"]
 F64 = torch.float64
@@ -1005,3 +1006,15 @@ def test_tensors_are_no_parameters_of_modules_that_the_loss_closes_over(engine):
     per_sample_grads(put_in("other"), draw(3, 3), draw(4, 3), engine=engine)
     assert linear.weight is weight
     assert [name for name, _ in linear.named_parameters()] == ["weight", "bias"]
+
+
+def test_trained_parameters_are_those_that_torch_names():
+    shared, model = nn.Linear(3, 3), Tied()
+    model.first, model.second, model.nothing = nn.Sequential(shared, nn.Tanh()), nn.ModuleList([shared]), None
+    model.register_parameter("no_bias", None)
+    model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    expected = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    found = trained_parameters(model)
+    assert list(found) == list(expected)
+    assert all(found[name] is x for name, x in expected.items())
+    assert len(found) < len([name for name, _ in model.named_parameters(remove_duplicate=False)])

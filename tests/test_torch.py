@@ -10,11 +10,13 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -445,6 +447,7 @@ def test_schema():
 
 def test_slots_of_modules():
     module = nn.BatchNorm1d(2)
+    assert _torch.module_slots(nn.Sequential(module))["0"] is module
     _torch.parameter_slots(module)["weight"] = torch.full((2,), 5.0)  # which the public API refuses
     _torch.buffer_slots(module)["running_mean"] = torch.full((2,), 7.0)
     assert module.weight.tolist() == [5, 5]
@@ -824,8 +827,10 @@ def test_compile_graph(calls_in_cpp):
     with mode:
         inputs = [torch.ones(4), torch.ones(4)]
         graph = make_fx(lambda x, y: [x.sin() + y])(*inputs)
-    code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
-    assert ("inductor_entry" in code.source_code) == calls_in_cpp
+    settings = {"prefers_channels_last": True, "calls_in_cpp": calls_in_cpp}
+    with torch._inductor.config.patch(force_disable_caches=True):  # cached code has no source
+        code, (source,) = run_and_get_code(_torch.compile_graph, graph, mode, inputs, **settings)
+    assert ("inductor_entry" in source) == calls_in_cpp
     assert not torch._inductor.config.cpp_wrapper
     given = [torch.rand(4), torch.rand(4)]
     x, y = given
@@ -839,7 +844,12 @@ def test_compile_graph_tries_no_vector_instructions_that_torch_itself_uses(chose
     from torch._inductor import compile_fx, config
 
     found = []
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda *_, **__: found.append(config.cpp.vec_isa_ok))
+
+    def compile_fx_inner(*_, **__):
+        found.append(config.cpp.vec_isa_ok)
+        return SimpleNamespace(current_callable=None)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     mode = _torch.FakeTensorMode()
     with mode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 from persample._torch import buffer_slots
 from persample.engines.compiled.capture import Captured, UncapturableError, entry_of
 from persample.engines.compiled.graph import Capture, Marker, Output
+from persample.engines.compiled.trace import Format
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 
-_first = operator.itemgetter(0)
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
 
@@ -127,20 +126,18 @@ def row(x: Tensor) -> Tensor:
 
 def _first_row(x: Tensor, keep_batch_dim: bool) -> Tensor:
     """Return the first sample's row, not as a view: of views torch's records of a capture are never freed."""
-    taken = row_taker(x, keep_batch_dim)(x)
+    taken = row(x[0].unsqueeze(0) if keep_batch_dim else x[0])
     return taken if isinstance(taken, nn.Parameter) else taken.detach()
 
 
-def row_taker(x: Tensor, keep_batch_dim: bool) -> Callable[[Tensor], Tensor]:
-    """Return the function that takes the first sample's row of a leaf like this one, as Dynamo gets it.
+def row_like(x: Tensor, keep_batch_dim: bool) -> Tensor:
+    """Return a tensor without values of the format of the first sample's row, as Dynamo gets it.
 
     Args:
         x: a leaf of the batch, one row per sample.
         keep_batch_dim: whether each sample keeps a batch axis of 1.
     """
-    if keep_batch_dim:
-        return lambda x: x[0].unsqueeze(0)
-    return _first if row(x[0]).__class__ is Tensor else lambda x: row(x[0])
+    return row(Format.of(_first_row(x, keep_batch_dim)).empty())
 
 
 def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:

@@ -7,6 +7,7 @@ would pass again, and what they prepare would be the same.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,15 +23,16 @@ from persample._torch import (
     set_grad_enabled,
 )
 from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker
-from persample.engines.compiled.captured_call import parameter, row_taker
+from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Capture, Marker
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.task import Task, fixed_fields, form_of, live_inputs
+from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, live_inputs
 from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
 from persample.inputs.hooks import is_hooked
+from persample.inputs.modules import trained_parameters
 from persample.outputs import is_apart
 from persample.reductions import Reduction
 from persample.utils import trees
@@ -55,8 +57,8 @@ class FlatParams(NamedTuple):
     def of(cls, params: Any) -> FlatParams:
         """Flatten the parameters of a call."""
         if isinstance(params, nn.Module):
-            named = [(name, x) for name, x in params.named_parameters() if x.requires_grad]
-            return cls(tuple(name for name, _ in named), [x for _, x in named], None)
+            named = trained_parameters(params)
+            return cls(tuple(named), list(named.values()), None)
         return cls((), *trees.flatten(params))
 
 
@@ -140,14 +142,15 @@ class EarlierCall:
         names: the names of the parameters of a module.
         structures: the structures of params, batch and out.
         guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
-        rows: for each leaf of the batch, the function that takes the first sample's row.
+        rows: for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls:
+            captured losses read no values. None for a leaf that all samples share.
         unpack: whether the batch is passed as positional arguments.
         is_list: whether these are the leaves of the batch.
         capture: the graph of the loss.
         places: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
             size in a tuple. Empty where all are tensors made for this call, which nothing else can be.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
-        live: the formats of the numbers and tensors of reductions that may change, and where they belong.
+        live: the numbers and tensors of reductions that may change.
         total: the formats of the total that the leaves are merged into, and where they belong.
         size: the number of samples.
         program: the program.
@@ -157,13 +160,13 @@ class EarlierCall:
     names: tuple[str, ...]
     structures: tuple[Any, ...]
     guards: Any
-    rows: list[Callable[[Tensor], Tensor]]
+    rows: list[Tensor | None]
     unpack: bool
     is_list: bool
     capture: Capture
     places: list[Any]
     closed_over: list[int]
-    live: tuple[list[Format], Outline]
+    live: Live
     total: tuple[list[Format], Outline]
     size: int
     program: Program
@@ -204,7 +207,7 @@ class EarlierCall:
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
         args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
-        rows = [take(x) for take, x in zip(self.rows, flat.batch)]  # noqa: B905 (equally long)
+        rows = [x.detach() if row is None else row for row, x in zip(self.rows, flat.batch)]  # noqa: B905 (equally long)
         sample = rows if self.is_list else trees.unflatten(rows, flat.structures[1])
         set_grad_enabled(True)
         try:
@@ -229,20 +232,21 @@ class EarlierCall:
             return None
         if self.places and _places(marker.inputs, [*found.params, *found.rows]) != self.places:
             return None
-        if asked.container is not None:  # else they are checked over all batches
+        live = live_inputs(asked.wanted, flat.params[0].device, self.live)
+        if live is not self.live and asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
-        live = live_inputs(asked.wanted, flat.params[0].device)
         total = self.before(asked)
-        if total is None or live.form != self.live:
+        if total is None or live.form != self.live.form:
             return None
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *live.tensors, *total]
+        own = [x.clone() for x in live.tensors]  # a reduction may write into its numbers
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own, *total]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
 
 
 def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
-    known = {id(x): place for place, x in enumerate(given)}
+    known = dict(zip(map(id, given), itertools.count()))
     return [known.setdefault(id(x), len(known)) if isinstance(x, Tensor) else (x,) for x in inputs]
 
 
@@ -274,13 +278,13 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         flat.names,
         flat.structures,
         TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
-        [row_taker(x, call.loss.keep_batch_dim) if split else Tensor.detach for x, split in pairs],
+        [row_like(x, call.loss.keep_batch_dim) if split else None for x, split in pairs],
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
         fn.capture,
         list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
         [fn.inputs.index(place) for place in sorted(kept)],
-        live_inputs(asked.wanted, flat.params[0].device).form,
+        live_inputs(asked.wanted, flat.params[0].device),
         form_of(total.tensors, total.outline),
         call.size,
         program,

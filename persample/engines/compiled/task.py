@@ -115,7 +115,7 @@ class Task:
         """What the program depends on beside the formats of its tensors, as a key."""
         call, loss = self.call, self.call.loss
         return (
-            (loss.fn, tuple(map(fixed_fields, self.reductions.reductions)), self._graphs),
+            (loss.fn, tuple(map(_key, self.reductions.reductions)), self._graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
             (call.randomness, call.budget.allowance, self.finishes, self._live[1]),
@@ -197,24 +197,30 @@ class Live(NamedTuple):
     Attributes:
         tensors: the inputs.
         form: their formats, and where they belong.
+        text: the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1; None where there are tensors.
     """
 
     tensors: list[Tensor]
     form: tuple[list[Format], Outline]
+    text: list[str] | None = None
 
 
-def live_inputs(reductions: Sequence[Reduction], device: torch.device) -> Live:
+def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: Live | None = None) -> Live:
     """Return the numbers and tensors of reductions that may change.
 
     Args:
         reductions: the reductions.
         device: the device of the parameters.
+        earlier: those of like reductions, on the same device, which is returned where the numbers are the same.
     """
     fields = [_live_fields(r) for r in reductions if r.live]
     numbers = [x for found in fields for x in found.values()]
     if all(type(x) in (float, int, bool) for x in numbers):
+        text = list(map(repr, numbers))
+        if earlier is not None and text == earlier.text:
+            return earlier
         form = _form_of_numbers(tuple(map(tuple, fields)), device)
-        return Live([_as_input(x, device) for x in numbers], form)
+        return Live([_as_input(x, device) for x in numbers], form, text)
     return _live(fields, device)
 
 
@@ -228,25 +234,32 @@ def _form_of_numbers(names: tuple[tuple[str, ...], ...], device: torch.device) -
     return _live([dict.fromkeys(found, 0.0) for found in names], device).form
 
 
-def fixed_fields(reduction: Reduction) -> Hashable:
+def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, Any], ...]]:
     """Return what a program depends on of a reduction: its class and the fields that may not change.
 
     Args:
         reduction: the reduction.
+    """
+    changing = {*_live_fields(reduction), *reduction.functions_of_a_norm}
+    return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
+
+
+def _key(reduction: Reduction) -> Hashable:
+    """Return the fixed fields as a part of a key.
 
     Raises:
         ArgumentError: if such a field cannot be part of a key.
     """
-    changing = {*_live_fields(reduction), *reduction.functions_of_a_norm}
-    for name, x in vars(reduction).items():
-        if name not in changing and (isinstance(x, Tensor) or not isinstance(x, Hashable)):
+    kind, fields = fixed_fields(reduction)
+    for name, _, x in fields:
+        if isinstance(x, Tensor) or not isinstance(x, Hashable):
             raise ArgumentError.about(
-                f"{type(reduction).__name__}.{name}",
+                f"{kind.__name__}.{name}",
                 expected="a value that can be hashed, because the compiled engine takes it for a constant",
                 received=type(x).__name__,
                 fix="List the field in the class attribute `live` if it holds numbers or tensors, or make it a tuple.",
             )
-    return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
+    return kind, fields
 
 
 def _live_fields(reduction: Reduction) -> dict[str, Any]:
