@@ -15,7 +15,7 @@ from persample.factors.base import Factor, row_format
 from persample.factors.kernel_grads import kernel_grad, kernel_grads
 from persample.factors.layout import Layout
 from persample.factors.outer import Outer
-from persample.factors.patch_products import patch_products, pixel_products
+from persample.factors.patch_products import both_sides, patch_products, pixel_products
 from persample.utils import dtypes
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -94,14 +94,10 @@ class Conv(Factor):
         axis = len(self.shape) - len(self.stride) - 1
         return (prod(self.shape[:axis]), *self.shape[axis:])
 
-    @property
-    def _padded(self) -> Tensor:
-        return pad(self.inputs, [side for sides in reversed(self.padding) for side in (sides, sides)])
-
     def patches(self) -> Outer:
         """Return the same gradients as outer products of signals and patches of the images."""
         axes = range(len(self.stride))
-        patches = self._padded
+        patches = pad(self.inputs, both_sides(self.padding))
         for axis in axes:
             size, dilation = self._kernel[2 + axis], self.dilation[axis]
             patches = patches.unfold(3 + axis, (size - 1) * dilation + 1, self.stride[axis])[..., ::dilation]

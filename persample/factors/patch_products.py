@@ -10,6 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
+def both_sides(padding: Sequence[int]) -> list[int]:
+    """Return the padding of spatial axes as ``F.pad`` takes it: the last axis first, each side by itself."""
+    return [side for sides in reversed(padding) for side in (sides, sides)]
+
+
 def pixel_products(images: Tensor) -> Tensor:
     """Return the inner products ``[B, G, N, *in, N, *in]`` of all pairs of pixels of images ``[B, G, C, N, *in]``."""
     pixels, columns = images.shape[3:], images.flatten(3)
@@ -35,7 +40,7 @@ def patch_products(
     Returns:
         The inner products ``[B, G, N, *out, N, *out]``.
     """
-    products, sides = pixel_products(images), [side for sides in reversed(padding) for side in (sides, sides)]
+    products, sides = pixel_products(images), both_sides(padding)
     if any(padding):
         products = pad(products, [*sides, 0, 0, *sides])
     for axis, (taps, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), 3):
