@@ -26,7 +26,7 @@ def assert_all_close(results, rows, rtol):
 
 
 # What Inductor compiles in seconds; the other programs run as traced here, and compiled in the slow tests.
-QUICK = {"mlp_td", "embedding_attention"}
+QUICK = {"mlp_td"}
 COMPILED = [pytest.param(name, True, marks=[] if name in QUICK else pytest.mark.slow) for name in WORKLOADS]
 TRACED = [pytest.param(name, False) for name in WORKLOADS if name not in QUICK]
 
@@ -57,7 +57,12 @@ def test_equals_the_loop_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("workload", "chunk_size", "inductor"), [("tutorial_td", 2, True), ("reinforce_episodes", 3, False)]
+    ("workload", "chunk_size", "inductor"),
+    [
+        ("tutorial_td", 2, False),
+        ("reinforce_episodes", 3, False),
+        pytest.param("tutorial_td", 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_equal_the_loop(workload, chunk_size, inductor, monkeypatch):
     if not inductor:
@@ -81,8 +86,13 @@ OVER_SAMPLES = {
 PER_SAMPLE = {"Norm": ps.Norm(), "Gram": ps.Gram(), "Loss": ps.Loss()}
 
 
-@pytest.mark.parametrize("workload", ["tutorial_td", "mlp_td"])
-def test_weights_count_samples_and_remove_nan(workload):
+@pytest.mark.parametrize(
+    ("workload", "inductor"),
+    [("tutorial_td", True), ("mlp_td", False), pytest.param("mlp_td", True, marks=pytest.mark.slow)],
+)
+def test_weights_count_samples_and_remove_nan(workload, inductor, monkeypatch):
+    if not inductor:
+        without_compiling(monkeypatch)
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
     kept = torch.tensor([0, 2, 2, 3])  # what the weights 1, 0, 2, 1, 0 mean
@@ -102,7 +112,10 @@ def test_weights_count_samples_and_remove_nan(workload):
     assert_trees_close(results["Gram"][seen][:, seen], REDUCTIONS["Gram"][1](rows)[seen][:, seen], 1e-9)
 
 
-def test_one_sample():
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_sample(inductor, monkeypatch):
+    if not inductor:
+        without_compiling(monkeypatch)
     work = build("mlp_td")
     batch = tuple(x[:1] for x in work.batch)
     rows = oracle(work.loss_fn, work.params, batch)

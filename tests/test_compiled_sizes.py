@@ -68,17 +68,18 @@ def test_a_program_serves_sizes_whose_gradients_would_take_fresh_memory():
 
 @pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
 @pytest.mark.usefixtures("_traced_only")
-def test_twenty_pairs_of_batch_size_and_episode_length(value):
+@pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
+def test_pairs_of_batch_size_and_episode_length(count, value):
     def loss(value, obs_t, return_t, mask_t):
         return (mask_t * (value(obs_t).squeeze(-1) - return_t) ** 2).sum() / mask_t.sum()
 
-    lengths = random.Random(1).sample(range(2, 60), 20)
-    for size, length in zip([3, 3, *sorted(SIZES)[:18]], lengths, strict=True):  # the length alone, then both
+    lengths = random.Random(1).sample(range(2, 60), count)
+    for size, length in zip([3, 3, *sorted(SIZES)[: count - 2]], lengths, strict=True):  # the length alone, then both
         mask = torch.arange(length) < 1 + torch.arange(size)[:, None] % length
         batch = torch.randn(size, length, 4, dtype=F64), torch.randn(size, length, dtype=F64), mask
         agree(loss, value, batch)
     assert compilations() <= 1 + len(lengths)  # one for each length
-    for size, length in zip(reversed(SIZES), lengths, strict=True):
+    for size, length in zip(SIZES[: -count - 1 : -1], lengths, strict=True):
         mask = torch.ones(size, length, dtype=torch.bool)
         agree(loss, value, (torch.randn(size, length, 4, dtype=F64), torch.randn(size, length, dtype=F64), mask))
     assert compilations() <= 2 + len(lengths)
@@ -149,9 +150,18 @@ def square_of_the_output(model, x):
     return y.square().sum(), {"y": y}
 
 
+# What takes the longest to trace is traced once; with all reductions, in the slow tests.
+LONG = {"gru", "lstm", "transformer"}
+
+
 @pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("reduction", ["clipped", "all"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        *((name, "clipped") for name in MODELS),
+        *(pytest.param(name, "all", marks=[pytest.mark.slow] if name in LONG else []) for name in MODELS),
+    ],
+)
 def test_twenty_batch_sizes_of_every_kind_of_model(name, reduction):
     make, shape = MODELS[name]
     torch.manual_seed(0)
@@ -212,7 +222,9 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "groups" else [pytest.mark.slow]) for name in CONVOLUTIONS]
+)
 def test_compiled_convolutions_take_any_number_of_images(name):
     """Inductor's lowering of the gradients of kernels would make their B times as many groups a constant."""
     make, shape = CONVOLUTIONS[name]

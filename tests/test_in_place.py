@@ -178,7 +178,7 @@ def test_compiled_writes_into_batches_of_any_size(loss):
         assert_trees_close(per_sample_grads(loss, params, x, ps.Norm(), engine="compiled"), expected, 1e-9)
 
 
-@pytest.mark.parametrize("batch", [2, 4])
+@pytest.mark.parametrize("batch", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_writes_of_torchs_own_backward_pass_into_a_view_of_a_product(batch):
     def loss(p, x):
         return p["v"].norm(p=3, dim=1).logsumexp(0) * x.sum()

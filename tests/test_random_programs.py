@@ -49,7 +49,7 @@ def assert_nothing_is_found(engine, start, stop):
     assert counts["agrees"] >= 0.8 * len(found), counts
 
 
-@pytest.mark.parametrize(("engine", "start", "stop"), [("eager", 0, 300), ("compiled", 0, 2)])
+@pytest.mark.parametrize(("engine", "start", "stop"), [("eager", 0, 300), ("compiled", 0, 1)])
 def test_programs(engine, start, stop):
     assert_nothing_is_found(engine, start, stop)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from persample.errors import LossError
 from persample.utils.dtypes import is_autocast
+from persample.utils.tracing import is_traced
 from persample.vmap_rules.batched import is_batched, unwrapped
 
 _SMALL = 2**16  # numbers in the inputs, and in the outputs, of all samples
@@ -25,7 +26,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(input, weight, bias)
     # torch.func decomposes a linear layer with a bias into a product and a sum; the sum needs no second tensor.
     out = torch.mv(weight, input) if _is_small_vector(input, weight) else F.linear(input, weight)
-    if bias is None or is_batched(bias) or out.dtype != bias.dtype:
+    if bias is None or is_batched(bias) or out.dtype != bias.dtype or is_traced(unwrapped(out)):
         return out if bias is None else out + bias.to(out.dtype)
     return out.add_(bias)
 

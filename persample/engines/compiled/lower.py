@@ -13,27 +13,20 @@ from torch.fx import GraphModule, Node
 from persample._torch import (
     FakeTensorMode,
     HigherOrderOperator,
-    OpOverload,
-    aten_unsafe_index_put,
     compile_graph,
     decompositions,
     enable_python_dispatcher,
     functionalize,
     keep_kernel,
     lacks_cpp_compiler,
-    schema,
 )
 from persample.engines.compiled.kernels import with_torch_kernels
+from persample.engines.compiled.writes import Pure
 from persample.errors import TorchVersionError
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
-# Inductor may overwrite the first argument of these with their result, even if its rows share memory (stride 0).
-_WRITTEN = {
-    *(_aten.index_put.default, aten_unsafe_index_put),
-    *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
-}
 _warned: set[str] = set()
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -80,24 +73,13 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
-        writes, run = any(map(_is_write, graph.graph.nodes)), _forward(graph)
-        pure = make_fx(functionalize(run) if writes else run)(*inputs)
-        for node in pure.graph.nodes:
-            # Decompositions may change the strides of a result, so that `view` would fail where `reshape` copies.
-            if node.target is _aten.view.default:
-                node.target = _aten.reshape.default
-            if node.target in _WRITTEN and 0 in _known_strides(node.args[0]):
-                with pure.graph.inserting_before(node):
-                    node.update_arg(0, pure.graph.call_function(_aten.clone.default, (node.args[0],)))
-        pure.recompile()
-        flat = make_fx(_forward(pure), decomposition_table=table)(*inputs)
+        pure = Pure(graph)
+        if pure.writes:
+            pure = Pure(make_fx(functionalize(pure.run))(*inputs))
+        flat = make_fx(pure.run, decomposition_table=table)(*inputs)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat
-
-
-def _is_write(node: Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
@@ -112,19 +94,6 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     in_cpp = is_flat and all(x.device.type == "cpu" for x in inputs)
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
     return code
-
-
-def _forward(graph: GraphModule) -> Callable[..., Any]:
-    """Return what a graph computes, without the hooks on all modules that a call of it would run."""
-
-    def forward(*inputs: Any) -> Any:
-        return graph.forward(*inputs)
-
-    return forward
-
-
-def _known_strides(node: Any) -> list[int]:
-    return [stride for stride in node.meta["val"].stride() if isinstance(stride, int)]
 
 
 def _is_grouped(node: Node) -> bool:

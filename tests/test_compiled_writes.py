@@ -1,0 +1,121 @@
+"""In-place writes of traced graphs: which of them may be ordinary operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from persample.engines.compiled.writes import Pure, is_write
+
+
+def chain(x):
+    y = (2 * x).view(-1)
+    y.add_(1).mul_(y)
+    return y.view(x.shape) + x
+
+
+def view_of_a_product(x):
+    y = (x @ x).view(-1)
+    y.div_(torch.full((), 3.0, dtype=torch.float64))
+    return y
+
+
+def wider(x):
+    y = 2 * x
+    y.add_(torch.ones_like(x, dtype=torch.float64))
+    return y
+
+
+def squeezed(x):
+    y = (2 * x).unsqueeze(0)
+    y.squeeze_(0)
+    return y.T
+
+
+def last_use(x):
+    y = 2 * x
+    z = y.exp()
+    y.mul_(3)
+    return z
+
+
+def scattered(x):
+    index = torch.tensor([[0, 1, 0]] * 3)
+    return (2 * x).scatter_add_(1, index, x).index_add_(0, index[0], x)
+
+
+SIMPLE = [chain, view_of_a_product, wider, squeezed, last_use, scattered]
+
+
+def base_is_read(x):
+    y = 2 * x
+    y.view(-1).add_(1)
+    return y
+
+
+def view_is_read(x):
+    y = 2 * x
+    z = y[0]
+    y.add_(1)
+    return z
+
+
+def unsafe_view_is_read(x):
+    y = x @ x
+    z = torch.ops.aten._unsafe_view(y, [9])
+    y.add_(1)
+    return z
+
+
+def part_is_read(x):
+    y = 2 * x
+    first, second, _ = y.unbind()
+    second.add_(1)
+    return first, y
+
+
+def out_of_a_product(x):
+    y = torch.empty(3, 3)
+    return torch.mm(x, x, out=y).add_(1), y
+
+
+def other_operation_of_the_name(x):
+    return (2 * x).pow_(2)
+
+
+def by_strides(x):
+    y = 2 * x
+    y.add_(1)
+    return torch.as_strided(y, (2,), (3,))
+
+
+OTHERS = [
+    base_is_read,
+    view_is_read,
+    unsafe_view_is_read,
+    part_is_read,
+    out_of_a_product,
+    other_operation_of_the_name,
+    by_strides,
+]
+
+
+@pytest.mark.parametrize("function", [*SIMPLE, *OTHERS], ids=lambda function: function.__name__)
+def test_simple_writes_are_ordinary_operations(function):
+    x = torch.randn(3, 3)
+    graph = make_fx(function)(x)
+    assert any(map(is_write, graph.graph.nodes))
+    pure = Pure(graph)
+    assert pure.writes == (function in OTHERS)
+    again = make_fx(pure.run)(x)
+    assert any(map(is_write, again.graph.nodes)) == (function in OTHERS)
+    torch.testing.assert_close(again(x), function(x))
+
+
+def test_writes_into_inputs_stay():
+    pure = Pure(make_fx(lambda x: x.add_(1))(torch.zeros(2)))
+    assert pure.writes
+    x = torch.zeros(2)
+    pure.run(x)
+    assert x.tolist() == [1, 1]
