@@ -63,6 +63,7 @@ class TestCompare:
         environment = saved["environment"]
         assert environment["torch"] == torch.__version__ or torch.__version__.startswith(environment["torch"])
         assert {"python", "numpy", "gymnasium", "cpu", "torch_threads", "git_revision"} <= environment.keys()
+        assert torch.backends.cpu.get_cpu_capability() in environment["cpu"]
         td, reinforce = saved["comparisons"]
         assert (td["loss"], td["samples"]) == ("TD(0)", 32)
         assert (reinforce["loss"], reinforce["samples"]) == ("REINFORCE", 4)

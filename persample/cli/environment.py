@@ -62,8 +62,11 @@ def _cpu_model() -> str | None:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or None
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name") or platform.processor() or None
+    # Machines of one name differ by the generation of their processor, and torch's kernels by its vector instructions.
+    kind = [f"{said} {fields[key]}" for key, said in (("cpu family", "family"), ("model", "model")) if key in fields]
+    return name and f"{name} ({', '.join([*kind, torch.backends.cpu.get_cpu_capability()])})"
 
 
 def _git_revision() -> str | None:
