@@ -26,7 +26,7 @@ def assert_all_close(results, rows, rtol):
 
 
 # What Inductor compiles in seconds; the other programs run as traced here, and compiled in the slow tests.
-QUICK = {"mlp_td"}
+QUICK = {"tutorial_td"}
 COMPILED = [pytest.param(name, True, marks=[] if name in QUICK else pytest.mark.slow) for name in WORKLOADS]
 TRACED = [pytest.param(name, False) for name in WORKLOADS if name not in QUICK]
 
@@ -47,8 +47,9 @@ def test_equals_the_loop(workload, inductor, monkeypatch):
             leaf.fill_(NAN)  # results own their memory: the next one must not see it
 
 
-def test_equals_the_loop_in_float32():
-    work = build("embedding_attention", torch.float32)
+@pytest.mark.parametrize("workload", ["tutorial_td", pytest.param("embedding_attention", marks=pytest.mark.slow)])
+def test_equals_the_loop_in_float32(workload):
+    work = build(workload, torch.float32)
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = wanted_of(rows, torch.float32)
     results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled")
