@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -119,3 +122,50 @@ def test_writes_into_inputs_stay():
     x = torch.zeros(2)
     pure.run(x)
     assert x.tolist() == [1, 1]
+
+
+STEPS = [
+    lambda x, _: 2 * x,
+    lambda x, _: x.exp(),
+    lambda x, _: x.view(-1),
+    lambda x, _: x[0],
+    lambda x, _: x.unsqueeze(0),
+    lambda x, _: x.unbind()[-1],
+    lambda x, _: x.detach(),
+    lambda x, _: torch.ops.aten._unsafe_view(x, [x.numel()]),
+    lambda x, _: x.add_(1),
+    lambda x, _: x.squeeze_(0),
+    lambda x, _: x.masked_fill_(x > 0, 0.5),
+    lambda x, _: x.index_add_(0, torch.tensor([0]), 3 * x[:1]),
+    lambda x, y: x.mul_(y),
+    lambda x, y: x.copy_(y),
+]
+
+
+def drawn(seed):
+    """A function of random operations on results, views and written tensors, three of which it returns."""
+
+    def function(x):
+        draw = random.Random(seed)
+        tensors = [1.5 * x, x @ x, torch.zeros(3, 3)]
+        for _ in range(draw.randint(3, 12)):
+            with contextlib.suppress(RuntimeError, IndexError):  # the shapes do not fit
+                tensors.append(draw.choice(STEPS)(draw.choice(tensors), draw.choice(tensors)))
+        return [y.clone() for y in draw.sample(tensors, 3)]
+
+    return function
+
+
+def test_random_programs():
+    counts = {False: 0, True: 0}
+    for seed in range(80):
+        x = torch.randn(3, 3)
+        graph = make_fx(drawn(seed))(x)
+        pure = Pure(graph)
+        try:
+            expected = graph(x)
+        except RuntimeError:  # an operation that failed is in the graph
+            continue
+        counts[pure.writes] += any(map(is_write, graph.graph.nodes))
+        torch.testing.assert_close(make_fx(pure.run)(x)(x), expected, equal_nan=True)
+    assert min(counts.values()) > 10
