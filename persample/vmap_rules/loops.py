@@ -18,6 +18,8 @@ States = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 Order = Callable[[Tensor, int], Tensor]  # from a tensor, and the axis of its rows
 # Steps per turn of a program's loop. A turn costs about 10 µs at each call; a step, 0.4 s of compilation.
 _UNROLLED = 5
+# Up to so many steps there is no loop: Inductor calls the kernels of a program with a loop from Python, not from C++.
+_WITHOUT_LOOP = 10
 
 
 def repeated(
@@ -109,8 +111,8 @@ def _as_it_is(x: Tensor, _axis: int) -> Tensor:
 
 def _steps_in_turns(sequences: Sequence[Tensor]) -> int:
     """Return the number of steps in whole turns of a program's loop; 0 if the steps run one after the other."""
-    whole = len(sequences[0]) // _UNROLLED * _UNROLLED
-    return whole if current_trace() is not None and whole > _UNROLLED else 0
+    length = len(sequences[0])
+    return length // _UNROLLED * _UNROLLED if current_trace() is not None and length > _WITHOUT_LOOP else 0
 
 
 def _blocks(x: Tensor) -> Tensor:
