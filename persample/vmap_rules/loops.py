@@ -19,7 +19,7 @@ Order = Callable[[Tensor, int], Tensor]  # from a tensor, and the axis of its ro
 # Steps per turn of a program's loop. A turn costs about 10 µs at each call; a step, 0.4 s of compilation.
 _UNROLLED = 5
 # Up to so many steps there is no loop: Inductor calls the kernels of a program with a loop from Python, not from C++.
-_WITHOUT_LOOP = 10
+_WITHOUT_LOOP = 20
 
 
 def repeated(
