@@ -7,8 +7,11 @@ import random
 
 import pytest
 import torch
+from oracle import assert_trees_close
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import persample as ps
+from persample.engines.compiled import program
 from persample.engines.compiled.writes import Pure, is_write
 
 
@@ -169,3 +172,19 @@ def test_random_programs():
         counts[pure.writes] += any(map(is_write, graph.graph.nodes))
         torch.testing.assert_close(make_fx(pure.run)(x)(x), expected, equal_nan=True)
     assert min(counts.values()) > 10
+
+
+def test_a_write_through_a_view_is_never_lost(monkeypatch):
+    """Functionalization gives the result of the write before it other strides, and then refuses the view."""
+
+    def loss(w, x):
+        y = (w * x).t().clone()
+        y.masked_fill_((x > 0).t(), 0.5)
+        y.t().view(-1).exp_()
+        return y.square().sum()
+
+    monkeypatch.setattr(program, "lower", lambda _, flat, *__: lambda tensors: flat.forward(*tensors))
+    w, x = torch.randn(3, 4).double(), torch.randn(5, 3, 4).double()
+    with pytest.warns(ps.FallbackWarning, match="Cannot view a tensor"):
+        found = ps.per_sample_grads(loss, w, x, ps.Stack(), engine="compiled")
+    assert_trees_close(found, ps.per_sample_grads(loss, w, x, ps.Stack(), engine="loop"), 1e-9)

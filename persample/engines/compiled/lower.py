@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
@@ -74,8 +74,8 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
         pure = Pure(graph)
-        if pure.writes:
-            pure = Pure(make_fx(functionalize(pure.run))(*inputs))
+        if pure.writes:  # they need views as they are
+            pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
         flat = make_fx(pure.run, decomposition_table=table)(*inputs)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
