@@ -34,8 +34,8 @@ class Pure(Interpreter):
         super().__init__(graph)
         writes = [node for node in graph.graph.nodes if is_write(node)]
         simple = _simple_writes(graph)
-        self.writes = len(simple) < len(writes)
-        self._simple = {} if self.writes else simple
+        self.needs_functionalization = len(simple) < len(writes)
+        self._simple = {} if self.needs_functionalization else simple
 
     def run_node(self, n: Node) -> Any:
         """Return the result of a node."""
