@@ -74,9 +74,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
         pure = Pure(graph)
-        if (
-            pure.needs_functionalization
-        ):  # of the graph itself: a `reshape` that copies would lose writes through a view
+        if pure.needs_functionalization:  # with its views: a `reshape` that copies would lose writes through them
             pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
         flat = make_fx(pure.run, decomposition_table=table)(*inputs)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
