@@ -7,7 +7,7 @@ from persample.engines.compiled import program
 
 def without_compiling(monkeypatch):
     """Run the traced graphs, functional and decomposed, operation by operation."""
-    monkeypatch.setattr(program, "lower", lambda graph, *_: lambda tensors: graph.forward(*tensors))
+    monkeypatch.setattr(program, "lower", lambda _, flat, *__: lambda tensors: flat.forward(*tensors))
 
 
 def without_inductor(monkeypatch):
@@ -17,12 +17,12 @@ def without_inductor(monkeypatch):
 
 
 def lowered(monkeypatch):
-    """Collect the graphs that Inductor would compile; they run as traced."""
+    """Collect the graphs that Inductor would compile; they run operation by operation."""
     graphs = []
 
-    def lower(graph, flat, *_):
+    def lower(_, flat, *__):
         graphs.append(flat)
-        return lambda tensors: graph.forward(*tensors)
+        return lambda tensors: flat.forward(*tensors)
 
     monkeypatch.setattr(program, "lower", lower)
     return graphs
