@@ -32,10 +32,9 @@ class Pure(Interpreter):
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
-        writes = [node for node in graph.graph.nodes if is_write(node)]
         simple = _simple_writes(graph)
-        self.needs_functionalization = len(simple) < len(writes)
-        self._simple = {} if self.needs_functionalization else simple
+        self.needs_functionalization = simple is None
+        self._simple = simple or {}
 
     def run_node(self, n: Node) -> Any:
         """Return the result of a node."""
@@ -60,26 +59,25 @@ def is_write(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
-def _simple_writes(graph: GraphModule) -> dict[Node, Any]:
-    """Return the writes that may be ordinary operations, and these operations; all are right only if all are simple."""
-    nodes = list(graph.graph.nodes)
-    if graph.graph.find_nodes(op="call_function", target=_aten.as_strided.default):
-        return {}  # it asks for the strides of what was written
-    place = {node: number for number, node in enumerate(nodes)}
+def _simple_writes(graph: GraphModule) -> dict[Node, Any] | None:
+    """Return the ordinary operation for each write, or None if a write is not simple."""
+    place = {node: number for number, node in enumerate(graph.graph.nodes)}
+    # What asks for strides could see that those of an ordinary result are others.
+    by_strides = bool(graph.graph.find_nodes(op="call_function", target=_aten.as_strided.default))
     owner: dict[Node, Node] = {}  # of each node's memory
     sharing: dict[Node, list[Node]] = defaultdict(list)
     simple: dict[Node, Any] = {}
-    for node in nodes:
-        pure = _pure(node) if is_write(node) else None
+    for node in graph.graph.nodes:
         owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) else node
-        if pure is not None:
-            written = node.all_input_nodes[0]
+        if is_write(node):
+            pure, written = _pure(node), node.all_input_nodes[0]
             others = [x for x in sharing[owner[written]] if x is not written]
             is_read = any(place[user] > place[node] for x in others for user in x.users)
-            if owner[written].op == "call_function" and not is_read:
-                simple[node] = pure
-                owner[node] = owner[written] = node
-                sharing[node].append(written)
+            if pure is None or owner[written].op != "call_function" or is_read or by_strides:
+                return None
+            simple[node] = pure
+            owner[node] = owner[written] = node  # nothing reads the others from here on
+            sharing[node].append(written)
         sharing[owner[node]].append(node)
     return simple
 
