@@ -119,12 +119,48 @@ def test_simple_writes_are_ordinary_operations(function):
     torch.testing.assert_close(again(x), function(x))
 
 
-def test_writes_into_inputs_stay():
-    pure = Pure(make_fx(lambda x: x.add_(1))(torch.zeros(2)))
-    assert pure.needs_functionalization
-    x = torch.zeros(2)
-    pure.run(x)
-    assert x.tolist() == [1, 1]
+def added(x, y):
+    x.add_(y)
+
+
+def copied(x, y):
+    x.copy_(x + y)
+
+
+def read_again(x, y):
+    x.copy_(x + y)
+    return 2 * x
+
+
+def view_is_read_again(x, y):
+    row = x[0]
+    x.copy_(x + y)
+    return row + 1
+
+
+def result_is_read(x, y):
+    return x.copy_(x + y).sum()
+
+
+def copied_into_a_view(x, y):
+    x[0].copy_(y[0])
+
+
+def copied_twice(x, y):
+    x.copy_(x + y)
+    x.copy_(x * y)
+
+
+@pytest.mark.parametrize(
+    "function", [added, copied, read_again, view_is_read_again, result_is_read, copied_into_a_view, copied_twice]
+)
+def test_writes_into_inputs_stay(function):
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    pure = Pure(make_fx(function)(x.clone(), y))
+    assert pure.needs_functionalization == (function is not copied)
+    expected, found = x.clone(), x.clone()
+    torch.testing.assert_close(pure.run(found, y), function(expected, y), rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 STEPS = [

@@ -22,6 +22,7 @@ from workloads import WORKLOADS, build
 import persample as ps
 from persample import ArgumentError, LossError, accumulate, clear_cache, per_sample_grads
 from persample.cli.measure import peak_memory
+from persample.engines import Total
 from persample.streams import lift
 
 F64 = torch.float64
@@ -121,6 +122,25 @@ def test_one_program_merges_all_batches(monkeypatch):
     exact = accumulate(loss, w.double(), [x.double() for x in other], wanted, engine="loop")
     assert_trees_close(rest[0], tree_map(torch.Tensor.float, exact), 1e-5)
     assert_trees_close(rest[1], first, 0)  # no call writes into the total of another
+
+
+@pytest.mark.parametrize("reduction", [ps.ClippedSum(1.0), ps.Variance()], ids=lambda one: type(one).__name__)
+def test_invalid_results_of_a_program_are_not_merged(reduction, monkeypatch):
+    """An index that is out of range is told by a flag, which the program returns after it has merged the batch."""
+    without_inductor(monkeypatch)
+    clear_cache()
+    totals, before, original = [], [], Total.like
+    monkeypatch.setattr(Total, "like", lambda lifted: totals.append(original(lifted)) or totals[0])
+
+    def batches():
+        yield from torch.tensor([[0, 1], [2, 3]])
+        before.extend(x.clone() for x in totals[0].tensors)
+        yield torch.tensor([3, 4])
+
+    with pytest.raises(IndexError):
+        accumulate(lambda table, index: table[index].square().sum(), draw(4, 3), batches(), reduction, engine="compiled")
+    assert before[0].any()
+    assert_trees_close(totals[0].tensors, before, 0)
 
 
 def test_compiled_streams_of_losses_that_refuse_made_up_samples(monkeypatch):

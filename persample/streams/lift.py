@@ -52,8 +52,8 @@ class BatchLift:
         Args:
             batch: the batch.
             total: returns the total of all chunks before, None of none.
-            receive: is called with the leaves of each chunk, and the chunk. If ``merges``, they are the new total, and
-                the leaves that are not part of it.
+            receive: is called with the leaves of each chunk, and the chunk. If ``merges``, they are the total, and the
+                leaves that are not part of it.
 
         Returns:
             The normalized batch.
@@ -151,13 +151,13 @@ class BatchLift:
             except Exception:  # noqa: BLE001 (whatever the loss raises for a made-up sample)
                 lifted = self._lifted(chunk)
                 total = Total.like(lifted)
-                return total.split(total.merged(lifted))
+                return total, total.absorb(lifted)
 
         def by(way: pipeline.Engine) -> list[Any]:
-            return total.merged(pipeline.lift_by(way, reductions)(chunk))
+            return total.absorb(pipeline.lift_by(way, reductions)(chunk))
 
         def first() -> list[Any]:
             return merge_compiled(chunk, reductions, self._asked(batch, total), total)
 
-        found = answered(chunk, self.engine, first, by) if chunk.size else total.merged(self._lifted(chunk))
-        return total.split(found)
+        others = answered(chunk, self.engine, first, by) if chunk.size else total.absorb(self._lifted(chunk))
+        return total, others

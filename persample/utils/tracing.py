@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from persample._torch import (
@@ -62,6 +63,15 @@ def holds(exceptional: Tensor) -> bool:
     if trace is not None:
         trace.exceptions.append(exceptional)
     return False
+
+
+def doubt() -> Tensor | None:
+    """Return whether the results of the running trace are invalid, a 0-d bool tensor; None if they always are valid."""
+    trace = current_trace()
+    if trace is None or not trace.exceptions:
+        return None
+    device = trace.exceptions[0].device  # an index may be on another device than its table
+    return torch.stack([x.to(device) for x in trace.exceptions]).any()
 
 
 # Returns whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read.

@@ -72,7 +72,7 @@ def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Tota
         total: the total of the samples before.
 
     Returns:
-        What ``Total.merged`` returns.
+        What ``Total.absorb`` returns.
 
     Raises:
         LossError: as ``compiled`` does.

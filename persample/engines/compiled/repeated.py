@@ -181,7 +181,7 @@ class EarlierCall:
             and not any(map(is_hooked, flat.params))
         )
 
-    def before(self, asked: Asked) -> list[Tensor] | None:
+    def before(self, asked: Asked) -> Total | None:
         """Return the total that the leaves of a call are merged into, or None if it is unlike that of this call.
 
         Args:
@@ -189,9 +189,9 @@ class EarlierCall:
         """
         formats, outline = self.total
         if asked.total is None:
-            return [torch.zeros(f.shape, dtype=f.dtype, device=f.device) for f in formats]
-        tensors, is_own = asked.total.tensors, asked.total.outline is outline  # made by the program of this call
-        return tensors if is_own or self.total == form_of(tensors, asked.total.outline) else None
+            return Total([torch.zeros(f.shape, dtype=f.dtype, device=f.device) for f in formats], outline)
+        is_own = asked.total.outline is outline  # made for the program of this call
+        return asked.total if is_own or self.total == form_of(asked.total.tensors, asked.total.outline) else None
 
     def find(self, asked: Asked, flat: Flat, entry: Entry) -> Found:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
@@ -216,13 +216,14 @@ class EarlierCall:
             set_grad_enabled(False)
         return Found(marker, params, rows)
 
-    def inputs(self, asked: Asked, flat: Flat, found: Found) -> list[Tensor] | None:
+    def inputs(self, asked: Asked, flat: Flat, found: Found, total: Total) -> list[Tensor] | None:
         """Return the inputs of the program, or None if it is not that of the captured loss.
 
         Args:
             asked: the arguments of a call that matches this one.
             flat: the same, flattened.
             found: the captured loss.
+            total: what ``before`` returned.
 
         Raises:
             ArgumentError: if an average needs more samples.
@@ -235,11 +236,10 @@ class EarlierCall:
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
         if live is not self.live and asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
-        total = self.before(asked)
-        if total is None or live.form != self.live.form:
+        if live.form != self.live.form:
             return None
         own = [x.clone() for x in live.tensors]  # a reduction may write into its numbers
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own, *total]
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own, *total.tensors]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
@@ -315,7 +315,7 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
 
     Returns:
         The result, and the number of samples; None if there is no such program. In place of a result, where leaves
-        are merged, the new total and the leaves that are not part of it.
+        are merged, the total and the leaves that are not part of it.
     """
     entry = entry_of(asked.loss_fn)
     if not entry.calls or entry.changes_modules or not _is_plain():
@@ -332,8 +332,9 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
                 continue
             if found is None:  # once: the loss may count its calls
                 found = call.find(asked, flat, entry)
-            if (inputs := call.inputs(asked, flat, found)) is not None:
-                return _answer(asked, call, call.program(inputs)), call.size
+            total = call.before(asked)
+            if total is not None and (inputs := call.inputs(asked, flat, found, total)) is not None:
+                return _answer(asked, total, call.program(inputs)), call.size
     except (DoubtfulError, NewError):
         pass
     finally:
@@ -342,8 +343,7 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
     return None
 
 
-def _answer(asked: Asked, call: EarlierCall, results: Any) -> Any:
+def _answer(asked: Asked, total: Total, results: Any) -> Any:
     if asked.container is None:
-        formats, outline = call.total
-        return Total(results[: len(formats)], outline), results[len(formats) :]
+        return total, results
     return trees.unflatten(results, asked.container) if asked.out is None else asked.out

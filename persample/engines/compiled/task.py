@@ -41,7 +41,7 @@ class Task:
         finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
         container: the structure of the container that results are returned in.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        total: the total of the samples before, to be merged with the leaves of this chunk; None for the leaves alone.
+        total: the total of the samples before, into which the leaves of this chunk are merged; None for the leaves alone.
         functions: for every reduction, its functions of a norm as graphs; with the tensors that they closed over.
     """
 
@@ -164,11 +164,11 @@ class Task:
             lifted: the mergeable leaves of the chunk.
 
         Returns:
-            The results if ``finishes``; else the leaves, merged with ``total`` if there is one.
+            The results if ``finishes``; else the leaves, those that are not merged into ``total`` if there is one.
         """
         if self.finishes:
             return pipeline.finish(self.call, lifted, self.reductions)
-        return lifted if self.total is None else self.total.merged(lifted)
+        return lifted if self.total is None else self.total.absorb(lifted)
 
 
 def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline]:

@@ -1,4 +1,4 @@
-"""The total of a stream, which programs take and return: they merge it with the leaves of a chunk in their own code."""
+"""The total of a stream, which programs write: they merge the leaves of a chunk into it in their own code."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from torch import Tensor
 from persample.engines.compiled.packing import Outline, pack
 from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
-
-# Numbers in a sum. Larger ones are added up in place: new memory for them costs more than another operation.
-_MOST = 2**14
+from persample.utils.tracing import doubt
 
 
 @dataclass(frozen=True)
 class Total:
-    """The moments and small sums of the samples so far.
+    """The moments and sums of the samples so far.
 
     Args:
-        tensors: their numbers, in float64.
+        tensors: their numbers, in float64, in memory of their own.
         outline: the tree of the leaves, with None in place of all others.
     """
 
@@ -38,28 +36,19 @@ class Total:
         tensors, outline = pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted))
         return cls(list(map(torch.zeros_like, tensors)), outline)
 
-    def split(self, merged: list[Any]) -> tuple[Total, list[Any]]:
-        """Return a later total, and the leaves that are not part of it.
-
-        Args:
-            merged: what ``merged`` returns.
-        """
-        count = len(self.tensors)
-        return Total(merged[:count], self.outline), merged[count:]
-
     @property
     def leaves(self) -> list[Any]:
         """The leaves of the tree."""
         return self.outline.filled_leaves(self.tensors)
 
-    def merged(self, lifted: Any) -> list[Any]:
-        """Merge the leaves of a chunk into the total.
+    def absorb(self, lifted: Any) -> list[Any]:
+        """Merge the leaves of a chunk into the total, in its memory; in a trace, only if its results are valid.
 
         Args:
-            lifted: the tree of its leaves.
+            lifted: the tree of the leaves.
 
         Returns:
-            The tensors of the new total, and then the leaves that are not part of it.
+            The leaves that are not part of the total.
 
         Raises:
             LossError: if the leaves do not fit the total.
@@ -67,9 +56,12 @@ class Total:
         leaves, structure = trees.flatten(lifted)
         check_alike(self.outline.structure, structure)
         pairs = list(zip(self.leaves, leaves, strict=True))
-        tensors, _ = pack([one.merge(other) for one, other in pairs if one is not None])
-        return [*tensors, *(other for one, other in pairs if one is None)]
+        merged, _ = pack([one.merge(other) for one, other in pairs if one is not None])
+        invalid = doubt()
+        for old, new in zip(self.tensors, merged, strict=True):
+            old.copy_(new if invalid is None else torch.where(invalid.to(old.device), old, new))
+        return [other for one, other in pairs if one is None]
 
 
 def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, Moments) or (isinstance(leaf, Summed) and leaf.value.numel() <= _MOST)
+    return isinstance(leaf, Moments | Summed)

@@ -22,7 +22,7 @@ from persample.engines.compiled.packing import Outline, drop_failed, pack
 from persample.utils import trees
 from persample.utils.origin import handled_error, is_users
 from persample.utils.strides import is_folded
-from persample.utils.tracing import Trace, untraced, without_warnings
+from persample.utils.tracing import Trace, doubt, untraced, without_warnings
 
 
 class TraceError(Exception):
@@ -131,15 +131,12 @@ def trace(
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        exceptions = state.exceptions
-        with _Constants(), Bounds(exceptions):
+        with _Constants(), Bounds(state.exceptions):
             results, outline = pack(function(list(tensors)))
-            noted = bool(exceptions)
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
-            if not noted:
-                return results
-            device = exceptions[0].device  # an index may be on another device than its table
-            return [*results, torch.stack([x.to(device) for x in exceptions]).any()]
+            flag = doubt()
+            noted = flag is not None
+            return results if flag is None else [*results, flag]
 
     # Autograd would update written views by as_strided, which functionalization rejects: it must replay the views.
     with state.fake_tensors(), force_original_view_tracking(True), without_warnings():

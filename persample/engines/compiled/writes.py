@@ -23,8 +23,9 @@ _OVERWRITTEN = {
 class Pure(Interpreter):
     """Runs a graph without its simple writes, and as decompositions and Inductor need it.
 
-    ``y.add_(x)`` becomes ``y + x`` where no other tensor that shares the memory of y is read afterwards. Most traced
-    programs have no other writes. Functionalization removes all of them, but traces the program once more.
+    ``y.add_(x)`` becomes ``y + x`` where no other tensor that shares the memory of y is read afterwards. Copies into
+    inputs that nothing reads afterwards stay. Most traced programs have no other writes. Functionalization removes all
+    of them, but traces the program once more.
 
     Args:
         graph: a flat graph of aten operations.
@@ -71,9 +72,11 @@ def _simple_writes(graph: GraphModule) -> dict[Node, Any] | None:
         owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) else node
         if is_write(node):
             pure, written = _pure(node), node.all_input_nodes[0]
-            others = [x for x in sharing[owner[written]] if x is not written]
-            is_read = any(place[user] > place[node] for x in others for user in x.users)
-            if pure is None or owner[written].op != "call_function" or is_read or by_strides:
+            alike = sharing[owner[written]]
+            read_later = {x for x in alike if any(place[user] > place[node] for user in x.users)}
+            if node.target is _aten.copy_.default and written.op == "placeholder" and not {*read_later, *node.users}:
+                continue  # a result, such as ``out``: Inductor writes it where it is
+            if pure is None or owner[written].op != "call_function" or read_later - {written} or by_strides:
                 return None
             simple[node] = pure
             owner[node] = owner[written] = node  # nothing reads the others from here on
