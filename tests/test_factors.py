@@ -33,8 +33,12 @@ def conv(signals, inputs, shape, stride=1, padding=0, dilation=1, groups=1):
     return Conv(draw(B, *signals), draw(B, *inputs), shape, *settings, groups)
 
 
-def table(num_terms=3):
-    return Embedding(draw(B, num_terms, 4), torch.randint(6, (B, num_terms)), (6, 4))
+def table(num_terms=3, rows=6, columns=4):
+    return Embedding(draw(B, num_terms, columns), torch.randint(rows, (B, num_terms)), (rows, columns))
+
+
+def tied(num_terms, lookups=3, rows=60, columns=40):
+    return sum_factors([product((rows, 1), (1, columns), num_terms), table(lookups, rows, columns)])
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,14 @@ FACTORS = {
     "embedding": table,
     "embedding-repeated": lambda: table(20),
     "sum_factors": lambda: sum_factors([product((6, 1), (1, 4), 2), table()]),
+    "tied": lambda: tied(3),
+    "tied-one-term": lambda: tied(1, 1),
+    "tied-repeated": lambda: tied(2, 20, 6, 4),
+    "tied-many-terms": lambda: tied(40),
+    "tied-transposed": lambda: sum_factors([product((1, 6), (4, 1), 2), table(3, 4, 6)]),
+    "tied-groups": lambda: sum_factors(
+        [product((6, 3, 1), (1, 3, 4), 1), Embedding(draw(B, 3, 12), torch.randint(6, (B, 3)), (6, 3, 4))]
+    ),
     "total-layouts": lambda: sum_factors([product((6, 1), (1, 4), 2), product((6, 1), (6, 4), 1)]),
 }
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
@@ -243,6 +255,16 @@ def test_cancelling_signals_keep_their_norm():
     assert_trees_close(factor.squared_norms()[0], exact, 1e-5)
     naive = ((signals @ signals.mT) * (inputs @ inputs.mT)).sum()
     assert abs(naive / exact - 1) > 0.01
+
+
+@pytest.mark.parametrize(("sizes", "is_written"), [((1, 1, 6, 4), False), ((3,), False), ((40,), True)], ids=str)
+def test_gradients_of_tied_embeddings_are_written_out_only_for_many_terms(sizes, is_written, monkeypatch):
+    factor, written = tied(*sizes), []
+    expected = factor.materialize().flatten(1).square().sum(1)
+    original = SumFactor.materialize
+    monkeypatch.setattr(SumFactor, "materialize", lambda self, out: written.append(self) or original(self, out))
+    assert_trees_close(factor.squared_norms(), expected, 1e-12)
+    assert bool(written) == is_written
 
 
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):

@@ -138,7 +138,9 @@ def test_invalid_results_of_a_program_are_not_merged(reduction, monkeypatch):
         yield torch.tensor([3, 4])
 
     with pytest.raises(IndexError):
-        accumulate(lambda table, index: table[index].square().sum(), draw(4, 3), batches(), reduction, engine="compiled")
+        accumulate(
+            lambda table, index: table[index].square().sum(), draw(4, 3), batches(), reduction, engine="compiled"
+        )
     assert before[0].any()
     assert_trees_close(totals[0].tensors, before, 0)
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from persample.utils.tracing import current_trace
 
-# Blocks of this many elements stay in cache, and are large enough for matrix products at full speed.
-BLOCK = 2**20
+# Blocks of this many elements stay in cache, and are large enough for matrix products at full speed. Those of a trace
+# are twice as large: each is code of its own, and smaller ones took longer there.
+BLOCK = 2**19
 # A program for any number of samples writes out no more numbers at once.
 _AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
@@ -250,7 +251,7 @@ def rows_per_block(count: int, each: int, num_blocks: float = 1) -> int:
     if trace is not None and trace.any_size:
         trace.block_sizes.append(count * each)
         return max(1, count)
-    return max(1, int(num_blocks * BLOCK) // max(1, each))
+    return max(1, int(num_blocks * BLOCK * (1 if trace is None else 2)) // max(1, each))
 
 
 def is_for_any_size() -> bool:

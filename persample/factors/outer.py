@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -92,15 +93,17 @@ class Outer(Factor):
         if self.num_terms == 1:
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
-        if not self._squares_by_inner_products:
+        if not self.squares_by_inner_products:
             return super().squared_norms()
-        # The T² terms cancel: float32 would lose per cents.
-        left, right = self.left.double(), self.right.double()
-        return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)
+        numbers = prod(self.left.shape[1:]) + prod(self.right.shape[1:])  # whose copies in float64 stay in the cache
+        step = len(self) if cost_model.is_for_any_size() else max(1, cost_model.BLOCK // max(1, numbers))
+        pairs = zip(self.left.split(step), self.right.split(step), strict=True)
+        return torch.cat([_squares_by_inner_products(left, right) for left, right in pairs])
 
     @property
-    def _squares_by_inner_products(self) -> bool:
-        return cost_model.inner_products_are_faster(self.size)
+    def squares_by_inner_products(self) -> bool:
+        """Whether norms are computed from inner products of the terms, and the gradients are not written out."""
+        return self.num_terms == 1 or cost_model.inner_products_are_faster(self.size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
@@ -209,7 +212,7 @@ class Outer(Factor):
         if found[0] == 1 and self.num_terms == self.left.shape[1] == 1:
             left, right = norms.squared_norms_of_each([self.left.reshape(len(self) * self.shape[0], -1), self.right])
             return left.view(len(self), self.shape[0]) * right[:, None]
-        if self.num_terms == 1 or self._squares_by_inner_products:
+        if self.squares_by_inner_products:
             return torch.stack([factor.squared_norms() for factor in self.outputs()], 1)
         return super().squared_norms_of_outputs()
 
@@ -235,6 +238,12 @@ class Outer(Factor):
 
 # The axes of the operands that an axis among the groups, rows or columns of a layout is merged in.
 _AXES = ((1, 1), (3, None), (None, 3))
+
+
+def _squares_by_inner_products(left: Tensor, right: Tensor) -> Tensor:
+    # The T² terms cancel: float32 would lose per cents.
+    left, right = left.double(), right.double()
+    return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)
 
 
 def folded(x: Tensor) -> Tensor:

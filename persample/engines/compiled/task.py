@@ -41,7 +41,7 @@ class Task:
         finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
         container: the structure of the container that results are returned in.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        total: the total of the samples before, into which the leaves of this chunk are merged; None for the leaves alone.
+        total: the total of the samples before, into which the leaves are merged; None for the leaves alone.
         functions: for every reduction, its functions of a norm as graphs; with the tensors that they closed over.
     """
 
