@@ -292,9 +292,10 @@ class TestEmpty:
         results = accumulate(affine, draw(3), [draw(0, 3), draw(0, 3)], {"sum": ps.Sum(), "norms": ps.Norm()})
         assert_trees_close(results, {"sum": torch.zeros(3, dtype=F64), "norms": torch.zeros(0, dtype=F64)}, 0)
 
-    def test_no_batch_at_all(self):
+    @pytest.mark.parametrize("reduction", [ps.Sum(), ps.Mean()], ids=["sum", "mean"])
+    def test_no_batch_at_all(self, reduction):
         with pytest.raises(ArgumentError, match=r"batches: expected at least one batch, received none.*empty batch"):
-            accumulate(affine, draw(3), [], ps.Sum())
+            accumulate(affine, draw(3), [], reduction)
 
     def test_batches_do_not_hide_a_loss_without_parameters(self):
         with pytest.raises(LossError, match="depends on none of them"):

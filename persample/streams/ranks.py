@@ -35,7 +35,8 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
         ArgumentError: if there are too few samples for an average, or if their order is not as said.
     """
     if processes.group is None:
-        own.weight.check(wanted)
+        if own.leaves is not None:  # else there was no batch
+            own.weight.check(wanted)
         return own
     template = None if own.leaves is None else trees.tree_map(_nothing_like, own.leaves)
     known = processes.gather_objects((_form(template), own.count, own.weight))
@@ -47,10 +48,10 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
     weight = TotalWeight()
     for one in weights:
         weight = weight.merge(one)
-    weight.check(wanted)
     total = Partial(None, sum(counts), weight)
     if not distinct:
         return total
+    weight.check(wanted)
     leaves = own.leaves
     if None in forms:  # somebody has to make results of nothing
         templates = processes.gather_objects(template)
