@@ -23,6 +23,7 @@ import persample as ps
 from persample import ArgumentError, LossError, accumulate, clear_cache, per_sample_grads
 from persample.cli.measure import peak_memory
 from persample.engines import Total
+from persample.engines.compiled import program
 from persample.streams import lift
 
 F64 = torch.float64
@@ -129,8 +130,8 @@ def test_invalid_results_of_a_program_are_not_merged(reduction, monkeypatch):
     """An index that is out of range is told by a flag, which the program returns after it has merged the batch."""
     without_inductor(monkeypatch)
     clear_cache()
-    totals, before, original = [], [], Total.like
-    monkeypatch.setattr(Total, "like", lambda lifted: totals.append(original(lifted)) or totals[0])
+    totals, before, original = [], [], Total.copied
+    monkeypatch.setattr(Total, "copied", lambda total: totals.append(original(total)) or totals[-1])
 
     def batches():
         yield from torch.tensor([[0, 1], [2, 3]])
@@ -143,6 +144,24 @@ def test_invalid_results_of_a_program_are_not_merged(reduction, monkeypatch):
         )
     assert before[0].any()
     assert_trees_close(totals[0].tensors, before, 0)
+
+
+def test_a_program_that_fails_after_it_has_written(monkeypatch):
+    without_inductor(monkeypatch)
+    clear_cache()
+
+    def lower(graph, *_):
+        def run(tensors):
+            graph.forward(*tensors)
+            torch._check(False, lambda: "not enough memory")
+
+        return run
+
+    monkeypatch.setattr(program, "lower", lower)
+    w, x, wanted = draw(3), draw(6, 3, seed=1), {"sum": ps.Sum(), "variance": ps.Variance()}
+    with pytest.warns(ps.FallbackWarning, match="not enough memory"):
+        found = accumulate(affine, w, x.split(2), wanted, engine="compiled")
+    assert_trees_close(found, per_sample_grads(affine, w, x, wanted), 1e-9)
 
 
 def test_compiled_streams_of_losses_that_refuse_made_up_samples(monkeypatch):

@@ -115,10 +115,6 @@ class Factor(ABC):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         return _concatenated(norms.squared_norms(block) for _, block in self._blocks())
 
-    def inner_products(self, other: Factor) -> Tensor | None:  # noqa: ARG002
-        """Return ⟨gᵢ, hᵢ⟩, ``[B]`` float64, or None where both had better be written out."""
-        return None
-
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
         return _total(contractions.weighted_sum(x, _at(weights, index), dtype) for index, x in self._blocks())

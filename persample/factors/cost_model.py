@@ -16,11 +16,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from persample.utils.tracing import current_trace
 
 # Blocks of this many elements stay in cache, and are large enough for matrix products at full speed. Those of a trace
 # are twice as large: each is code of its own, and smaller ones took longer there.
 BLOCK = 2**19
+# Blocks of copies in a trace.
+_MOST_BLOCKS = 4
 # A program for any number of samples writes out no more numbers at once.
 _AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
@@ -86,7 +90,7 @@ _OF_WRITTEN = {
     "gram": Work(written=3),
     "project": Work(written=2),
 }
-_INNER_PRODUCTS = Work(inner64=1)  # norms without blocks
+_INNER_PRODUCTS = Work(inner64=1)  # norms that write no gradient out
 _INNER_PASSES = 8  # over what they read, for conversion to float64 and the products of the results
 
 
@@ -252,6 +256,23 @@ def rows_per_block(count: int, each: int, num_blocks: float = 1) -> int:
         trace.block_sizes.append(count * each)
         return max(1, count)
     return max(1, int(num_blocks * BLOCK * (1 if trace is None else 2)) // max(1, each))
+
+
+def rows_in_cache(count: int, each: int, device: torch.device) -> int:
+    """Return the number of rows whose copies in float64 stay in the cache of a CPU; all of them on other devices.
+
+    A trace has few blocks, since each is code of its own; a program for any number of samples has one.
+
+    Args:
+        count: the number of rows.
+        each: the number of elements in one row.
+        device: the device of the rows.
+    """
+    trace = current_trace()
+    if device.type != "cpu" or (trace is not None and trace.any_size):
+        return max(1, count)
+    step = max(1, BLOCK // max(1, each))
+    return step if trace is None else max(step, math.ceil(count / _MOST_BLOCKS))
 
 
 def is_for_any_size() -> bool:

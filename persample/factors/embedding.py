@@ -87,14 +87,6 @@ class Embedding(Factor):
         total = torch.zeros(len(self), dtype=torch.float64, device=added.device)
         return total.index_add_(0, rows // self.shape[0], norms.squared_norms(added))
 
-    def inner_products(self, other: Factor) -> Tensor | None:
-        """Return ⟨gᵢ, hᵢ⟩, ``[B]`` float64, for the products of an ``nn.Linear`` tied to the table, if that is fast."""
-        if not (isinstance(other, Outer) and other.layout.is_matrix and other.squares_by_inner_products):
-            return None
-        left, right = other.left[:, 0], other.right[:, 0].double()
-        looked_up = left.gather(2, self.index[:, None].expand(-1, other.num_terms, -1))
-        return (looked_up * (right @ self.signals.double().mT)).sum((1, 2))
-
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         signals = self.signals.to(dtype) if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)

@@ -93,17 +93,16 @@ class Outer(Factor):
         if self.num_terms == 1:
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
-        if not self.squares_by_inner_products:
+        if not self._squares_by_inner_products:
             return super().squared_norms()
-        numbers = prod(self.left.shape[1:]) + prod(self.right.shape[1:])  # whose copies in float64 stay in the cache
-        step = len(self) if cost_model.is_for_any_size() else max(1, cost_model.BLOCK // max(1, numbers))
+        numbers = sum(prod(x.shape[1:]) for x in (self.left, self.right))
+        step = cost_model.rows_in_cache(len(self), numbers, self.device)
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
-        return torch.cat([_squares_by_inner_products(left, right) for left, right in pairs])
+        return torch.cat([_squares_of(left, right) for left, right in pairs])
 
     @property
-    def squares_by_inner_products(self) -> bool:
-        """Whether norms are computed from inner products of the terms, and the gradients are not written out."""
-        return self.num_terms == 1 or cost_model.inner_products_are_faster(self.size)
+    def _squares_by_inner_products(self) -> bool:
+        return cost_model.inner_products_are_faster(self.size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
@@ -212,7 +211,7 @@ class Outer(Factor):
         if found[0] == 1 and self.num_terms == self.left.shape[1] == 1:
             left, right = norms.squared_norms_of_each([self.left.reshape(len(self) * self.shape[0], -1), self.right])
             return left.view(len(self), self.shape[0]) * right[:, None]
-        if self.squares_by_inner_products:
+        if self.num_terms == 1 or self._squares_by_inner_products:
             return torch.stack([factor.squared_norms() for factor in self.outputs()], 1)
         return super().squared_norms_of_outputs()
 
@@ -240,7 +239,7 @@ class Outer(Factor):
 _AXES = ((1, 1), (3, None), (None, 3))
 
 
-def _squares_by_inner_products(left: Tensor, right: Tensor) -> Tensor:
+def _squares_of(left: Tensor, right: Tensor) -> Tensor:
     # The T² terms cancel: float32 would lose per cents.
     left, right = left.double(), right.double()
     return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,8 @@ from persample.factors.join import concatenate
 class SumFactor(Factor):
     """Per-sample gradients that are the sum of the gradients of several factors of one shape.
 
-    Linear operations add up the results of the parts. Second moments write the gradients out in blocks, cross terms
-    included; so do norms, but of a tied embedding whose terms are few.
+    Linear operations add up the results of the parts. Norms and second moments write the gradients out in blocks, cross
+    terms included.
 
     Args:
         parts: the factors, no two of which ``add`` to one factor.
@@ -89,14 +88,6 @@ class SumFactor(Factor):
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         return SumFactor(tuple(part.scale_rows(scale) for part in self.parts))
 
-    def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
-        cross = [_inner_products(one, other) for one, other in itertools.combinations(self.parts, 2)]
-        products = [x for x in cross if x is not None]
-        if len(products) < len(cross):
-            return super().squared_norms()
-        return (_added(part.squared_norms() for part in self.parts) + 2 * _added(products)).clamp_min(0)
-
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)
@@ -153,10 +144,6 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
 def _cross(one: Factor, other: Factor, dtype: torch.dtype | None) -> Tensor:
     # A table compares only the rows that it looked up with any other factor.
     return other.gram(one, dtype).T if isinstance(other, Embedding) else one.gram(other, dtype)
-
-
-def _inner_products(one: Factor, other: Factor) -> Tensor | None:
-    return one.inner_products(other) if isinstance(one, Embedding) else other.inner_products(one)
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

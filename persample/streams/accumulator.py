@@ -66,7 +66,7 @@ class Accumulator:
         self._merge_all(enumerate(leaves), structure, inputs)
 
     def take(self, merged: tuple[Total, list[Any]], inputs: list[Tensor]) -> None:
-        """Take the total that a program merged a part into.
+        """Take the total that a part was merged into.
 
         Args:
             merged: the total of all parts, and the leaves of the last one that are not in it, in order.

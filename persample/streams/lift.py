@@ -153,11 +153,14 @@ class BatchLift:
                 total = Total.like(lifted)
                 return total, total.absorb(lifted)
 
-        def by(way: pipeline.Engine) -> list[Any]:
-            return total.absorb(pipeline.lift_by(way, reductions)(chunk))
+        def by(way: pipeline.Engine) -> tuple[Total, list[Any]]:
+            own = total.copied()
+            return own, own.absorb(pipeline.lift_by(way, reductions)(chunk))
 
-        def first() -> list[Any]:
-            return merge_compiled(chunk, reductions, self._asked(batch, total), total)
+        def first() -> tuple[Total, list[Any]]:
+            own = total.copied()  # if a program fails after it has written, another way begins with the old total
+            return own, merge_compiled(chunk, reductions, self._asked(batch, own), own)
 
-        others = answered(chunk, self.engine, first, by) if chunk.size else total.absorb(self._lifted(chunk))
-        return total, others
+        if chunk.size:
+            return answered(chunk, self.engine, first, by)
+        return total, total.absorb(self._lifted(chunk))

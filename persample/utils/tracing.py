@@ -65,8 +65,8 @@ def holds(exceptional: Tensor) -> bool:
     return False
 
 
-def doubt() -> Tensor | None:
-    """Return whether the results of the running trace are invalid, a 0-d bool tensor; None if they always are valid."""
+def any_exception() -> Tensor | None:
+    """Return whether a case that the running trace assumed away occurs, a 0-d bool tensor; None if there is none."""
     trace = current_trace()
     if trace is None or not trace.exceptions:
         return None

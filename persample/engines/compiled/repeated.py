@@ -189,7 +189,7 @@ class EarlierCall:
         """
         formats, outline = self.total
         if asked.total is None:
-            return Total([torch.zeros(f.shape, dtype=f.dtype, device=f.device) for f in formats], outline)
+            return Total([f.empty().zero_() for f in formats], outline)
         is_own = asked.total.outline is outline  # made for the program of this call
         return asked.total if is_own or self.total == form_of(asked.total.tensors, asked.total.outline) else None
 

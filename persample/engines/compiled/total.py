@@ -11,7 +11,7 @@ from torch import Tensor
 from persample.engines.compiled.packing import Outline, pack
 from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
-from persample.utils.tracing import doubt
+from persample.utils.tracing import any_exception
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Total:
         tensors, outline = pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted))
         return cls(list(map(torch.zeros_like, tensors)), outline)
 
+    def copied(self) -> Total:
+        """Return the same total in other memory."""
+        return Total([x.clone() for x in self.tensors], self.outline)
+
     @property
     def leaves(self) -> list[Any]:
         """The leaves of the tree."""
@@ -57,7 +61,7 @@ class Total:
         check_alike(self.outline.structure, structure)
         pairs = list(zip(self.leaves, leaves, strict=True))
         merged, _ = pack([one.merge(other) for one, other in pairs if one is not None])
-        invalid = doubt()
+        invalid = any_exception()
         for old, new in zip(self.tensors, merged, strict=True):
             old.copy_(new if invalid is None else torch.where(invalid.to(old.device), old, new))
         return [other for one, other in pairs if one is None]

@@ -22,7 +22,7 @@ from persample.engines.compiled.packing import Outline, drop_failed, pack
 from persample.utils import trees
 from persample.utils.origin import handled_error, is_users
 from persample.utils.strides import is_folded
-from persample.utils.tracing import Trace, doubt, untraced, without_warnings
+from persample.utils.tracing import Trace, any_exception, untraced, without_warnings
 
 
 class TraceError(Exception):
@@ -134,7 +134,7 @@ def trace(
         with _Constants(), Bounds(state.exceptions):
             results, outline = pack(function(list(tensors)))
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
-            flag = doubt()
+            flag = any_exception()
             noted = flag is not None
             return results if flag is None else [*results, flag]
 
