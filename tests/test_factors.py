@@ -8,8 +8,9 @@ import pytest
 import torch
 from oracle import Rows, assert_trees_close
 from test_grid import REDUCTIONS
+from traced import lowered
 
-from persample import gradients, per_sample_grads
+from persample import Norm, gradients, per_sample_grads
 from persample.engines.deferred.product import outer
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
 from persample.gradients import Gradients, ParamSpec
@@ -284,6 +285,19 @@ def test_blocks_of_any_size(name, monkeypatch):
     monkeypatch.setattr(cost_model, "BLOCK", 30)
     for operation in names:
         assert_trees_close(OPERATIONS[operation](factor), expected[operation], 1e-9)
+
+
+def test_blocks_of_copies(monkeypatch):
+    assert [cost_model.rows_in_cache(10, 2**18, torch.device(name)) for name in ("cpu", "meta")] == [2, 10]
+    assert cost_model.rows_in_cache(0, 0, torch.device("meta")) == 1
+    graphs = lowered(monkeypatch)
+    monkeypatch.setattr(cost_model, "BLOCK", 1)
+    w, x = draw(60, 40), draw(9, 2, 40)
+    loss = lambda w, x: torch.tanh(x @ w.T).sum()
+    found = per_sample_grads(loss, w, x, Norm(), engine="compiled")
+    assert_trees_close(found, per_sample_grads(loss, w, x, Norm(), engine="loop"), 1e-12)
+    wide = [x for x in graphs[0].graph.nodes if x.target is torch.ops.aten.bmm.default]
+    assert len(wide) == 2 * 3  # three samples in each block, of four at most
 
 
 class Spy:
