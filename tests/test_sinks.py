@@ -229,6 +229,16 @@ class TestResume:
         accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=tmp_path / "stopped", resume=True)  # nothing is lost
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_was_killed_as_it_began(tmp_path, resume):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "index.json.tmp").write_bytes(b"{")
+    accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=folder, resume=resume)
+    accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=tmp_path / "straight")
+    assert contents(folder) == contents(tmp_path / "straight")
+
+
 class TestKill:
     """SIGKILL at a random moment: between batches, and between any two operations on files."""
 

@@ -45,12 +45,17 @@ def write_whole(path: Path, data: bytes) -> None:
         path: the file, which is replaced if there is one.
         data: its content.
     """
-    beside = path.with_name(f"{path.name}.tmp")
+    beside = unfinished(path)
     with beside.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+
+
+def unfinished(path: Path) -> Path:
+    """Return the file that ``write_whole`` leaves behind if the process is killed in it."""
+    return path.with_name(f"{path.name}.tmp")
 
 
 def header(x: np.ndarray[Any, Any], count: int) -> bytes:

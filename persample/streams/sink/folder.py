@@ -15,7 +15,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.streams.sink.column import Column
-from persample.streams.sink.files import altered, checksum, kept, write_whole
+from persample.streams.sink.files import altered, checksum, kept, unfinished, write_whole
 from persample.streams.sink.index import NAME, Index
 
 # A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
@@ -44,7 +44,8 @@ class Sink:
             fix = "Pass resume=True to go on with that run, or another folder."
             batches = f"{Index.read(folder).batches} batches of a run"
             raise _rejected("a new folder", f"{str(folder)!r} with {batches}", fix)
-        if not exists and folder.is_dir() and not set(among).issuperset(folder.iterdir()):
+        known = {*among, unfinished(folder / NAME)}  # by a run that was killed as it began
+        if not exists and folder.is_dir() and not known.issuperset(folder.iterdir()):
             raise _rejected("a new folder, or one with results", f"{str(folder)!r} with other files", "Pass another.")
         self.index = Index.read(folder) if exists else Index(asked)
         other = [name for name in asked if asked[name] != self.index.asked.get(name)]
