@@ -268,11 +268,10 @@ def rows_in_cache(count: int, each: int, device: torch.device) -> int:
         each: the number of elements in one row.
         device: the device of the rows.
     """
-    trace = current_trace()
-    if device.type != "cpu" or (trace is not None and trace.any_size):
+    if device.type != "cpu" or is_for_any_size():
         return max(1, count)
     step = max(1, BLOCK // max(1, each))
-    return step if trace is None else max(step, math.ceil(count / _MOST_BLOCKS))
+    return step if current_trace() is None else max(step, math.ceil(count / _MOST_BLOCKS))
 
 
 def is_for_any_size() -> bool:

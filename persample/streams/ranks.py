@@ -32,11 +32,9 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
 
     Raises:
         LossError: if the results of the ranks differ in form.
-        ArgumentError: if there are too few samples for an average, or if their order is not as said.
+        ArgumentError: if the order of the samples is not as said.
     """
     if processes.group is None:
-        if own.leaves is not None:  # else there was no batch
-            own.weight.check(wanted)
         return own
     template = None if own.leaves is None else trees.tree_map(_nothing_like, own.leaves)
     known = processes.gather_objects((_form(template), own.count, own.weight))
@@ -51,7 +49,6 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
     total = Partial(None, sum(counts), weight)
     if not distinct:
         return total
-    weight.check(wanted)
     leaves = own.leaves
     if None in forms:  # somebody has to make results of nothing
         templates = processes.gather_objects(template)

@@ -54,7 +54,7 @@ class Stream:
             The merged leaves of every reduction.
 
         Raises:
-            ArgumentError: if no process had a batch.
+            ArgumentError: if no process had a batch, or if there are too few samples for an average.
             NotConnectedError: if the loss depends on no parameter.
         """
         own = self.accumulator.partial()
@@ -62,6 +62,7 @@ class Stream:
             total = merge_ranks(own, self.lift.wanted, self.order, self.processes)
         if total.leaves is None:
             raise no_batch()
+        total.weight.check(self.lift.wanted)
         if total.count and not total.leaves[1].value:
             raise NotConnectedError
         return total

@@ -216,14 +216,13 @@ class EarlierCall:
             set_grad_enabled(False)
         return Found(marker, params, rows)
 
-    def inputs(self, asked: Asked, flat: Flat, found: Found, total: Total) -> list[Tensor] | None:
-        """Return the inputs of the program, or None if it is not that of the captured loss.
+    def inputs(self, asked: Asked, flat: Flat, found: Found) -> tuple[list[Tensor], Total] | None:
+        """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
 
         Args:
             asked: the arguments of a call that matches this one.
             flat: the same, flattened.
             found: the captured loss.
-            total: what ``before`` returned.
 
         Raises:
             ArgumentError: if an average needs more samples.
@@ -236,13 +235,14 @@ class EarlierCall:
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
         if live is not self.live and asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
-        if live.form != self.live.form:
+        total = self.before(asked)
+        if total is None or live.form != self.live.form:
             return None
         own = [x.clone() for x in live.tensors]  # a reduction may write into its numbers
         read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own, *total.tensors]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
-        return [*read, *flat.out]
+        return [*read, *flat.out], total
 
 
 def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
@@ -332,8 +332,8 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
                 continue
             if found is None:  # once: the loss may count its calls
                 found = call.find(asked, flat, entry)
-            total = call.before(asked)
-            if total is not None and (inputs := call.inputs(asked, flat, found, total)) is not None:
+            if (ready := call.inputs(asked, flat, found)) is not None:
+                inputs, total = ready
                 return _answer(asked, total, call.program(inputs)), call.size
     except (DoubtfulError, NewError):
         pass
