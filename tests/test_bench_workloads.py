@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from traced import lowered
 
-from benchmarks import saved
+from benchmarks import saved, spellings
 from benchmarks.cells import MEASURED
 from benchmarks.methods import FILES, load
 from benchmarks.oracle import oracle, write
@@ -16,6 +17,7 @@ from benchmarks.quantities import CHECKED_NUMBERS, QUANTITIES, agrees, checked_r
 from benchmarks.report.records import UNIT
 from benchmarks.targets import JAX, TARGETS
 from benchmarks.workloads import WORKLOADS, build
+from persample import ClippedMean, clear_cache, per_sample_grads
 
 LARGE = {"tutorial TD(0), B=65536", "transformer tied 32000, B=16", "wide MLP 5120, B=32"}
 SMALL = "TD(0) MLP 16, B=5"
@@ -192,3 +194,14 @@ def test_every_workload_and_target_is_measured():
         assert target.relative_quantity in {None, *MEASURED[target.workload]}
         assert {target.method, target.relative_to or UNIT} <= names
     assert FILES["torch"][0] == "unit"
+
+
+def test_convolutions_in_all_spellings_are_one_program(monkeypatch):
+    nets, loss, batch = spellings.programs()["CNN, B=32"]
+    graphs = lowered(monkeypatch)
+    for params, net in nets.values():
+        clear_cache()
+        one = lambda params, *sample, net=net: loss(net, params, *sample)
+        per_sample_grads(one, params, batch, ClippedMean(1.0), engine="compiled")
+    codes = {graph.code for graph in graphs}
+    assert (len(graphs), len(codes)) == (5, 1)

@@ -7,10 +7,8 @@ import torch
 from factored import B, Case, assert_found, assert_reductions, kinds, tokens
 from torch import nn
 from torch.nn import functional as F
-from traced import lowered
 
-from benchmarks import spellings
-from persample import ClippedMean, Norm, clear_cache, per_sample_grads, stop_gradient
+from persample import Norm, stop_gradient
 
 # torch.func.jvp itself is the first to call it
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -474,14 +472,3 @@ def test_long_sums(case):
     loss_fn, params, batch = case.build()
     assert kinds(loss_fn, params, batch) == case.kinds
     assert kinds(loss_fn, params, batch, Norm()) == {}
-
-
-def test_convolutions_in_all_spellings_are_one_program(monkeypatch):
-    nets, loss, batch = spellings.programs()["CNN, B=32"]
-    graphs = lowered(monkeypatch)
-    for params, net in nets.values():
-        clear_cache()
-        one = lambda params, *sample, net=net: loss(net, params, *sample)
-        per_sample_grads(one, params, batch, ClippedMean(1.0), engine="compiled")
-    codes = {graph.code for graph in graphs}
-    assert (len(graphs), len(codes)) == (5, 1)
