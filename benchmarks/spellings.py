@@ -7,10 +7,7 @@ alternating calls.
 from __future__ import annotations
 
 import itertools
-import random
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from benchmarks.alternating import medians
 from persample import ClippedMean, per_sample_grads, stop_gradient
 
 SECONDS = 10
@@ -124,22 +122,6 @@ def programs() -> dict[str, tuple[Any, Any, tuple[Tensor, ...]]]:
     }
 
 
-def medians(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median CPU seconds of each call."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for name in order * 2:
-        calls[name]()
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        random.shuffle(order)
-        for name in order:
-            start = time.process_time()
-            calls[name]()
-            times[name].append(time.process_time() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
 def main(engine: Any = "eager") -> None:
     """Measure, and print one table in Markdown for each program."""
     torch.set_num_threads(1)
@@ -158,7 +140,7 @@ def main(engine: Any = "eager") -> None:
             return lambda: per_sample_grads(one, params, batch, ClippedMean(1.0), engine=engine)
 
         calls = {"batch gradient": batch_gradient, **{name: call(name, *spelled) for name, spelled in nets.items()}}
-        times = medians(calls)
+        times = medians(calls, SECONDS)
         unit = times.pop("batch gradient")
         rows = [f"| {name} | {seconds / unit:.2f} |" for name, seconds in times.items()]
         spread = max(times.values()) / min(times.values())

@@ -19,7 +19,7 @@ from persample.factors import Factor, concatenate
 from persample.utils.dtypes import restore
 from persample.utils.trees import TreeSpec, leaf, tree_map
 
-_BLOCK = 2**16  # numbers that are added at a time: torch converts them first, and so many stay in the cache
+_BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in the cache
 
 
 @leaf
@@ -49,11 +49,7 @@ class Summed:
     def absorb(self, other: Summed) -> Summed:
         """Add the sum of another leaf to this one, in its memory, and return this leaf."""
         _check_shapes(self.value.shape, other.value.shape)
-        if other.value.numel() <= _BLOCK:
-            self.value.add_(other.value)
-            return self
-        totals, parts = self.value.view(-1).split(_BLOCK), other.value.reshape(-1).split(_BLOCK)
-        for total, part in zip(totals, parts, strict=True):
+        for total, part in _blocks(self.value, other.value):
             total.add_(part)
         return self
 
@@ -93,15 +89,19 @@ class Moments:
 
     def widened(self) -> Moments:
         """Return a copy whose memory is its own, into which many parts can be merged."""
-        return Moments(self.n.clone(), self.mean.clone(), self.m2.clone(), self.dtype)
+        n, mean, m2 = (x.clone(memory_format=torch.contiguous_format) for x in (self.n, self.mean, self.m2))
+        return Moments(n, mean, m2, self.dtype)
 
     def absorb(self, other: Moments) -> Moments:
         """Merge another leaf into this one as ``merge`` does, in its memory, and return this leaf."""
         _check_shapes(self.mean.shape, other.mean.shape)
-        n, delta = self.n + other.n, other.mean - self.mean
+        n = self.n + other.n
         share = _share(other.n, n)
-        self.mean.addcmul_(delta, share)
-        self.m2.add_(other.m2).addcmul_(delta.square_().sum_to_size(self.m2.shape), self.n * share)
+        between = self.n * share
+        for mean, m2, other_mean, other_m2 in _blocks(self.mean, self.m2, other.mean, other.m2):
+            delta = other_mean - mean
+            mean.addcmul_(delta, share)
+            m2.add_(other_m2).addcmul_(delta.square_().sum_to_size(m2.shape), between)
         self.n.copy_(n)
         return self
 
@@ -159,6 +159,17 @@ class Stacked:
             return restore(rows, self.dtype)
         target = out if rows.dtype == self.dtype and self.fits(out) else None
         return restore(rows.materialize(target), self.dtype)
+
+
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Return views of so many numbers as stay in the cache; all of tensors that are small, or of different shapes.
+
+    Args:
+        tensors: those that are written to come first, and are contiguous.
+    """
+    if tensors[0].numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
+        return [tensors]
+    return zip(*(x.reshape(-1).split(_BLOCK) for x in tensors), strict=True)
 
 
 def _share(part: Tensor, n: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -105,6 +106,20 @@ class TestMoments:
             if len(rows):
                 close(merged.mean, rows.mean(0))
                 close(merged.m2, rows.var(0, correction=0) * len(rows), 1e-9)
+
+    @pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "summed"])
+    def test_many_numbers_are_absorbed_in_blocks(self, elementwise):
+        def part(rows):
+            found = moments(rows, torch.ones(len(rows), dtype=F64), elementwise=elementwise)
+            return replace(found, mean=found.mean.t(), m2=found.m2.t())  # of another memory order than the blocks
+
+        rows = draw(5, 300, 320)
+        parts = list(map(part, rows.split(2)))
+        total = parts[0].widened()
+        for other in parts[1:]:
+            total.absorb(other)
+        assert_moments(total, part(rows))
+        assert_moments(parts[0], part(rows[:2]))
 
     @pytest.mark.parametrize("shape", [(), (3,)], ids=["summed", "elementwise"])
     def test_two_empty_halves_are_empty_not_nan(self, shape):
