@@ -258,7 +258,7 @@ def test_cancelling_signals_keep_their_norm():
     assert abs(naive / exact - 1) > 0.01
 
 
-def test_norms_of_tied_embeddings_whose_uses_cancel():
+def test_norms_and_inner_products_of_tied_embeddings_whose_uses_cancel():
     """The squares of the parts are 1e8 times that of the sum, and have no digit of it in float32."""
     index = torch.randint(60, (B, 1))
     inputs = torch.randn(B, 1, 1, 40)
@@ -266,8 +266,10 @@ def test_norms_of_tied_embeddings_whose_uses_cancel():
     layout = product((60, 1), (1, 40), 1).layout
     head = Outer(-chosen * (1 - 1e-4), inputs, layout, torch.float32)
     factor = sum_factors([head, Embedding(inputs[:, 0], index, (60, 40))])
-    expected = factor.materialize().double().flatten(1).square().sum(1)
-    assert_trees_close(factor.squared_norms(), expected, 1e-6)
+    rows = factor.materialize().double().flatten(1)
+    assert_trees_close(factor.squared_norms(), rows.square().sum(1), 1e-6)
+    assert_trees_close(factor.gram(), rows @ rows.T, 1e-6)
+    assert_trees_close(factor.gram(factor.rows(slice(2))), rows @ rows[:2].T, 1e-6)
 
 
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):

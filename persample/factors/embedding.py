@@ -112,7 +112,7 @@ class Embedding(Factor):
         other = self if other is None else other
         dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
         used, position = self._used_rows
-        opposite = _looked_up(other, used)
+        opposite = rows_of(other, used)
         width = self.signals.shape[2]
         mine = Embedding(self.signals, position, (len(used), width))
         step = cost_model.rows_per_block(width, max(len(self), len(other)) * len(used), num_blocks=4)
@@ -157,8 +157,18 @@ class Embedding(Factor):
         return replace(self, signals=signals, index=index)
 
 
-def _looked_up(factor: Factor, used: Tensor) -> Factor:
-    """Return the factor of the rows ``used`` (sorted) of a parameter, seen as ``[len(used), D]``."""
+def has_rows(factor: Factor) -> bool:
+    """Return whether some rows of the parameter have a factor that is written out without the others."""
+    return isinstance(factor, Embedding) or (isinstance(factor, Outer) and factor.layout.is_matrix)
+
+
+def rows_of(factor: Factor, used: Tensor) -> Factor:
+    """Return the factor of some rows of a parameter, seen as a matrix.
+
+    Args:
+        factor: the gradients of the parameter.
+        used: the numbers of the rows, sorted.
+    """
     if isinstance(factor, Embedding):
         known = torch.searchsorted(used, factor.index.contiguous()).clamp_max(len(used) - 1)
         signals = factor.signals * (used[known] == factor.index)[..., None]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.embedding import Embedding
+from persample.factors.embedding import has_rows, rows_of
 from persample.factors.join import concatenate
 
 
@@ -18,8 +20,8 @@ from persample.factors.join import concatenate
 class SumFactor(Factor):
     """Per-sample gradients that are the sum of the gradients of several factors of one shape.
 
-    Linear operations add up the results of the parts. Norms and second moments write the gradients out in blocks, cross
-    terms included.
+    Linear operations add up the results of the parts. Norms, inner products and second moments write the gradients out
+    in blocks, as parts may nearly cancel.
 
     Args:
         parts: the factors, no two of which ``add`` to one factor.
@@ -93,10 +95,19 @@ class SumFactor(Factor):
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, of all parts with all parts."""
-        other = self if other is None else other
-        others = other.parts if isinstance(other, SumFactor) else (other,)
-        return _added(_cross(mine, theirs, dtype) for mine in self.parts for theirs in others)
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""
+        # Not of parts with parts: where these nearly cancel, as those of a softmax and its label do, no digit is left.
+        factors = [self] if other is None or other is self else [self, other]
+        if not all(map(has_rows, (part for factor in factors for part in _parts(factor)))):
+            return super().gram(other, dtype)
+        each = max(map(len, factors)) * prod(self.shape[1:])
+        step = cost_model.rows_per_block(self.shape[0], each, num_blocks=4)
+
+        def product(used: Tensor) -> Tensor:
+            written = [SumFactor(tuple(rows_of(part, used) for part in _parts(x))).materialize() for x in factors]
+            return contractions.gram(written[0], written[-1], dtype)
+
+        return _added(map(product, torch.arange(self.shape[0], device=self.device).split(step)))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
@@ -141,9 +152,8 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
     return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
 
 
-def _cross(one: Factor, other: Factor, dtype: torch.dtype | None) -> Tensor:
-    # A table compares only the rows that it looked up with any other factor.
-    return other.gram(one, dtype).T if isinstance(other, Embedding) else one.gram(other, dtype)
+def _parts(factor: Factor) -> tuple[Factor, ...]:
+    return factor.parts if isinstance(factor, SumFactor) else (factor,)
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:
