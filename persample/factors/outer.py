@@ -93,7 +93,7 @@ class Outer(Factor):
         if self.num_terms == 1:
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
-        if not self._squares_by_inner_products:
+        if not self.needs_no_writing:
             return super().squared_norms()
         numbers = sum(prod(x.shape[1:]) for x in (self.left, self.right))
         step = cost_model.rows_in_cache(len(self), numbers, self.device)
@@ -101,8 +101,9 @@ class Outer(Factor):
         return torch.cat([_squares_of(left, right) for left, right in pairs])
 
     @property
-    def _squares_by_inner_products(self) -> bool:
-        return cost_model.inner_products_are_faster(self.size)
+    def needs_no_writing(self) -> bool:
+        """Whether norms are computed from operands alone."""
+        return self.num_terms == 1 or cost_model.inner_products_are_faster(self.size)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
@@ -211,7 +212,7 @@ class Outer(Factor):
         if found[0] == 1 and self.num_terms == self.left.shape[1] == 1:
             left, right = norms.squared_norms_of_each([self.left.reshape(len(self) * self.shape[0], -1), self.right])
             return left.view(len(self), self.shape[0]) * right[:, None]
-        if self.num_terms == 1 or self._squares_by_inner_products:
+        if self.needs_no_writing:
             return torch.stack([factor.squared_norms() for factor in self.outputs()], 1)
         return super().squared_norms_of_outputs()
 

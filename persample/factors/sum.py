@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -12,16 +12,18 @@ from torch import Tensor
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.embedding import has_rows, rows_of
+from persample.factors.embedding import Embedding, has_rows, rows_of
 from persample.factors.join import concatenate
+from persample.factors.outer import Outer
+from persample.utils import dtypes, norms
 
 
 @dataclass(frozen=True)
 class SumFactor(Factor):
     """Per-sample gradients that are the sum of the gradients of several factors of one shape.
 
-    Linear operations add up the results of the parts. Norms, inner products and second moments write the gradients out
-    in blocks, as parts may nearly cancel.
+    Linear operations add up the results of the parts. Norms, inner products and second moments write out where parts
+    meet, as these may nearly cancel.
 
     Args:
         parts: the factors, no two of which ``add`` to one factor.
@@ -94,6 +96,14 @@ class SumFactor(Factor):
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)
 
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖², ``[B]`` float64."""
+        products = [part for part in self.parts if isinstance(part, Outer) and has_rows(part) and part.needs_no_writing]
+        tables = [part for part in self.parts if isinstance(part, Embedding)]
+        if len(products) == len(tables) == 1 and len(self.parts) == 2:
+            return _squared_norms(products[0], tables[0])
+        return super().squared_norms()
+
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""
         # Not of parts with parts: where these nearly cancel, as those of a softmax and its label do, no digit is left.
@@ -150,6 +160,22 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
         else:
             parts.append(factor)
     return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
+
+
+def _squared_norms(product: Outer, table: Embedding) -> Tensor:
+    """Return ‖gᵢ + hᵢ‖², ``[B]`` float64, for lookups hᵢ in the table that the products gᵢ are of.
+
+    The rows that were looked up are written out, as products and lookups may nearly cancel there; of the others the
+    products alone remain.
+    """
+    index, (left, right) = table.index, (product.left[:, 0], product.right[:, 0])
+    places = index[:, None].expand(-1, left.shape[1], -1)
+    others = replace(product, left=left.scatter(2, places, 0)[:, None])
+    dtype = dtypes.accumulate_dtype(torch.promote_types(product.dtype, table.dtype))
+    same = (index[:, :, None] == index[:, None]).to(dtype)
+    rows = left.gather(2, places).to(dtype).mT @ right.to(dtype) + same @ table.signals.to(dtype)
+    squares = norms.squared_norms(rows.flatten(0, 1)).view(index.shape) / same.sum(2)  # a row counts once
+    return others.squared_norms() + squares.sum(1)
 
 
 def _parts(factor: Factor) -> tuple[Factor, ...]:
