@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from persample import per_sample_grads, stop_gradient
 from persample.engines.compiled import clear_cache, programs
 from persample.engines.compiled.programs import compilations
 
+compiled_sizes = importlib.import_module("persample.engines.compiled.sizes")
 F64 = torch.float64
 SIZES = [2, 1000, 3, 5, 8, 26, 33, *random.Random(0).sample(range(40, 1000), 13)]  # small ones too
 WANTED = {"update": ps.ClippedMean(0.5), "norms": ps.Norm()}
@@ -56,6 +58,37 @@ def test_twenty_batch_sizes(value):
     for size in (1, 3, 1):  # one sample alone is another program
         agree(td, value, tuple(torch.randn(*shape, dtype=F64) for shape in ((size, 4), (size,), (size, 4))))
     assert compilations() <= 3
+
+
+LOOPED = {  # by torch.func: once for each sample
+    "index_add": lambda w, x, i: torch.zeros_like(x).index_add(0, i, x * w).sin().sum(),
+    "cumprod": lambda w, x, i: (x * w).cumprod(0).sum(),
+    "affine_grid": lambda w, x, i: torch.nn.functional.affine_grid(w * x.view(1, 2, 3), (1, 1, 2, 2)).sin().sum(),
+}
+
+
+@pytest.mark.usefixtures("_traced_only")
+@pytest.mark.parametrize("loss", LOOPED.values(), ids=LOOPED)
+def test_one_program_where_torch_loops_over_samples(loss):
+    for size in (5, 3, 40, 7):
+        batch = torch.randn(size, 6, dtype=F64), torch.randint(6, (size, 6))
+        agree(loss, torch.tensor(0.7, dtype=F64), batch)
+    assert compilations() == 2
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.usefixtures("_traced_only")
+def test_a_loop_over_samples_is_not_traced_for_a_thousand_of_them(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(compiled_sizes, "unified", lambda graphs, *_: sizes.append(graphs))
+    for size in (5, 3, 4):  # no rule: a program for each
+        agree(
+            lambda w, x: (w * x).unfold(0, 2, 1).sin().sum(),
+            torch.tensor(0.7, dtype=F64),
+            torch.randn(size, 6, dtype=F64),
+        )
+    assert compilations() == 3
+    assert not sizes
 
 
 @pytest.mark.usefixtures("_traced_only")

@@ -54,6 +54,7 @@ IN_PLACE_NOISE = Refusal("no rule", r"draws random numbers in place")
 DERIVATIVES = Refusal("derivatives", r"calls requires_grad_\(\) or backward\(\) itself")
 STATISTICS = Refusal("statistics", r"does not update running statistics", ArgumentError)
 SPARSE_GRADIENTS = Refusal("sparse", r"expected dense gradients", ArgumentError)
+BOUNDED_ROWS = Refusal("rescaled", r"a table that no lookup changes", ArgumentError)
 REENTRANT = Refusal("reentrant", r"use_reentrant=True, torch.utils.checkpoint is incompatible", RuntimeError)
 RAGGED = Refusal("lengths", r"expected leaves of one common batch size.*Pad episodes", ArgumentError)
 TORCH = Refusal("no rule", r"False != True", AssertionError)  # torch.cond's own
@@ -928,6 +929,14 @@ models(
     compiled=SPARSE_GRADIENTS,
     loop=SPARSE_GRADIENTS,
     params=made(nn.Embedding, 5, 3, sparse=True),
+    batch=bags,
+)(squared_output)
+models(
+    "`nn.Embedding(max_norm=…)`",
+    eager=BOUNDED_ROWS,
+    compiled=BOUNDED_ROWS,
+    loop=BOUNDED_ROWS,
+    params=made(nn.Embedding, 5, 3, max_norm=1.0),
     batch=bags,
 )(squared_output)
 

@@ -202,6 +202,15 @@ def test_embeddings_with_sparse_gradients_are_refused():
         per_sample_grads(total, model, torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
+def test_tables_that_lookups_change_are_refused(engine):
+    model = nn.EmbeddingBag(5, 2, max_norm=0.5)
+    before = model.weight.detach().clone()
+    with pytest.raises(ArgumentError, match=r"that no lookup changes, received EmbeddingBag, max_norm=0.5.*renorm"):
+        per_sample_grads(total, model, torch.tensor([[0, 1]]), engine=engine)
+    assert torch.equal(model.weight, before)
+
+
 def test_sparse_batches_are_refused():
     with pytest.raises(ArgumentError, match=r"batch: expected a dense tensor, received layout torch.sparse_coo.*dense"):
         per_sample_grads(lambda w, x: w @ x, torch.ones(3), X.to_sparse())

@@ -107,6 +107,57 @@ def test_lookups(get):
     check(fn, draw(3, 3), (draw(3, 3, 3), torch.tensor([0, 2, 1])))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_index_add(dtype):
+    def fn(params, x, y, i):
+        i = i.to(dtype)
+        rows = (params * x).index_add(0, i, y), torch.index_add(x, 0, i, params * y, alpha=0.5)
+        columns = x.index_add(-1, i, (params * y).T)
+        written = (2 * x).index_add_(dim=0, index=i, source=params * y)
+        return rows, columns, written, x.index_add(0, torch.tensor([2, 2]), y)
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(3, 3), draw(2, 3), torch.tensor([[0, 2], [1, 1], [2, 0]])))
+
+
+def test_index_add_rejects_what_torch_rejects():
+    x, i = torch.zeros(B, 3, 2), torch.zeros(B, 2, dtype=torch.long)
+    for source in (torch.ones(1, 2), torch.ones(2, 1), torch.ones(2, 2, dtype=torch.float64)):
+
+        def fn(x, i, source=source):
+            with VmapRules():
+                return x.index_add(0, i, source)
+
+        with pytest.raises(RuntimeError, match=r"index_add|must match self"):
+            torch.vmap(fn)(x, i)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_cumprod(length):
+    def fn(params, x):
+        x = params * x.index_fill(0, torch.tensor([length // 2]), 0)  # a zero among the factors
+        return (
+            x.cumprod(0),
+            torch.cumprod(x, dim=-1),
+            x[0, 0].cumprod(0),
+            x.cumprod(0, dtype=x.dtype),
+        )
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(length, 3),), recorded=True)
+    check(lambda params, x: params.cumprod(0) * x, torch.randn(length, dtype=torch.float64), (draw(length),))
+
+
+@pytest.mark.filterwarnings("ignore:Since version 1.3.0, affine_grid behavior has changed")
+@pytest.mark.parametrize("align", [True, False], ids=["corners", "centers"])
+@pytest.mark.parametrize("size", [(2, 1, 3, 4), (2, 1, 1, 3), (2, 1, 2, 1, 3)], ids=str)
+def test_affine_grid(size, align):
+    axes = len(size) - 2
+
+    def fn(params, x):
+        return F.affine_grid(params * x, size, align_corners=align)
+
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, axes, axes + 1),))
+
+
 def test_items_of_constants_stay_views():
     x = torch.zeros(2, 2)
     with VmapRules():

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils import _pytree as pytree
 from vmap_rules_cases import B, check, check_module, draw, measure, once, states, with_state
 
+from persample import LossError, per_sample_grads
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.kernel_call import DeferringMode
 
@@ -74,6 +75,17 @@ def test_packed(kind, lengths):
         return pad_packed_sequence(out, batch_first=True, padding_value=2.0, total_length=5)[0], state
 
     check_module(KINDS[kind](2, 3, bidirectional=True), draw(3, 4, 2), call=call)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_lengths_that_differ_between_samples_are_refused():
+    def loss(model, x, length):
+        packed = pack_padded_sequence(x[None], length[None], batch_first=True)
+        return model(packed)[1].sum()
+
+    batch = torch.randn(2, 4, 2), torch.tensor([3, 1])
+    with pytest.raises(LossError, match=r"reads values of a sample .*pack_padded_sequence.*engine='loop'"):
+        per_sample_grads(loss, nn.GRU(2, 3, batch_first=True), batch)
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])

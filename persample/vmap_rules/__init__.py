@@ -1,7 +1,7 @@
 """Rules for functions that ``torch.func.vmap`` cannot batch, batches wrongly, or batches in a loop over samples.
 
 There is one file per family of functions, as in the reference of torch: ``linear.py``, ``normalization.py``,
-``recurrent.py``, …; a rule for ``F.grid_sample`` would go to a new ``vision.py``. Each of these files has ``RULES``,
+``recurrent.py``, …; a rule for ``F.grid_sample`` would go to ``vision.py``. Each of these files has ``RULES``,
 from a function of torch to its replacement: a composition of functions that vmap batches well. Some files also have
 ``FIRST_DERIVATIVE_RULES``: replacements with a hand-written gradient, for losses that are differentiated only once.
 """
@@ -33,6 +33,8 @@ from persample.vmap_rules import (
     pooling,
     recurrent,
     regression_losses,
+    scans,
+    vision,
 )
 from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
 
@@ -53,6 +55,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **pooling.RULES,
     **recurrent.RULES,
     **regression_losses.RULES,
+    **scans.RULES,
+    **vision.RULES,
 }
 _FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     **attention.FIRST_DERIVATIVE_RULES,

@@ -53,6 +53,29 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
     return x[tuple(parts)]
 
 
+def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:  # noqa: A002
+    # Of indices that differ between samples, torch.func adds those of one sample after the other.
+    if not (is_batched(index) and index.ndim == 1 and _is_source(source, input, dim, len(index))):
+        return torch.index_add(input, dim, index, source, alpha=alpha)  # adds, or raises
+    shape = [1] * input.ndim
+    shape[dim] = len(index)
+    places = index.long().view(shape).expand_as(source)
+    return torch.scatter_add(input, dim, places, source if alpha == 1 else source * alpha)
+
+
+def _is_source(source: Tensor, x: Tensor, dim: Any, length: int) -> bool:
+    """Return whether a tensor has the dtype of x, and its shape but for a length along one axis."""
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or source.dtype != x.dtype:
+        return False
+    shape = list(x.shape)
+    shape[dim] = length
+    return list(source.shape) == shape
+
+
+def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    return input.copy_(_index_add(input, *args, **kwargs))
+
+
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
     # A tensor that all samples share is filled by torch.func with the last sample's value.
     if not _takes_scalar_tensor(input, dim, value):
@@ -107,6 +130,9 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,
     Tensor.__getitem__: _getitem,
+    torch.index_add: _index_add,
+    Tensor.index_add: _index_add,
+    Tensor.index_add_: _index_add_in_place,
     torch.index_fill: _index_fill,
     Tensor.index_fill: _index_fill,
     Tensor.index_fill_: _index_fill_in_place,

@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample._torch import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from persample.vmap_rules.batched import is_batched
 
 
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Pack the indices of the rows, and look up the rows by these."""
+    if is_batched(lengths):  # so would be the shape of the result: vmap says that it cannot read them
+        lengths = lengths.new_tensor(lengths.tolist())
     x = x.transpose(0, 1) if batch_first else x
     indices = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1)
     indices, batch_sizes = pack_padded_sequence(indices, lengths, False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from persample.engines.compiled.task import Task
-from persample.engines.compiled.trace import Format, Traced, trace
+from persample.engines.compiled.trace import Format, Traced, TraceError, trace
 from persample.engines.compiled.unify import unified
 from persample.errors import ArgumentError
 from persample.factors import cost_model
@@ -80,7 +80,7 @@ class AnySize:
         formats = [Format.of(x) for x in task.tensors]
         try:
             traces = [trace(task, partial(_at, formats, axes, size), any_size=True) for size in _SIZES]
-        except ArgumentError:  # an ``out`` that does not fit; the message must name the size of the call
+        except (TraceError, ArgumentError):  # or an ``out`` that does not fit; messages must name the size of the call
             return None
         graph = unified([traced.graph for traced in traces], _SIZES, axes[0])
         if graph is None or not all(_is_alike(traced, traces[-1]) for traced in traces):

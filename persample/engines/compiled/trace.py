@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from persample._torch import (
     aten_efficientzerotensor,
     aten_local_scalar_dense,
     force_original_view_tracking,
+    is_vmap_fallback_enabled,
+    set_vmap_fallback_enabled,
 )
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, drop_failed, pack
@@ -116,7 +119,8 @@ def trace(
         function: from tensors to a tree of tensors and of dataclasses that hold tensors.
         inputs: makes tensors of the formats that the function will be called with. It is called in the trace's fake
             tensor mode, so the tensors are fake.
-        any_size: whether the graph will serve any number of samples.
+        any_size: whether the graph will serve any number of samples. Then an operation that vmap runs once for each
+            sample is an error: the graph would grow with their number.
 
     Returns:
         The graph of the function.
@@ -139,7 +143,8 @@ def trace(
             return results if flag is None else [*results, flag]
 
     # Autograd would update written views by as_strided, which functionalization rejects: it must replay the views.
-    with state.fake_tensors(), force_original_view_tracking(True), without_warnings():
+    loops = _without_loops() if any_size else nullcontext()
+    with state.fake_tensors(), force_original_view_tracking(True), without_warnings(), loops:
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
@@ -148,6 +153,17 @@ def trace(
             raise TraceError(said(error) + getattr(error, "users_line", "")) from error
     drop_failed(graph)
     return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
+
+
+@contextmanager
+def _without_loops() -> Iterator[None]:
+    """Make operations raise an error that vmap has no rule for, and would run once for each sample."""
+    before = is_vmap_fallback_enabled()
+    set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        set_vmap_fallback_enabled(before)
 
 
 def said(error: Exception) -> str:
