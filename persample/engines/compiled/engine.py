@@ -105,9 +105,10 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     # Outside of the block above, so that the error of a loss that is wrong is its own.
     task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))
     raise LossError(
-        f"loss_fn cannot be compiled: {refusal}. A compiled loss must not branch on values (use torch.where), nor "
-        "write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux). Or pass "
-        "engine='eager', which computes the same, or engine='loop', which takes any loss."
+        f"loss_fn cannot be compiled: {refusal}. A compiled loss must not branch on values, nor have shapes that "
+        "depend on them (use torch.where and masks), nor write into its arguments or what it closed over, nor keep "
+        "tensors elsewhere (return them in aux). Or pass engine='eager', which computes the same, or engine='loop', "
+        "which takes any loss."
     ) from refusal
 
 
