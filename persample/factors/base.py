@@ -84,6 +84,11 @@ class Factor(ABC):
         """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; none if there are no such."""
         return ()
 
+    @property
+    def term_operands(self) -> tuple[Tensor, Tensor] | None:
+        """Signals and inputs, ``[B, G, T, …]``, where norms are computed from the inner products of terms."""
+        return None
+
     def __len__(self) -> int:
         """Return B."""
         return self.tensors[0].shape[0]  # len of a tensor takes 2 µs

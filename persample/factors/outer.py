@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
 from persample.factors.layout import Layout
+from persample.factors.terms import squared_norms_of_sums
 from persample.utils import dtypes, norms, strides
 
 
@@ -60,6 +60,11 @@ class Outer(Factor):
         """Signals and inputs, where T = G = 1."""
         return (self.left, self.right) if self.num_terms == self.left.shape[1] == 1 else ()
 
+    @property
+    def term_operands(self) -> tuple[Tensor, Tensor] | None:
+        """Signals and inputs, where norms are computed from the inner products of terms."""
+        return (self.left, self.right) if self.num_terms > 1 and self.needs_no_writing else None
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         left, right = self.left.mT, self.right
@@ -93,12 +98,8 @@ class Outer(Factor):
         if self.num_terms == 1:
             left, right = (norms.squared_norms(x.flatten(0, 2)).view(x.shape[:2]) for x in (self.left, self.right))
             return (left * right).sum(1)
-        if not self.needs_no_writing:
-            return super().squared_norms()
-        numbers = sum(prod(x.shape[1:]) for x in (self.left, self.right))
-        step = cost_model.rows_in_cache(len(self), numbers, self.device)
-        pairs = zip(self.left.split(step), self.right.split(step), strict=True)
-        return torch.cat([_squares_of(left, right) for left, right in pairs])
+        terms = self.term_operands
+        return super().squared_norms() if terms is None else squared_norms_of_sums([terms])[0]
 
     @property
     def needs_no_writing(self) -> bool:
@@ -238,12 +239,6 @@ class Outer(Factor):
 
 # The axes of the operands that an axis among the groups, rows or columns of a layout is merged in.
 _AXES = ((1, 1), (3, None), (None, 3))
-
-
-def _squares_of(left: Tensor, right: Tensor) -> Tensor:
-    # The T² terms cancel: float32 would lose per cents.
-    left, right = left.double(), right.double()
-    return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp_min(0)
 
 
 def folded(x: Tensor) -> Tensor:
