@@ -127,7 +127,10 @@ def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) ->
     first, (signals,), order = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
     of_x = _unfolded(order(at_inputs @ w_ih, 0), axes) if needed[-3] else None
-    both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
+    if cell.at_inputs is None:  # both weights have the same signals: one copy with a sample's steps side by side
+        both = [_unfolded(signals, axes).contiguous()] * 2
+    else:
+        both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
     biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
     products = [Product(y, order(z, -3)) for y, z in zip(both, (x, kept[0]), strict=True)]
     return *(_unfolded(g[None], axes) for g in first), *biases, of_x, *products
