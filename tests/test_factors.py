@@ -12,7 +12,20 @@ from traced import lowered
 
 from persample import Norm, gradients, per_sample_grads
 from persample.engines.deferred.product import outer
-from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
+from persample.factors import (
+    Conv,
+    Dense,
+    Embedding,
+    Factor,
+    Outer,
+    SumFactor,
+    concatenate,
+    cost_model,
+    sum_factors,
+    terms,
+)
+from persample.factors.layout import Layout
+from persample.factors.norms import squared_norms_per_factor
 from persample.gradients import Gradients, ParamSpec
 
 B = 4
@@ -240,6 +253,23 @@ def test_removed_rows_hold_no_nan(name):
     removed = factor.zero_rows(torch.arange(B) == 2)
     assert not removed.materialize()[2].any()
     assert removed.squared_norms().isfinite().all()
+
+
+@pytest.mark.parametrize("block", [None, 200], ids=["whole", "blocks"])
+def test_norms_read_shared_operands_once(block, monkeypatch):
+    """Layers of one input share it, the weights of an LSTM share signals; chains of both are one group."""
+    x, y, signals, others = (torch.randn(B, 1, 3, size) for size in (20, 24, 30, 30))
+    pairs = [(signals, x), (others, x), (signals, y), (torch.randn(B, 1, 3, 12), torch.randn(B, 1, 3, 40))]
+    factors = [Outer(left, right, Layout.of_matrix(left.shape[3], right.shape[3]), left.dtype) for left, right in pairs]
+    assert all(factor.term_operands for factor in factors)
+    if block is not None:
+        monkeypatch.setattr(cost_model, "BLOCK", block)
+    seen, product = [], terms._inner_products
+    monkeypatch.setattr(terms, "_inner_products", lambda x: seen.append(len(x)) or product(x))
+    for factor, found in zip(factors, squared_norms_per_factor(factors), strict=True):
+        assert_trees_close(found, factor.materialize().double().flatten(1).square().sum(1), 1e-6)
+    assert sum(seen) == 6 * B
+    assert (max(seen) < B) == (block is not None)
 
 
 def test_cancelling_signals_keep_their_norm():

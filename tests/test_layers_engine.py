@@ -32,6 +32,7 @@ from persample import (
     stop_gradient,
 )
 from persample.engines import layers
+from persample.factors import terms
 from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 
@@ -817,6 +818,13 @@ def test_autocast_inside_the_loss(layer, reduction):
     truth = per_sample_grads(loss, params, x, reduction, engine="loop")
     for _ in range(3):
         assert_trees_close(per_sample_grads(loss, params, x, reduction), truth, rtol=0.02)
+
+
+def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals(monkeypatch):
+    widths, product = [], terms._inner_products
+    monkeypatch.setattr(terms, "_inner_products", lambda x: widths.append(x.shape[-1]) or product(x))
+    per_sample_grads(lambda model, x: model(x)[0].square().sum(), nn.LSTM(24, 32), torch.randn(3, 4, 24), Norm())
+    assert sorted(widths) == [24, 32, 4 * 32]
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN], ids=lambda kind: kind.__name__)
