@@ -162,7 +162,7 @@ class Stacked:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return views of so many numbers as stay in the cache; all of tensors that are small, or of different shapes.
+    """Return views of as many numbers as stay in the cache, or the tensors whole, if small or of different shapes.
 
     Args:
         tensors: those that are written to come first, and are contiguous.

@@ -54,7 +54,7 @@ IN_PLACE_NOISE = Refusal("no rule", r"draws random numbers in place")
 DERIVATIVES = Refusal("derivatives", r"calls requires_grad_\(\) or backward\(\) itself")
 STATISTICS = Refusal("statistics", r"does not update running statistics", ArgumentError)
 SPARSE_GRADIENTS = Refusal("sparse", r"expected dense gradients", ArgumentError)
-BOUNDED_ROWS = Refusal("rescaled", r"a table that no lookup changes", ArgumentError)
+BOUNDED_ROWS = Refusal("rescaled", r"tables, also frozen ones, that no lookup changes", ArgumentError)
 REENTRANT = Refusal("reentrant", r"use_reentrant=True, torch.utils.checkpoint is incompatible", RuntimeError)
 RAGGED = Refusal("lengths", r"expected leaves of one common batch size.*Pad episodes", ArgumentError)
 TORCH = Refusal("no rule", r"False != True", AssertionError)  # torch.cond's own

@@ -302,6 +302,22 @@ def test_norms_and_inner_products_of_tied_embeddings_whose_uses_cancel():
     assert_trees_close(factor.gram(factor.rows(slice(2))), rows @ rows[:2].T, 1e-6)
 
 
+def test_an_infinite_lookup_does_not_reach_other_rows():
+    layout = Layout.of_matrix(60, 40)
+    signals = torch.randn(B, 3, 40)
+    signals[1, 0, 0] = torch.inf
+    index = torch.tensor([[3, 5, 3]]).repeat(B, 1)
+    factor = sum_factors(
+        [
+            Outer(torch.randn(B, 1, 2, 60), torch.randn(B, 1, 2, 40), layout, torch.float32),
+            Embedding(signals, index, (60, 40)),
+        ]
+    )
+    expected = factor.materialize().double().flatten(1).square().sum(1)
+    assert expected[1] == factor.squared_norms()[1] == torch.inf
+    assert_trees_close(factor.squared_norms()[2:], expected[2:], 1e-6)
+
+
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):
     factor = table(20)
     expected = factor.gram()

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from oracle import assert_trees_close
 from torch import nn
 from torch.nn import functional as F
 from vmap_rules_cases import B, check, check_module, draw
 
+from persample import Loss, Stack, per_sample_grads
 from persample.vmap_rules import VmapRules, cross_entropy
 
 
@@ -121,29 +123,43 @@ def test_index_add(dtype):
 
 def test_index_add_rejects_what_torch_rejects():
     x, i = torch.zeros(B, 3, 2), torch.zeros(B, 2, dtype=torch.long)
-    for source in (torch.ones(1, 2), torch.ones(2, 1), torch.ones(2, 2, dtype=torch.float64)):
+    sources = torch.ones(1, 2), torch.ones(2, 1), torch.ones(2, 2, dtype=torch.float64)
+    for index, source in [*((i, source) for source in sources), (i.float(), torch.ones(2, 2))]:
 
         def fn(x, i, source=source):
             with VmapRules():
                 return x.index_add(0, i, source)
 
         with pytest.raises(RuntimeError, match=r"index_add|must match self"):
-            torch.vmap(fn)(x, i)
+            torch.vmap(fn)(x, index)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_cumprod(length):
+@pytest.mark.parametrize("zeros", [[], [0], [2], [1, 3]], ids=str)
+@pytest.mark.parametrize("length", [1, 5])
+def test_cumprod(length, zeros):
     def fn(params, x):
-        x = params * x.index_fill(0, torch.tensor([length // 2]), 0)  # a zero among the factors
-        return (
-            x.cumprod(0),
-            torch.cumprod(x, dim=-1),
-            x[0, 0].cumprod(0),
-            x.cumprod(0, dtype=x.dtype),
-        )
+        x = params * x.index_fill(0, torch.tensor([k for k in zeros if k < length], dtype=torch.long), 0)
+        return x.cumprod(0), torch.cumprod(x, dim=-1), x[0, 0].cumprod(0), x.cumprod(0, dtype=x.dtype)
 
-    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(length, 3),), recorded=True)
+    check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(length, 3),))
     check(lambda params, x: params.cumprod(0) * x, torch.randn(length, dtype=torch.float64), (draw(length),))
+
+
+@pytest.mark.parametrize(
+    "factors", [[0, 1e20, 1e20, 1e20], [1e-30, 1e-30, 1e30, 1e30], [*[0.5] * 150, *[2.0] * 150]], ids=["0", "1", "300"]
+)
+def test_cumprod_of_factors_whose_later_products_overflow(factors):
+    def loss(params, x):
+        return (params * x).cumprod(0).sum()
+
+    x = torch.tensor([factors])
+    with VmapRules():
+        value = torch.vmap(loss, (None, 0))(torch.tensor(1.0), x)
+    assert_trees_close(value, x.double().cumprod(1).sum(1).float(), 1e-6)
+    wanted = {"grads": Stack(), "losses": Loss()}
+    expected = per_sample_grads(loss, torch.tensor(1.0), x, wanted, engine="loop")
+    actual = per_sample_grads(loss, torch.tensor(1.0), x, wanted)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:Since version 1.3.0, affine_grid behavior has changed")
@@ -156,6 +172,19 @@ def test_affine_grid(size, align):
         return F.affine_grid(params * x, size, align_corners=align)
 
     check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, axes, axes + 1),))
+
+
+def test_affine_grid_rejects_what_torch_rejects():
+    def fn(theta, size):
+        with VmapRules():
+            return F.affine_grid(theta, size, align_corners=False)
+
+    theta = torch.ones(B, 1, 2, 3)
+    for wrong in (theta.long(), theta[..., :2]):
+        with pytest.raises(ValueError, match=r"Expected theta|Expected a batch"):
+            torch.vmap(lambda theta: fn(theta, (1, 1, 2, 2)))(wrong)
+    with pytest.raises(TypeError, match="must be tuple of ints"):
+        torch.vmap(lambda theta: fn(theta, torch.tensor([1, 1, 2, 2])))(theta)
 
 
 def test_items_of_constants_stay_views():

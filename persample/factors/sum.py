@@ -98,26 +98,26 @@ class SumFactor(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        products = [part for part in self.parts if isinstance(part, Outer) and has_rows(part) and part.needs_no_writing]
+        heads = [part for part in self.parts if isinstance(part, Outer) and part.layout.is_matrix]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
-        if len(products) == len(tables) == 1 and len(self.parts) == 2:
-            return _squared_norms(products[0], tables[0])
+        if len(self.parts) == 2 and heads and tables and heads[0].needs_no_writing:
+            return _squared_norms_of_both(heads[0], tables[0])
         return super().squared_norms()
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""
         # Not of parts with parts: where these nearly cancel, as those of a softmax and its label do, no digit is left.
-        factors = [self] if other is None or other is self else [self, other]
-        if not all(map(has_rows, (part for factor in factors for part in _parts(factor)))):
+        others = self if other is None else other
+        if not all(map(has_rows, (*self.parts, *_parts(others)))):
             return super().gram(other, dtype)
-        each = max(map(len, factors)) * prod(self.shape[1:])
+        each = max(len(self), len(others)) * prod(self.shape[1:])
         step = cost_model.rows_per_block(self.shape[0], each, num_blocks=4)
 
-        def product(used: Tensor) -> Tensor:
-            written = [SumFactor(tuple(rows_of(part, used) for part in _parts(x))).materialize() for x in factors]
-            return contractions.gram(written[0], written[-1], dtype)
+        def of_rows(used: Tensor) -> Tensor:
+            mine = _written_out(self, used)
+            return contractions.gram(mine, mine if others is self else _written_out(others, used), dtype)
 
-        return _added(map(product, torch.arange(self.shape[0], device=self.device).split(step)))
+        return _added(map(of_rows, torch.arange(self.shape[0], device=self.device).split(step)))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
@@ -162,24 +162,32 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
     return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
 
 
-def _squared_norms(product: Outer, table: Embedding) -> Tensor:
-    """Return ‖gᵢ + hᵢ‖², ``[B]`` float64, for lookups hᵢ in the table that the products gᵢ are of.
+def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
+    """Return ‖gᵢ + hᵢ‖², ``[B]`` float64, of products gᵢ, and of lookups hᵢ in the same table.
 
     The rows that were looked up are written out, as products and lookups may nearly cancel there; of the others the
     products alone remain.
     """
-    index, (left, right) = table.index, (product.left[:, 0], product.right[:, 0])
+    index, (left, right) = table.index, (head.left[:, 0], head.right[:, 0])
     places = index[:, None].expand(-1, left.shape[1], -1)
-    others = replace(product, left=left.scatter(2, places, 0)[:, None])
-    dtype = dtypes.accumulate_dtype(torch.promote_types(product.dtype, table.dtype))
-    same = (index[:, :, None] == index[:, None]).to(dtype)
-    rows = left.gather(2, places).to(dtype).mT @ right.to(dtype) + same @ table.signals.to(dtype)
-    squares = norms.squared_norms(rows.flatten(0, 1)).view(index.shape) / same.sum(2)  # a row counts once
-    return others.squared_norms() + squares.sum(1)
+    others = replace(head, left=left.scatter(2, places, 0)[:, None])
+    dtype = dtypes.accumulate_dtype(torch.promote_types(head.dtype, table.dtype))
+    products = left.gather(2, places).to(dtype).mT @ right.to(dtype)
+    # A row that is looked up several times counts once, at its first place, with the sum of its signals.
+    first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(2)
+    lookups = torch.zeros_like(products).scatter_add_(1, first[..., None].expand_as(products), table.signals.to(dtype))
+    squares = norms.squared_norms((products + lookups).flatten(0, 1)).view(index.shape)
+    is_first = first == torch.arange(index.shape[1], device=index.device)
+    return others.squared_norms() + torch.where(is_first, squares, 0).sum(1)
 
 
 def _parts(factor: Factor) -> tuple[Factor, ...]:
     return factor.parts if isinstance(factor, SumFactor) else (factor,)
+
+
+def _written_out(factor: Factor, used: Tensor) -> Tensor:
+    """Return the gradients of some rows of the parameter."""
+    return SumFactor(tuple(rows_of(part, used) for part in _parts(factor))).materialize()
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

@@ -88,18 +88,17 @@ def _check_script(argument: str, name: str, part: nn.Module) -> None:
 
 
 def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: bool) -> None:
-    updates = isinstance(part, NormBase) and part.training and part.track_running_stats and not batch_statistics
-    is_table = isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    if not updates and not (is_table and (part.sparse or part.max_norm is not None)):
-        return
     label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
-    if updates:
+    if isinstance(part, NormBase) and part.training and part.track_running_stats and not batch_statistics:
         expected = "a module that does not update running statistics while it is differentiated"
         received = f"{label} in train mode"
         raise ArgumentError.about(argument, expected=expected, received=received, fix=STOP_STATISTICS)
+    if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+        return
     if part.max_norm is not None:
-        expected, received = "a table that no lookup changes", f"{label}, max_norm={part.max_norm}"
+        expected, received = "tables, also frozen ones, that no lookup changes", f"{label}, max_norm={part.max_norm}"
         fix = "Build it without max_norm, and bound its rows after each step (torch.renorm under torch.no_grad)."
         raise ArgumentError.about(argument, expected=expected, received=received, fix=fix)
-    fix = "Build it with sparse=False."
-    raise ArgumentError.about(argument, expected="dense gradients", received=f"{label}, sparse=True", fix=fix)
+    if part.sparse:
+        expected, received, fix = "dense gradients", f"{label}, sparse=True", "Build it with sparse=False."
+        raise ArgumentError.about(argument, expected=expected, received=received, fix=fix)

@@ -55,7 +55,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **pooling.RULES,
     **recurrent.RULES,
     **regression_losses.RULES,
-    **scans.RULES,
     **vision.RULES,
 }
 _FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
@@ -64,6 +63,7 @@ _FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     **distances.FIRST_DERIVATIVE_RULES,
     **normalization.FIRST_DERIVATIVE_RULES,
     **recurrent.FIRST_DERIVATIVE_RULES,
+    **scans.FIRST_DERIVATIVE_RULES,
 }
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from persample.vmap_rules.batched import is_batched
 
 _MASKS = {torch.bool, torch.uint8}
+_ROW_NUMBERS = {torch.int32, torch.int64}
 
 
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
@@ -55,7 +56,8 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:  # noqa: A002
     # Of indices that differ between samples, torch.func adds those of one sample after the other.
-    if not (is_batched(index) and index.ndim == 1 and _is_source(source, input, dim, len(index))):
+    rows = is_batched(index) and index.ndim == 1 and index.dtype in _ROW_NUMBERS
+    if not (rows and _is_source(source, input, dim, len(index))):
         return torch.index_add(input, dim, index, source, alpha=alpha)  # adds, or raises
     shape = [1] * input.ndim
     shape[dim] = len(index)
@@ -66,6 +68,8 @@ def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha:
 def _is_source(source: Tensor, x: Tensor, dim: Any, length: int) -> bool:
     """Return whether a tensor has the dtype of x, and its shape but for a length along one axis."""
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or source.dtype != x.dtype:
+        return False
+    if not (x.is_floating_point() or x.is_complex()):  # torch checks that alpha is in the range of integers
         return False
     shape = list(x.shape)
     shape[dim] = length

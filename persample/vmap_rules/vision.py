@@ -14,13 +14,16 @@ from persample.vmap_rules.batched import is_batched
 
 def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
     """Multiply the positions of all pixels, each in [-1, 1], by the affine maps."""
-    count, axes = size[0], len(size) - 2
-    if not is_batched(theta) or axes not in {2, 3} or theta.shape != (count, axes, axes + 1) or min(size) < 1:
+    is_known = (
+        is_batched(theta) and theta.is_floating_point() and isinstance(size, tuple | list) and len(size) in {4, 5}
+    )
+    axes = len(size) - 2
+    if not is_known or theta.shape != (size[0], axes, axes + 1) or min(size) < 1:
         return F.affine_grid(theta, size, align_corners)  # type: ignore[arg-type]
     steps = [_positions(n, theta, align_corners=bool(align_corners)) for n in size[2:]]
     places = torch.meshgrid(*steps, indexing="ij")[::-1]  # x comes first
     positions = torch.stack([*places, torch.ones_like(places[0])], -1)
-    return (positions.view(1, -1, axes + 1) @ theta.mT).view(count, *size[2:], axes)
+    return (positions.view(1, -1, axes + 1) @ theta.mT).view(size[0], *size[2:], axes)
 
 
 def _positions(count: int, like: Tensor, *, align_corners: bool) -> Tensor:
