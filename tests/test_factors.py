@@ -318,6 +318,15 @@ def test_an_infinite_lookup_does_not_reach_other_rows():
     assert_trees_close(factor.squared_norms()[2:], expected[2:], 1e-6)
 
 
+@pytest.mark.parametrize("lookups", [0, 1, 4])
+@pytest.mark.parametrize("size", [0, 1, B])
+def test_norms_of_tied_embeddings(size, lookups):
+    head = Outer(torch.randn(size, 1, 2, 60), torch.randn(size, 1, 2, 40), Layout.of_matrix(60, 40), torch.float32)
+    factor = SumFactor((Embedding(torch.randn(size, lookups, 40), torch.randint(3, (size, lookups)), (60, 40)), head))
+    expected = factor.materialize().double().flatten(1).square().sum(1)
+    assert_trees_close(factor.squared_norms(), expected, 1e-6)
+
+
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):
     factor = table(20)
     expected = factor.gram()

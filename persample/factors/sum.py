@@ -100,7 +100,7 @@ class SumFactor(Factor):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         heads = [part for part in self.parts if isinstance(part, Outer) and part.layout.is_matrix]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
-        if len(self.parts) == 2 and heads and tables and heads[0].needs_no_writing:
+        if len(self.parts) == 2 and heads and tables and heads[0].needs_no_writing and tables[0].num_terms:
             return _squared_norms_of_both(heads[0], tables[0])
         return super().squared_norms()
 
