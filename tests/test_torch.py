@@ -516,20 +516,6 @@ def test_make_dual():
     assert _torch.make_dual in functions_of(differentiated)
 
 
-def test_the_fallback_of_vmap():
-    def looped(x):
-        return torch.histc(x, 3)
-
-    assert _torch.is_vmap_fallback_enabled()
-    _torch.set_vmap_fallback_enabled(False)
-    try:
-        assert not _torch.is_vmap_fallback_enabled()
-        with pytest.raises(RuntimeError, match="hit the vmap fallback which is currently disabled"):
-            vmap(looped)(torch.ones(2, 3))
-    finally:
-        _torch.set_vmap_fallback_enabled(True)
-
-
 def test_unpool_output_size():
     x = torch.ones(1, 1, 2, 2)
     assert list(_torch.unpool_output_size(x, [2, 2], [2, 2], [0, 0], None)) == [4, 4]

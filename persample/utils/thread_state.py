@@ -119,7 +119,6 @@ _THREAD: _States = [
     (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
     (_autocast, _set_autocast),
     (_torch.get_eval_frame_callback, _torch.set_eval_frame),
-    (_torch.is_vmap_fallback_enabled, _torch.set_vmap_fallback_enabled),
 ]
 _SHARED: _States = [
     (_torch.dispatch_flags, _torch.set_dispatch_flags),

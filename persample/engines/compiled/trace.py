@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ from persample._torch import (
     aten_efficientzerotensor,
     aten_local_scalar_dense,
     force_original_view_tracking,
-    is_vmap_fallback_enabled,
-    set_vmap_fallback_enabled,
 )
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, drop_failed, pack
@@ -30,6 +28,15 @@ from persample.utils.tracing import Trace, any_exception, untraced, without_warn
 
 class TraceError(Exception):
     """Raised for a loss that cannot be traced: it depends on values, or torch has no rule for an operation."""
+
+
+# Operations of one kind on end, in a trace with a thousand samples.
+_MOST_ALIKE = 900
+# Those by which vmap takes samples apart, and a question that comes before each operation.
+_OF_ONE_SAMPLE = {
+    *(torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.unsqueeze.default),
+    torch.ops.prim.device.default,
+}
 
 
 class Format(NamedTuple):
@@ -110,6 +117,39 @@ class _Constants(TorchDispatchMode):
             return args[0].item()
 
 
+class _Loops(TorchDispatchMode):
+    """Ends a trace in which vmap runs an operation once for each sample: the graph would grow with their number."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._last: Any = None
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation.
+
+        Args:
+            func: an operation of aten.
+            types: the tensor subclasses among the arguments.
+            args: the arguments of the operation.
+            kwargs: the keyword arguments of the operation.
+
+        Returns:
+            The result of the operation.
+
+        Raises:
+            TraceError: if the same operation was run some hundred times on end.
+        """
+        if func not in _OF_ONE_SAMPLE:
+            self._count = self._count + 1 if func is self._last else 0
+            self._last = func
+        if self._count >= _MOST_ALIKE:
+            raise TraceError(f"{func} runs once for each sample")
+        return func(*args, **(kwargs or {}))
+
+
 def trace(
     function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]], *, any_size: bool = False
 ) -> Traced:
@@ -135,7 +175,7 @@ def trace(
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with _Constants(), Bounds(state.exceptions):
+        with _Constants(), _Loops() if any_size else nullcontext(), Bounds(state.exceptions):
             results, outline = pack(function(list(tensors)))
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
             flag = any_exception()
@@ -143,8 +183,7 @@ def trace(
             return results if flag is None else [*results, flag]
 
     # Autograd would update written views by as_strided, which functionalization rejects: it must replay the views.
-    loops = _without_loops() if any_size else nullcontext()
-    with state.fake_tensors(), force_original_view_tracking(True), without_warnings(), loops:
+    with state.fake_tensors(), force_original_view_tracking(True), without_warnings():
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
@@ -153,17 +192,6 @@ def trace(
             raise TraceError(said(error) + getattr(error, "users_line", "")) from error
     drop_failed(graph)
     return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
-
-
-@contextmanager
-def _without_loops() -> Iterator[None]:
-    """Make operations raise an error that vmap has no rule for, and would run once for each sample."""
-    before = is_vmap_fallback_enabled()
-    set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        set_vmap_fallback_enabled(before)
 
 
 def said(error: Exception) -> str:
