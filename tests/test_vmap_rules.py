@@ -133,6 +133,13 @@ def test_index_add_rejects_what_torch_rejects():
         with pytest.raises(RuntimeError, match=r"index_add|must match self"):
             torch.vmap(fn)(x, index)
 
+    def onto_itself(x, i):
+        with VmapRules():
+            return x.index_add_(0, i, x)
+
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        torch.vmap(onto_itself)(x[:, :2].clone(), i)
+
 
 @pytest.mark.parametrize("zeros", [[], [0], [2], [1, 3]], ids=str)
 @pytest.mark.parametrize("length", [1, 5])

@@ -78,23 +78,22 @@ def _check_script(argument: str, name: str, part: nn.Module) -> None:
     if not isinstance(part, torch.jit.ScriptModule):
         return
     if any(p.requires_grad for p in part.parameters(recurse=False)) or any(True for _ in part.buffers(recurse=False)):
-        label = f"{name!r} ({part.original_name})" if name else part.original_name
         raise ArgumentError.about(
             argument,
             expected="modules whose parameters and buffers can be replaced",
-            received=f"{label}, a TorchScript module",
+            received=f"{_labelled(name, part.original_name)}, a TorchScript module",
             fix="Pass the nn.Module that it was made from; loss_fn may close over a scripted one that is not learned.",
         )
 
 
 def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: bool) -> None:
-    label = f"{name!r} ({type(part).__name__})" if name else type(part).__name__
     if isinstance(part, NormBase) and part.training and part.track_running_stats and not batch_statistics:
         expected = "a module that does not update running statistics while it is differentiated"
-        received = f"{label} in train mode"
+        received = f"{_labelled(name, type(part).__name__)} in train mode"
         raise ArgumentError.about(argument, expected=expected, received=received, fix=STOP_STATISTICS)
     if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
         return
+    label = _labelled(name, type(part).__name__)
     if part.max_norm is not None:
         expected, received = "tables, also frozen ones, that no lookup changes", f"{label}, max_norm={part.max_norm}"
         fix = "Build it without max_norm, and bound its rows after each step (torch.renorm under torch.no_grad)."
@@ -102,3 +101,7 @@ def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: 
     if part.sparse:
         expected, received, fix = "dense gradients", f"{label}, sparse=True", "Build it with sparse=False."
         raise ArgumentError.about(argument, expected=expected, received=received, fix=fix)
+
+
+def _labelled(name: str, kind: str) -> str:
+    return f"{name!r} ({kind})" if name else kind

@@ -55,29 +55,29 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:  # noqa: A002
-    # Of indices that differ between samples, torch.func adds those of one sample after the other.
-    rows = is_batched(index) and index.ndim == 1 and index.dtype in _ROW_NUMBERS
-    if not (rows and _is_source(source, input, dim, len(index))):
+    if not _adds_rows(input, dim, index, source):
         return torch.index_add(input, dim, index, source, alpha=alpha)  # adds, or raises
-    shape = [1] * input.ndim
-    shape[dim] = len(index)
-    places = index.long().view(shape).expand_as(source)
+    places = _along(index.long(), input.ndim, dim).expand_as(source)
     return torch.scatter_add(input, dim, places, source if alpha == 1 else source * alpha)
 
 
-def _is_source(source: Tensor, x: Tensor, dim: Any, length: int) -> bool:
-    """Return whether a tensor has the dtype of x, and its shape but for a length along one axis."""
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or source.dtype != x.dtype:
-        return False
-    if not (x.is_floating_point() or x.is_complex()):  # torch checks that alpha is in the range of integers
+def _index_add_in_place(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:  # noqa: A002
+    if source is input or not _adds_rows(input, dim, index, source):
+        return input.index_add_(dim, index, source, alpha=alpha)  # adds, or raises
+    return input.copy_(_index_add(input, dim, index, source, alpha=alpha))
+
+
+def _adds_rows(x: Tensor, dim: Any, index: Tensor, source: Tensor) -> bool:
+    """Return whether indices differ between samples, of which torch.func adds one after the other, and torch takes all.
+
+    Of integers torch also checks that alpha is in their range.
+    """
+    rows = is_batched(index) and index.ndim == 1 and index.dtype in _ROW_NUMBERS
+    if not (rows and isinstance(dim, int) and -x.ndim <= dim < x.ndim):
         return False
     shape = list(x.shape)
-    shape[dim] = length
-    return list(source.shape) == shape
-
-
-def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    return input.copy_(_index_add(input, *args, **kwargs))
+    shape[dim] = len(index)
+    return list(source.shape) == shape and source.dtype == x.dtype and (x.is_floating_point() or x.is_complex())
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
@@ -101,11 +101,16 @@ def _takes_scalar_tensor(x: Tensor, dim: Any, value: Any) -> bool:
 
 def _mask_of_rows(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return a mask of the indexed rows, of the size of x along one axis and of size 1 along the others."""
-    shape = [1] * x.ndim
+    rows = torch.zeros(x.shape[dim] if x.ndim else 1, dtype=torch.bool, device=x.device)
+    return _along(rows.index_fill(0, index, True), x.ndim, dim)
+
+
+def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
+    """Return ``x [n]`` with n along one of ``ndim`` axes, and 1 along the others."""
+    shape = [1] * ndim
     if shape:
-        shape[dim] = x.shape[dim]
-    rows = torch.zeros(shape[dim] if shape else 1, dtype=torch.bool, device=x.device)
-    return rows.index_fill(0, index, True).view(shape)
+        shape[dim] = len(x)
+    return x.view(shape)
 
 
 def _masked_select(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
@@ -125,9 +130,7 @@ def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
         return torch.select_scatter(input, src, dim, index)  # raises
     size = input.shape[dim]
     chosen = torch.arange(size, device=input.device) == index % size
-    shape = [1] * input.ndim
-    shape[dim] = size
-    return torch.where(chosen.view(shape), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
+    return torch.where(_along(chosen, input.ndim, dim), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -15,8 +15,8 @@ from persample.vmap_rules.batched import is_batched
 
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Pack the indices of the rows, and look up the rows by these."""
-    if is_batched(lengths):  # so would be the shape of the result: vmap says that it cannot read them
-        lengths = lengths.new_tensor(lengths.tolist())
+    if is_batched(lengths):
+        lengths.tolist()  # the result would have a shape of each sample's: vmap raises that it cannot read values
     x = x.transpose(0, 1) if batch_first else x
     indices = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1)
     indices, batch_sizes = pack_padded_sequence(indices, lengths, False)

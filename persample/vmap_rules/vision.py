@@ -14,11 +14,10 @@ from persample.vmap_rules.batched import is_batched
 
 def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
     """Multiply the positions of all pixels, each in [-1, 1], by the affine maps."""
-    is_known = (
-        is_batched(theta) and theta.is_floating_point() and isinstance(size, tuple | list) and len(size) in {4, 5}
-    )
     axes = len(size) - 2
-    if not is_known or theta.shape != (size[0], axes, axes + 1) or min(size) < 1:
+    is_image = isinstance(size, tuple | list) and axes in {2, 3} and min(size) > 0
+    fits = is_image and theta.is_floating_point() and theta.shape == (size[0], axes, axes + 1)
+    if not (fits and is_batched(theta)):
         return F.affine_grid(theta, size, align_corners)  # type: ignore[arg-type]
     steps = [_positions(n, theta, align_corners=bool(align_corners)) for n in size[2:]]
     places = torch.meshgrid(*steps, indexing="ij")[::-1]  # x comes first

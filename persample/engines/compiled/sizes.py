@@ -80,7 +80,7 @@ class AnySize:
         formats = [Format.of(x) for x in task.tensors]
         try:
             traces = [trace(task, partial(_at, formats, axes, size), any_size=True) for size in _SIZES]
-        except (TraceError, ArgumentError):  # or an ``out`` that does not fit; messages must name the size of the call
+        except (TraceError, ArgumentError):  # a loop over samples, or what the program for one size will raise again
             return None
         graph = unified([traced.graph for traced in traces], _SIZES, axes[0])
         if graph is None or not all(_is_alike(traced, traces[-1]) for traced in traces):
