@@ -362,13 +362,15 @@ class TestErrors:
         with pytest.raises(ArgumentError, match=message):
             accumulate(loss, draw(3), [(self.x, self.x[:, 0]), (self.x, self.x[:5, 0])], ps.Sum())
 
-    def test_parameters_are_checked_before_anything_is_read(self):
+    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    @pytest.mark.parametrize("params", [{}, [nn.ReLU()], torch.ones(3, dtype=torch.int64), {"w": 1.0}])
+    def test_parameters_are_checked_before_a_second_batch_is_read(self, params, engine):
         def batches():
+            yield self.x
             raise AssertionError("read")
-            yield
 
-        with pytest.raises(ArgumentError, match=r"^params: expected"):
-            accumulate(affine, {}, batches(), ps.Sum())
+        with pytest.raises(ArgumentError, match=r"^params(\['w'\])?: expected"):
+            accumulate(affine, params, batches(), ps.Sum(), engine=engine)
 
     @pytest.mark.parametrize(
         ("other", "message"),

@@ -129,7 +129,7 @@ def accumulate(
     lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
 
     def prepare() -> tuple[Processes, SinkRun | None]:
-        processes = Processes(group, inputs.check_params(params).tensors[0].device, "accumulate")
+        processes = Processes(group, lift.device, "accumulate")
         if sink is None:
             return processes, None
         return processes, SinkRun(Path(sink), lift, container, order, processes, resume=bool(resume))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from persample import inputs, pipeline
 from persample.engines import ENGINES, Asked, FlatParams, Total, empty, lift_compiled, merge_compiled, repeated
@@ -107,6 +108,13 @@ class BatchLift:
     def _flat_params(self) -> FlatParams | None:
         # A module is walked through once: a parameter that is replaced later is another input of the captured loss.
         return FlatParams.of(self.params) if isinstance(self.params, nn.Module) else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters, which the first batch checks."""
+        flat = self._flat_params or FlatParams.of(self.params)
+        tensors = [x for x in flat.tensors if isinstance(x, Tensor)]
+        return (tensors or inputs.check_params(self.params).tensors)[0].device
 
     def normalized(self, batch: Batch) -> Call:
         """Return a batch, normalized; nothing is computed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from persample.inputs import Call
+from persample.inputs import Call, check_params
 from persample.inputs.loss import NotConnectedError
 from persample.processes import Processes
 from persample.streams.accumulator import Accumulator, Partial
@@ -92,6 +92,8 @@ class Stream:
             self.accumulator.take(merged, [])
             self.accumulator.count(size, None)
             return
+        if batch.number == 0:  # an error in them is none of the batch's
+            check_params(self.lift.params)
         call = self.lift(batch, lambda: self.accumulator.total, self._receive)
         self.accumulator.count(call.size, call.weights)
         if self.run is not None:
