@@ -12,7 +12,7 @@ import pytest
 import torch
 from oracle import assert_trees_close, oracle
 from torch.nn import functional as F
-from traced import without_compiling
+from traced import lowered, without_compiling
 
 import persample as ps
 from persample import per_sample_grads
@@ -250,3 +250,13 @@ def test_zeros_that_samples_share_are_written_for_each(name):
     rows = oracle(loss, P, (X, I))
     result = per_sample_grads(loss, P, (X, I), {"sum": ps.Sum(), "rows": ps.Stack()}, engine="compiled")
     assert_trees_close(result, {"sum": rows.grads[0].sum(0), "rows": rows.grads[0]}, 1e-9)
+
+
+def test_an_expanded_index_is_checked_once(monkeypatch):
+    graphs = lowered(monkeypatch)
+    loss = lambda p, x, i: p.gather(0, i[:, None].expand(-1, D)).square().sum()  # noqa: E731
+    found = per_sample_grads(loss, P, (X, I), ps.Sum(), engine="compiled")
+    assert_trees_close(found, oracle(loss, P, (X, I)).grads[0].sum(0), 1e-12)
+    checks = [x for x in graphs[0].graph.nodes if x.target in {torch.ops.aten.lt.Scalar, torch.ops.aten.ge.Scalar}]
+    assert checks
+    assert all(x.meta["val"].numel() == B * T for x in checks)

@@ -58,8 +58,9 @@ class Bounds(TorchDispatchMode):
         Returns:
             The clamped index.
         """
-        self._noted.append(((index < least) | (index >= size)).any())
-        return index.clamp(least, size - 1)
+        once = index[tuple(slice(None if stride else 1) for stride in index.stride())]  # of an expanded one
+        self._noted.append(((once < least) | (once >= size)).any())
+        return once.clamp(least, size - 1).expand_as(index)
 
 
 _Within = Callable[..., Tensor]
