@@ -278,6 +278,46 @@ def test_cancelling_signals_keep_their_norm():
     assert abs(naive / exact - 1) > 0.01
 
 
+def _of_any_magnitude():
+    """Terms of samples that float32 cannot hold, or whose terms cancel, beside usual ones."""
+    torch.manual_seed(0)
+    signals, inputs = torch.randn(12, 1, 3, 64), torch.randn(12, 1, 3, 64)
+    for sample, (one, other) in enumerate([(1e-30, 1e20), (1e25, 1e10), (1e15, 1e15), (1e-12, 1e-12), (0, 1), (1, 0)]):
+        signals[sample] *= one
+        inputs[sample] *= other
+    signals[2], inputs[2] = signals[2].abs(), inputs[2].abs()  # all products overflow to +inf
+    signals[6], inputs[6] = signals[6, :, :1], inputs[6, :, :1]
+    signals[6, 0, 2] *= -2 + 1e-3  # the sum is a thousandth of its terms
+    signals[7, 0, :2] *= 1e-21  # beside a larger term, whose input is small
+    inputs[7, 0, 2] *= 1e-21
+    return signals, inputs
+
+
+def _norms_of_sums(signals, inputs, engine):
+    def loss(w, signals, inputs):
+        return ((inputs @ w.T) * signals).sum()
+
+    assert Outer(signals, inputs, Layout.of_matrix(64, 64), signals.dtype).term_operands
+    return per_sample_grads(loss, torch.zeros(64, 64), (signals[:, 0], inputs[:, 0]), Norm(), engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_norms_of_sums_of_any_magnitude(engine):
+    signals, inputs = _of_any_magnitude()
+    exact = torch.einsum("bgto,bgti->boi", signals.double(), inputs.double()).square().sum((1, 2)).sqrt()
+    assert exact[6] < exact[8:].min() / 100
+    norms = _norms_of_sums(signals, inputs, engine).double()
+    assert_trees_close(norms / exact.where(exact > 0, 1), (exact > 0).double(), 2e-6)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_norms_of_sums_that_are_not_finite(value, engine):
+    signals, inputs = _of_any_magnitude()
+    signals[8, 0, 0, 0] = value
+    assert _norms_of_sums(signals, inputs, engine).isfinite().tolist() == [sample != 8 for sample in range(12)]
+
+
 def test_norms_and_inner_products_of_tied_embeddings_whose_uses_cancel():
     """The squares of the parts are 1e8 times that of the sum, and have no digit of it in float32."""
     index = torch.randint(60, (B, 1))
@@ -356,8 +396,8 @@ class Spy:
     def __getattr__(self, name):
         if name in ANNOUNCED:
             self.calls.add(name)
-        if name == "norm_operands":  # norms are asked of the factor itself
-            return ()
+        if name in {"norm_operands", "term_operands"}:  # norms are asked of the factor itself
+            return () if name == "norm_operands" else None
         value = getattr(self.factor, name)
         if name in {"zero_rows", "scale_rows", "rows"}:
             return lambda *args: Spy(value(*args), self.calls)

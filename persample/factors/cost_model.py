@@ -39,17 +39,20 @@ class Rates(NamedTuple):
     Args:
         product: of a multiply-add in a matrix product in float32.
         product64: the same in float64.
+        inner: the same in inner products of a sample's terms.
         number: to read or write a number.
     """
 
     product: float
     product64: float
+    inner: float
     number: float
 
 
 # Only ratios matter. CPU: least squares over 156 sizes, one core of an Intel Xeon (Sapphire Rapids), torch 2.13.
 # Other devices: NVIDIA's data sheet of the H100 (67 and 34 TFLOPS, 3.35 TB/s), not measured.
-_CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2e-10), Rates(3e-14, 6e-14, 1.2e-12)
+# Inner products of terms are small: on CPUs they take twice the time, on others they are in float64.
+_CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2.8e-11, 2e-10), Rates(3e-14, 6e-14, 6e-14, 1.2e-12)
 
 
 class Work(NamedTuple):
@@ -58,14 +61,14 @@ class Work(NamedTuple):
     Args:
         products: multiply-adds in units of T·E, in float32.
         products64: the same in float64.
-        inner64: inner products of all pairs of terms in float64.
+        inner: inner products of all pairs of terms.
         written: numbers read or written, in units of E.
         stored: the same, in units of S.
     """
 
     products: float = 0
     products64: float = 0
-    inner64: float = 0
+    inner: float = 0
     written: float = 0
     stored: float = 0
 
@@ -90,8 +93,9 @@ _OF_WRITTEN = {
     "gram": Work(written=3),
     "project": Work(written=2),
 }
-_INNER_PRODUCTS = Work(inner64=1)  # norms that write no gradient out
-_INNER_PASSES = 8  # over what they read, for conversion to float64 and the products of the results
+_INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
+# Over what they read; in float64, as of pixels and on other devices than CPUs, for its conversion, too.
+_INNER_PASSES, _INNER_PASSES64 = 3, 8
 
 
 class Size(NamedTuple):
@@ -104,7 +108,7 @@ class Size(NamedTuple):
         device: the type of the device.
         operands: S, the number of elements that products read, where these are not the stored ones.
         inner: the multiply-adds of inner products of all pairs of terms, and the number of elements that they read,
-            where these are not T·S and S.
+            where these are not T·S and S; they are in float64.
     """
 
     num_terms: int
@@ -117,14 +121,20 @@ class Size(NamedTuple):
     def seconds(self, *works: Work) -> float:
         """Return the estimated time of some work."""
         rates = _CPU if self.device == "cpu" else _GPU
-        products, products64, inner64, written, stored = map(sum, zip(*works, strict=True))
+        products, products64, inner, written, stored = map(sum, zip(*works, strict=True))
         terms, operands = self.num_terms, self.stored if self.operands is None else self.operands
-        inner_products, inner_operands = (terms * operands, operands) if self.inner is None else self.inner
         return (
             (products * rates.product + products64 * rates.product64) * terms * self.written
-            + inner64 * (inner_products * rates.product64 + _INNER_PASSES * inner_operands * rates.number)
+            + inner * self._seconds_of_inner_products(rates, operands)
             + (written * self.written + stored * operands) * rates.number
         )
+
+    def _seconds_of_inner_products(self, rates: Rates, operands: float) -> float:
+        if self.inner is not None:
+            products, read = self.inner
+            return products * rates.product64 + _INNER_PASSES64 * read * rates.number
+        passes = _INNER_PASSES if self.device == "cpu" else _INNER_PASSES64
+        return self.num_terms * operands * rates.inner + passes * operands * rates.number
 
 
 def inner_products_are_faster(size: Size) -> bool:

@@ -1,7 +1,12 @@
-"""Norms of sums of products Σₜ lₜ rₜᵀ, from the inner products of their terms."""
+"""Norms of sums of products Σₜ lₜ rₜᵀ, from the inner products of their terms.
+
+The T² terms of ‖Σₜ lₜ rₜᵀ‖² = Σₜᵤ ⟨lₜ, lᵤ⟩ ⟨rₜ, rᵤ⟩ may cancel. On CPUs they are computed in float32, and once more in
+float64 for the samples where they do, or where float32 cannot hold them.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -11,12 +16,21 @@ from torch import Tensor
 
 from persample.factors import cost_model
 from persample.utils.norms import memory_of_rows
+from persample.utils.tracing import is_recorded, is_traced
 
 Pair = tuple[Tensor, Tensor]
 
+# Float32 is sure of sums that are not much shorter than orthogonal terms would give: (Σₜ ‖lₜ‖ ‖rₜ‖)² is at most this
+# many times T ‖Σₜ lₜ rₜᵀ‖².
+_MOST_CANCELLED = 64
+# And of numbers that are not too small: the mean of ‖lₜ‖ ‖rₜ‖ is more than this times the largest ‖lₜ‖ or ‖rₜ‖.
+_LEAST = 1e-8
+# In compiled code, inner products of so few terms are loops of their own; torch's products take 2 to 5 times as long.
+_FEW_TERMS = 20
+
 
 def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
-    """Return ‖Σₜ lₜ rₜᵀ‖² = Σₜᵤ ⟨lₜ, lᵤ⟩ ⟨rₜ, rᵤ⟩ of each pair, summed over groups, ``[B]`` float64.
+    """Return ‖Σₜ lₜ rₜᵀ‖² of each pair, summed over groups, ``[B]`` float64.
 
     Inner products of operands that pairs share, as layers with one input do, are computed once.
 
@@ -28,8 +42,88 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
         >>> squared_norms_of_sums([(l, r), (l, l)])  # 3 + 8 and 1 + 4, squared
         [tensor([121.], dtype=torch.float64), tensor([25.], dtype=torch.float64)]
     """
-    found: dict[int, Tensor] = {}
     keys = [tuple(map(memory_of_rows, pair)) for pair in pairs]
+    if any(_needs_float64(x) for pair in pairs for x in pair):
+        return _in_float64(pairs, keys)
+    found: dict[int, Tensor] = {}
+    shapes = [left.shape[:3] for left, _ in pairs]
+    for shape in dict.fromkeys(shapes):
+        places = [place for place, other in enumerate(shapes) if other == shape]
+        found |= zip(places, _in_float32([pairs[k] for k in places], [keys[k] for k in places]), strict=True)
+    return [found[place] for place in range(len(pairs))]
+
+
+def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> Sequence[Tensor]:
+    """Return the squared norms of pairs with as many groups and terms; a few samples at a time, for their T² terms."""
+    (count, groups, num_terms, _), device = pairs[0][0].shape, pairs[0][0].device
+    step = cost_model.rows_in_cache(count, 2 * len(pairs) * groups * num_terms**2, device)
+    operands = _by_key(pairs, keys)
+    blocks: list[Tensor] = []
+    for start in range(0, max(count, 1), step):
+        rows = slice(start, start + step)
+        products = {key: _inner_products(x[rows]) for key, x in operands.items()}
+        left, right = (torch.stack([products[key] for key in side]) for side in zip(*keys, strict=True))
+        blocks.append(_checked(left, right, [(x[rows], y[rows]) for x, y in pairs]))
+    return (torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]).unbind()
+
+
+def _by_key(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> dict[Any, Tensor]:
+    return {key: x for pair, of_pair in zip(pairs, keys, strict=True) for key, x in zip(of_pair, pair, strict=True)}
+
+
+def _needs_float64(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or x.device.type != "cpu" or is_recorded(x)
+
+
+def _inner_products(x: Tensor) -> Tensor:
+    """Return ⟨xₜ, xᵤ⟩ in float32."""
+    x = x.float()
+    if is_traced(x) and x.shape[-2] <= _FEW_TERMS:
+        return (x.unsqueeze(-2) * x.unsqueeze(-3)).sum(-1)
+    return x @ x.mT
+
+
+def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
+    """Return the squared norms of pairs, ``[P, B]`` float64.
+
+    Args:
+        left: the inner products of signals, ``[P, B, G, T, T]`` float32.
+        right: those of inputs.
+        pairs: the signals and inputs.
+    """
+    squares = (left * right).sum((2, 3, 4), dtype=torch.float64)
+    of_left, of_right = (x.diagonal(dim1=3, dim2=4).flatten(2).double() for x in (left, right))
+    mean = (of_left * of_right).sqrt().mean(2).square()  # of ‖lₜ‖ ‖rₜ‖, squared
+    largest = torch.maximum(of_left.amax(2), of_right.amax(2))
+    num_terms = of_left.shape[2]
+    is_sure = (num_terms * mean < _MOST_CANCELLED * squares) & (mean > _LEAST**2 * largest) & (squares < torch.inf)
+    lefts, rights = map(list, zip(*pairs, strict=True))
+    if is_traced(squares):
+        return _opaque()(squares, is_sure, lefts, rights)
+    return _corrected(squares, is_sure, lefts, rights)
+
+
+def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    """Return squared norms, computed in float64 where they are not sure."""
+    if is_sure.all():
+        return squares.clone()
+    doubtful = ~is_sure
+    rows = [(left[of_pair], right[of_pair]) for left, right, of_pair in zip(lefts, rights, doubtful, strict=True)]
+    exact = [_in_float64([pair], [(0, 1)])[0] for pair in rows]
+    return squares.masked_scatter(doubtful, torch.cat(exact))
+
+
+@functools.cache
+def _opaque() -> Any:
+    """Return ``_corrected`` as an operation of compiled code, which has no branches; registered when first needed."""
+    schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
+    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema)
+    own.register_fake(lambda squares, *_: torch.empty_like(squares))
+    return own
+
+
+def _in_float64(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
     for places in _connected(keys):
         found |= zip(places, _of_connected([pairs[k] for k in places], [keys[k] for k in places]), strict=True)
     return [found[place] for place in range(len(pairs))]
@@ -49,17 +143,11 @@ def _connected(keys: Sequence[tuple[Any, Any]]) -> list[list[int]]:
 
 def _of_connected(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> list[Tensor]:
     """Return the squared norms of pairs, from a few samples at a time, whose copies in float64 stay in the cache."""
-    operands = {key: x for pair, of_pair in zip(pairs, keys, strict=True) for key, x in zip(of_pair, pair, strict=True)}
-    first = pairs[0][0]
+    operands, first = _by_key(pairs, keys), pairs[0][0]
     step = cost_model.rows_in_cache(len(first), sum(prod(x.shape[1:]) for x in operands.values()), first.device)
     blocks: list[list[Tensor]] = []
     for start in range(0, max(len(first), 1), step):
-        products = {key: _inner_products(x[start : start + step]) for key, x in operands.items()}
-        # The T² terms cancel: float32 would lose per cents.
+        wide = {key: x[start : start + step].double() for key, x in operands.items()}
+        products = {key: x @ x.mT for key, x in wide.items()}
         blocks.append([(products[left] * products[right]).sum((1, 2, 3)).clamp_min(0) for left, right in keys])
     return [torch.cat(of_pair) if len(blocks) > 1 else of_pair[0] for of_pair in zip(*blocks, strict=True)]
-
-
-def _inner_products(x: Tensor) -> Tensor:
-    wide = x.double()
-    return wide @ wide.mT
