@@ -254,7 +254,7 @@ def test_zeros_that_samples_share_are_written_for_each(name):
 
 def test_an_expanded_index_is_checked_once(monkeypatch):
     graphs = lowered(monkeypatch)
-    loss = lambda p, x, i: p.gather(0, i[:, None].expand(-1, D)).square().sum()  # noqa: E731
+    loss = lambda p, x, i: p.gather(0, i[:, None].expand(-1, D)).square().sum()
     found = per_sample_grads(loss, P, (X, I), ps.Sum(), engine="compiled")
     assert_trees_close(found, oracle(loss, P, (X, I)).grads[0].sum(0), 1e-12)
     checks = [x for x in graphs[0].graph.nodes if x.target in {torch.ops.aten.lt.Scalar, torch.ops.aten.ge.Scalar}]
