@@ -244,7 +244,14 @@ def test_removed_rows_hold_no_nan(name):
     assert removed.squared_norms().isfinite().all()
 
 
-@pytest.mark.parametrize("block", [None, 200], ids=["whole", "blocks"])
+@pytest.fixture
+def _small_in_float32(monkeypatch):
+    """Compute also the inner products of few small samples as those of many."""
+    monkeypatch.setattr("persample.factors.terms._SMALL", 0)
+
+
+@pytest.mark.usefixtures("_small_in_float32")
+@pytest.mark.parametrize("block", [None, 100], ids=["whole", "blocks"])
 def test_norms_read_shared_operands_once(block, monkeypatch):
     """Layers of one input share it, the weights of an LSTM share signals; chains of both are one group."""
     x, y, signals, others = (torch.randn(B, 1, 3, size) for size in (20, 24, 30, 30))
@@ -262,6 +269,7 @@ def test_norms_read_shared_operands_once(block, monkeypatch):
     assert (max(seen) < B) == (block is not None)
 
 
+@pytest.mark.usefixtures("_small_in_float32")
 def test_cancelling_signals_keep_their_norm():
     """In float32 the T² terms of signals that nearly cancel lose per cents; written in float64 they do not."""
     torch.manual_seed(0)
@@ -301,6 +309,7 @@ def _norms_of_sums(signals, inputs, engine):
     return per_sample_grads(loss, torch.zeros(64, 64), (signals[:, 0], inputs[:, 0]), Norm(), engine=engine)
 
 
+@pytest.mark.usefixtures("_small_in_float32")
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
 def test_norms_of_sums_of_any_magnitude(engine):
     signals, inputs = _of_any_magnitude()
@@ -310,6 +319,7 @@ def test_norms_of_sums_of_any_magnitude(engine):
     assert_trees_close(norms / exact.where(exact > 0, 1), (exact > 0).double(), 2e-6)
 
 
+@pytest.mark.usefixtures("_small_in_float32")
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_norms_of_sums_that_are_not_finite(value, engine):

@@ -7,7 +7,7 @@ float64 for the samples where they do, or where float32 cannot hold them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -26,7 +26,9 @@ _MOST_CANCELLED = 64
 # And of numbers that are not too small: the mean of ‖lₜ‖ ‖rₜ‖ is more than this times the largest ‖lₜ‖ or ‖rₜ‖.
 _LEAST = 1e-8
 # In compiled code, inner products of so few terms are loops of their own; torch's products take 2 to 5 times as long.
-_FEW_TERMS = 20
+_FEW_TERMS = 16
+# So few multiply-adds are left to float64.
+_SMALL = 2**19
 
 
 def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
@@ -43,7 +45,8 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
         [tensor([121.], dtype=torch.float64), tensor([25.], dtype=torch.float64)]
     """
     keys = [tuple(map(memory_of_rows, pair)) for pair in pairs]
-    if any(_needs_float64(x) for pair in pairs for x in pair):
+    operands = _by_key(pairs, keys).values()
+    if any(map(_needs_float64, operands)) or _are_small(operands):
         return _in_float64(pairs, keys)
     found: dict[int, Tensor] = {}
     shapes = [left.shape[:3] for left, _ in pairs]
@@ -56,7 +59,7 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
 def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> Sequence[Tensor]:
     """Return the squared norms of pairs with as many groups and terms; a few samples at a time, for their T² terms."""
     (count, groups, num_terms, _), device = pairs[0][0].shape, pairs[0][0].device
-    step = cost_model.rows_in_cache(count, 2 * len(pairs) * groups * num_terms**2, device)
+    step = cost_model.rows_in_cache(count, len(pairs) * groups * num_terms**2, device)
     operands = _by_key(pairs, keys)
     blocks: list[Tensor] = []
     for start in range(0, max(count, 1), step):
@@ -75,12 +78,17 @@ def _needs_float64(x: Tensor) -> bool:
     return x.dtype == torch.float64 or x.device.type != "cpu" or is_recorded(x)
 
 
+def _are_small(operands: Iterable[Tensor]) -> bool:
+    """Return whether all inner products take less time in float64 than the checks of those in float32."""
+    return not cost_model.is_for_any_size() and sum(x.numel() * x.shape[2] for x in operands) < _SMALL
+
+
 def _inner_products(x: Tensor) -> Tensor:
     """Return ⟨xₜ, xᵤ⟩ in float32."""
     x = x.float()
-    if is_traced(x) and x.shape[-2] <= _FEW_TERMS:
-        return (x.unsqueeze(-2) * x.unsqueeze(-3)).sum(-1)
-    return x @ x.mT
+    if not is_traced(x) or x.shape[-2] > _FEW_TERMS:
+        return x @ x.mT
+    return (x.unsqueeze(-2) * x.unsqueeze(-3)).sum(-1)
 
 
 def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
@@ -117,7 +125,8 @@ def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights
 def _opaque() -> Any:
     """Return ``_corrected`` as an operation of compiled code, which has no branches; registered when first needed."""
     schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
-    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema)
+    free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
+    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=free)
     own.register_fake(lambda squares, *_: torch.empty_like(squares))
     return own
 
