@@ -22,6 +22,7 @@ from torch import Tensor
 from persample.factors import Dense, Factor, Outer
 from persample.factors.cost_model import Plan, Size, inner_products_are_faster
 from persample.factors.layout import Layout
+from persample.factors.terms import squared_norms_of_sums
 
 OPERATIONS = {
     "Norm": {"squared_norms"},
@@ -57,8 +58,7 @@ class _Blocks(Outer):
 
 class _InnerProducts(Outer):
     def squared_norms(self) -> Tensor:
-        left, right = self.left.double(), self.right.double()
-        return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3))
+        return squared_norms_of_sums([(self.left, self.right)])[0]
 
 
 def cases(count: int) -> Iterator[Case]:

@@ -305,8 +305,10 @@ def _norms_of_sums(signals, inputs, engine):
     def loss(w, signals, inputs):
         return ((inputs @ w.T) * signals).sum()
 
-    assert Outer(signals, inputs, Layout.of_matrix(64, 64), signals.dtype).term_operands
-    return per_sample_grads(loss, torch.zeros(64, 64), (signals[:, 0], inputs[:, 0]), Norm(), engine=engine)
+    width = signals.shape[-1]
+    assert Outer(signals, inputs, Layout.of_matrix(width, width), signals.dtype).term_operands
+    batch = signals[:, 0], inputs[:, 0]
+    return per_sample_grads(loss, torch.zeros(width, width), batch, Norm(), engine=engine)
 
 
 @pytest.mark.usefixtures("_small_in_float32")
@@ -317,6 +319,25 @@ def test_norms_of_sums_of_any_magnitude(engine):
     assert exact[6] < exact[8:].min() / 100
     norms = _norms_of_sums(signals, inputs, engine).double()
     assert_trees_close(norms / exact.where(exact > 0, 1), (exact > 0).double(), 2e-6)
+
+
+def _opposite(num_terms, live, difference):
+    """Terms (a, r) and (−a, r'), where r' is nearly r, and terms of zero: the sum is shorter than any of them."""
+    signs = torch.cat([torch.ones(live // 2), -torch.ones(live // 2), torch.zeros(num_terms - live)])[:, None]
+    one, other, change = torch.randn(3, 8, 1, 1, 256)
+    return signs * one, other + difference * (signs < 0) * change
+
+
+@pytest.mark.usefixtures("_small_in_float32")
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("difference", [0.1, 0.2, 0.22, 0.3])
+@pytest.mark.parametrize(("num_terms", "live"), [(2, 2), (16, 2), (16, 16), (40, 2), (40, 40)])
+def test_norms_of_sums_that_cancel_a_little(num_terms, live, difference, engine):
+    """Just more and just less than what float32 is sure of: with 0.2, (Σₜ ‖lₜ‖ ‖rₜ‖)² is 100 times the square."""
+    torch.manual_seed(0)
+    signals, inputs = _opposite(num_terms, live, difference)
+    exact = torch.einsum("bgto,bgti->boi", signals.double(), inputs.double()).square().sum((1, 2)).sqrt()
+    assert_trees_close(_norms_of_sums(signals, inputs, engine).double() / exact, torch.ones(8).double(), 6e-6)
 
 
 @pytest.mark.usefixtures("_small_in_float32")

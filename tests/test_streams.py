@@ -315,6 +315,8 @@ class TestEmpty:
     def test_no_batch_at_all(self, reduction):
         with pytest.raises(ArgumentError, match=r"batches: expected at least one batch, received none.*empty batch"):
             accumulate(affine, draw(3), [], reduction)
+        with pytest.raises(ArgumentError, match=r"^params: expected a floating"):
+            accumulate(affine, torch.ones(3, dtype=torch.int64), [], reduction)
 
     def test_batches_do_not_hide_a_loss_without_parameters(self):
         with pytest.raises(LossError, match="depends on none of them"):

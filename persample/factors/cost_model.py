@@ -33,13 +33,17 @@ _KEPT = 2**23
 _KEPT_BYTES = 2**24
 
 
+# Norms of sums of more terms are in float64: cancellation is the larger, the more terms there are.
+MOST_TERMS_IN_FLOAT32 = 50
+
+
 class Rates(NamedTuple):
     """Seconds per elementary operation.
 
     Args:
         product: of a multiply-add in a matrix product in float32.
         product64: the same in float64.
-        inner: the same in inner products of a sample's terms.
+        inner: in float32 again, in inner products of a sample's terms.
         number: to read or write a number.
     """
 
@@ -133,8 +137,10 @@ class Size(NamedTuple):
         if self.inner is not None:
             products, read = self.inner
             return products * rates.product64 + _INNER_PASSES64 * read * rates.number
-        passes = _INNER_PASSES if self.device == "cpu" else _INNER_PASSES64
-        return self.num_terms * operands * rates.inner + passes * operands * rates.number
+        products = self.num_terms * operands
+        if self.device != "cpu" or self.num_terms > MOST_TERMS_IN_FLOAT32:
+            return products * rates.product64 + _INNER_PASSES64 * operands * rates.number
+        return products * rates.inner + _INNER_PASSES * operands * rates.number
 
 
 def inner_products_are_faster(size: Size) -> bool:

@@ -20,10 +20,11 @@ from persample.utils.tracing import is_recorded, is_traced
 
 Pair = tuple[Tensor, Tensor]
 
-# Float32 is sure of sums that are not much shorter than orthogonal terms would give: (Σₜ ‖lₜ‖ ‖rₜ‖)² is at most this
-# many times T ‖Σₜ lₜ rₜᵀ‖².
-_MOST_CANCELLED = 64
-# And of numbers that are not too small: the mean of ‖lₜ‖ ‖rₜ‖ is more than this times the largest ‖lₜ‖ or ‖rₜ‖.
+# Float32 is sure where (Σₜ ‖lₜ‖ ‖rₜ‖)² is at most this many times ‖Σₜ lₜ rₜᵀ‖². Orthogonal terms of one length give T
+# times. An inner product errs by about 5e-8 ‖lₜ‖ ‖lᵤ‖, and the norm by as many times that, if all errors have one sign.
+_MOST_CANCELLED = 100
+# The mean of ‖lₜ‖ ‖rₜ‖ is also more than this times the largest ‖lₜ‖ or ‖rₜ‖, so neither of the two is tiny, and terms
+# whose squares vanish in float32 are too small to count.
 _LEAST = 1e-8
 # In compiled code, inner products of so few terms are loops of their own; torch's products take 2 to 5 times as long.
 _FEW_TERMS = 16
@@ -75,11 +76,16 @@ def _by_key(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> dict[Any,
 
 
 def _needs_float64(x: Tensor) -> bool:
-    return x.dtype == torch.float64 or x.device.type != "cpu" or is_recorded(x)
+    """Return whether float32 would be seldom sure, or cannot be checked: elsewhere that waits, here rows differ."""
+    has_many = x.shape[1] * x.shape[2] > cost_model.MOST_TERMS_IN_FLOAT32
+    return has_many or x.dtype == torch.float64 or x.device.type != "cpu" or is_recorded(x)
 
 
 def _are_small(operands: Iterable[Tensor]) -> bool:
-    """Return whether all inner products take less time in float64 than the checks of those in float32."""
+    """Return whether all inner products take less time in float64 than the checks of those in float32.
+
+    That depends on the number of samples, which a program for any number does not know.
+    """
     return not cost_model.is_for_any_size() and sum(x.numel() * x.shape[2] for x in operands) < _SMALL
 
 
@@ -101,10 +107,10 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
     """
     squares = (left * right).sum((2, 3, 4), dtype=torch.float64)
     of_left, of_right = (x.diagonal(dim1=3, dim2=4).flatten(2).double() for x in (left, right))
-    mean = (of_left * of_right).sqrt().mean(2).square()  # of ‖lₜ‖ ‖rₜ‖, squared
-    largest = torch.maximum(of_left.amax(2), of_right.amax(2))
-    num_terms = of_left.shape[2]
-    is_sure = (num_terms * mean < _MOST_CANCELLED * squares) & (mean > _LEAST**2 * largest) & (squares < torch.inf)
+    total = (of_left * of_right).sqrt().sum(2)  # of ‖lₜ‖ ‖rₜ‖
+    largest = torch.maximum(of_left.amax(2), of_right.amax(2)).sqrt()
+    is_sure = (total.square() < _MOST_CANCELLED * squares) & (squares < torch.inf)
+    is_sure = is_sure & (total > _LEAST * of_left.shape[2] * largest)
     lefts, rights = map(list, zip(*pairs, strict=True))
     if is_traced(squares):
         return _opaque()(squares, is_sure, lefts, rights)
@@ -114,11 +120,11 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
 def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     """Return squared norms, computed in float64 where they are not sure."""
     if is_sure.all():
-        return squares.clone()
+        return squares.clone(memory_format=torch.contiguous_format)
     doubtful = ~is_sure
     rows = [(left[of_pair], right[of_pair]) for left, right, of_pair in zip(lefts, rights, doubtful, strict=True)]
     exact = [_in_float64([pair], [(0, 1)])[0] for pair in rows]
-    return squares.masked_scatter(doubtful, torch.cat(exact))
+    return squares.masked_scatter(doubtful, torch.cat(exact)).contiguous()
 
 
 @functools.cache
@@ -127,7 +133,7 @@ def _opaque() -> Any:
     schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
     free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
     own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=free)
-    own.register_fake(lambda squares, *_: torch.empty_like(squares))
+    own.register_fake(lambda squares, *_: squares.new_empty(squares.shape))
     return own
 
 

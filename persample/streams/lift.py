@@ -111,9 +111,8 @@ class BatchLift:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters, which the first batch checks."""
-        flat = self._flat_params or FlatParams.of(self.params)
-        tensors = [x for x in flat.tensors if isinstance(x, Tensor)]
+        """The device of the parameters, which need not be checked yet."""
+        tensors = [x for x in FlatParams.of(self.params).tensors if isinstance(x, Tensor)]
         return (tensors or inputs.check_params(self.params).tensors)[0].device
 
     def normalized(self, batch: Batch) -> Call:

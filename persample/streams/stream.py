@@ -61,6 +61,7 @@ class Stream:
         with self.processes.answered():
             total = merge_ranks(own, self.lift.wanted, self.order, self.processes)
         if total.leaves is None:
+            check_params(self.lift.params)
             raise no_batch()
         total.weight.check(self.lift.wanted)
         if total.count and not total.leaves[1].value:
@@ -92,7 +93,7 @@ class Stream:
             self.accumulator.take(merged, [])
             self.accumulator.count(size, None)
             return
-        if batch.number == 0:  # an error in them is none of the batch's
+        if batch.number == 0:  # here, where errors do not name the batch
             check_params(self.lift.params)
         call = self.lift(batch, lambda: self.accumulator.total, self._receive)
         self.accumulator.count(call.size, call.weights)
