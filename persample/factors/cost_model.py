@@ -43,20 +43,17 @@ class Rates(NamedTuple):
     Args:
         product: of a multiply-add in a matrix product in float32.
         product64: the same in float64.
-        inner: in float32 again, in inner products of a sample's terms.
         number: to read or write a number.
     """
 
     product: float
     product64: float
-    inner: float
     number: float
 
 
 # Only ratios matter. CPU: least squares over 156 sizes, one core of an Intel Xeon (Sapphire Rapids), torch 2.13.
 # Other devices: NVIDIA's data sheet of the H100 (67 and 34 TFLOPS, 3.35 TB/s), not measured.
-# Inner products of terms are small: on CPUs they take twice the time, on others they are in float64.
-_CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2.8e-11, 2e-10), Rates(3e-14, 6e-14, 6e-14, 1.2e-12)
+_CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2e-10), Rates(3e-14, 6e-14, 1.2e-12)
 
 
 class Work(NamedTuple):
@@ -98,8 +95,10 @@ _OF_WRITTEN = {
     "project": Work(written=2),
 }
 _INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
-# Over what they read; in float64, as of pixels and on other devices than CPUs, for its conversion, too.
+# Over what they read, for the products of the results; in float64 for conversion, too.
 _INNER_PASSES, _INNER_PASSES64 = 3, 8
+# A multiply-add of inner products of one sample takes as many times that of a large product.
+_INNER_PRODUCT = 2
 
 
 class Size(NamedTuple):
@@ -134,13 +133,10 @@ class Size(NamedTuple):
         )
 
     def _seconds_of_inner_products(self, rates: Rates, operands: float) -> float:
-        if self.inner is not None:
-            products, read = self.inner
-            return products * rates.product64 + _INNER_PASSES64 * read * rates.number
-        products = self.num_terms * operands
-        if self.device != "cpu" or self.num_terms > MOST_TERMS_IN_FLOAT32:
-            return products * rates.product64 + _INNER_PASSES64 * operands * rates.number
-        return products * rates.inner + _INNER_PASSES * operands * rates.number
+        products, read = (self.num_terms * operands, operands) if self.inner is None else self.inner
+        if self.inner is None and self.device == "cpu" and self.num_terms <= MOST_TERMS_IN_FLOAT32:
+            return products * _INNER_PRODUCT * rates.product + _INNER_PASSES * read * rates.number
+        return products * rates.product64 + _INNER_PASSES64 * read * rates.number
 
 
 def inner_products_are_faster(size: Size) -> bool:
