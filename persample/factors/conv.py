@@ -127,7 +127,7 @@ class Conv(Factor):
             return super().squared_norms()
         if not self._multiplies_pixels:
             return self.patches().squared_norms()
-        # As in Outer, the terms cancel: float32 would lose per cents.
+        # The terms may cancel: float32 would lose per cents.
         signals, images = (
             x.unflatten(2, (self.groups, -1)).movedim(1, 3).double() for x in (self.signals, self.inputs)
         )

@@ -31,8 +31,6 @@ _AT_ONCE = 2**24
 _KEPT = 2**23
 # So does that of all written-out gradients together, beyond these bytes: glibc keeps twice the largest of them.
 _KEPT_BYTES = 2**24
-
-
 # Norms of sums of more terms are in float64: cancellation is the larger, the more terms there are.
 MOST_TERMS_IN_FLOAT32 = 50
 
@@ -97,8 +95,8 @@ _OF_WRITTEN = {
 _INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
 # Over what they read, for the products of the results; in float64 for conversion, too.
 _INNER_PASSES, _INNER_PASSES64 = 3, 8
-# A multiply-add of inner products of one sample takes as many times that of a large product.
-_INNER_PRODUCT = 2
+# A multiply-add of inner products of one sample takes so many times that of a large product.
+_INNER_SLOWDOWN = 2
 
 
 class Size(NamedTuple):
@@ -135,7 +133,7 @@ class Size(NamedTuple):
     def _seconds_of_inner_products(self, rates: Rates, operands: float) -> float:
         products, read = (self.num_terms * operands, operands) if self.inner is None else self.inner
         if self.inner is None and self.device == "cpu" and self.num_terms <= MOST_TERMS_IN_FLOAT32:
-            return products * _INNER_PRODUCT * rates.product + _INNER_PASSES * read * rates.number
+            return products * _INNER_SLOWDOWN * rates.product + _INNER_PASSES * read * rates.number
         return products * rates.product64 + _INNER_PASSES64 * read * rates.number
 
 

@@ -107,10 +107,10 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
     """
     squares = (left * right).sum((2, 3, 4), dtype=torch.float64)
     of_left, of_right = (x.diagonal(dim1=3, dim2=4).flatten(2).double() for x in (left, right))
-    total = (of_left * of_right).sqrt().sum(2)  # of ‖lₜ‖ ‖rₜ‖
+    lengths = (of_left * of_right).sqrt()  # ‖lₜ‖ ‖rₜ‖
     largest = torch.maximum(of_left.amax(2), of_right.amax(2)).sqrt()
-    is_sure = (total.square() < _MOST_CANCELLED * squares) & (squares < torch.inf)
-    is_sure = is_sure & (total > _LEAST * of_left.shape[2] * largest)
+    keeps_digits = lengths.sum(2).square() < _MOST_CANCELLED * squares
+    is_sure = keeps_digits & (lengths.mean(2) > _LEAST * largest) & (squares < torch.inf)
     lefts, rights = map(list, zip(*pairs, strict=True))
     if is_traced(squares):
         return _opaque()(squares, is_sure, lefts, rights)
@@ -119,7 +119,7 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
 
 def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     """Return squared norms, computed in float64 where they are not sure."""
-    if is_sure.all():
+    if is_sure.all():  # a copy, because an operation of torch must not return its input
         return squares.clone(memory_format=torch.contiguous_format)
     doubtful = ~is_sure
     rows = [(left[of_pair], right[of_pair]) for left, right, of_pair in zip(lefts, rights, doubtful, strict=True)]
