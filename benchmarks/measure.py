@@ -29,6 +29,7 @@ class Pace:
         cell_s: seconds of all rounds together, unless the minimum number of rounds takes longer.
         turn_s: seconds of one turn; short calls are repeated until they fill it.
         rounds: the minimum and the maximum number of rounds.
+        processes: the number of fresh processes that measure a cell, one after the other; the middle one counts.
         first_timeout_s: the time limit of set-up, compilation, and two calls.
         calls_timeout_s: the time limit of the minimum number of rounds.
     """
@@ -36,11 +37,12 @@ class Pace:
     cell_s: float = 1.0
     turn_s: float = 0.02
     rounds: tuple[int, int] = (5, 50)
+    processes: int = 1
     first_timeout_s: float = 300.0
     calls_timeout_s: float = 40.0
 
 
-SWEEP = Pace(cell_s=0.5, rounds=(5, 25), first_timeout_s=180.0, calls_timeout_s=20.0)
+SWEEP = Pace(cell_s=0.5, rounds=(5, 25), processes=3, first_timeout_s=180.0, calls_timeout_s=20.0)
 QUICK = Pace(cell_s=0.1, turn_s=0.002, rounds=(3, 5))
 
 
@@ -121,6 +123,18 @@ def measure(cell: Cell, worker: Process, folder: str, pace: Pace, unit: Turn | N
         return record
     ratios = [mine / other for mine, other in zip(own, others, strict=True)]
     return replace(record, unit_s=statistics.median(others), ratio=statistics.median(ratios), ratio_iqr=_iqr(ratios))
+
+
+def middle(records: Sequence[Record]) -> Record:
+    """Return the record with the median ratio of several processes that measured the same cell, one after the other.
+
+    Args:
+        records: their records; after a failure there are no more. The first process compiled, if any did.
+    """
+    if records[-1].status != "ok":
+        return records[-1]
+    chosen = sorted(records, key=lambda record: record.ratio or 0.0)[len(records) // 2]
+    return replace(chosen, processes=len(records), first_call_s=records[0].first_call_s)
 
 
 def _take_turns(turn: Turn, unit: Turn | None) -> tuple[list[float], list[float]]:

@@ -44,10 +44,10 @@ class Process:
     Attributes:
         about: the worker's description of its environment.
         used: whether any method ran in it.
-        workload: what it was last used for.
+        serves: what it was last used for: a workload, and which of the trials.
     """
 
-    workload = ""
+    serves = ("", 0)
 
     def __init__(self, environment: str, *, cuda: bool = False, cache: str | None = None):
         self.environment = environment

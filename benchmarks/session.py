@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.cells import Cell
-from benchmarks.measure import Pace, Turn, measure, set_up
+from benchmarks.measure import Pace, Turn, measure, middle, set_up
 from benchmarks.report.files import merge, read, write
 from benchmarks.report.records import UNIT, Record, Results, Target
 from benchmarks.scaling import Point, has_given_up
@@ -67,18 +67,24 @@ class Session:
         """Measure cells, each alternating with the unit of its workload."""
         (unit,) = (method for method in self._workers.methods if method.name == UNIT)
         for workload, group in _grouped(cells, lambda cell: cell.workload):
-            of_unit = Cell(workload, "mean", unit)
-            with truth_of(workload, {cell.quantity for cell in group}) as folder, self._workers.of(of_unit) as process:
-                turn = set_up(of_unit, process, folder, self._pace)
-                peak = turn.peak_bytes()
-                for cell in group:
-                    self._cell(cell, folder, turn, peak)
+            with truth_of(workload, {cell.quantity for cell in group}) as folder:
+                self._workload(Cell(workload, "mean", unit), group, folder)
 
-    def _cell(self, cell: Cell, folder: str, unit: Turn, unit_peak: int | None) -> None:
-        record = self._measure(cell, cell.label, folder, unit)
-        if record.status == "ok":
-            record = replace(record, unit_peak_bytes=unit_peak)
-        self._keep(Results(records=(record,)))
+    def _workload(self, of_unit: Cell, cells: Sequence[Cell], folder: str) -> None:
+        found: list[tuple[Cell, list[Record]]] = [(cell, []) for cell in cells]
+        last = self._pace.processes - 1
+        for trial in range(self._pace.processes):
+            with self._workers.of(of_unit, trial) as process:
+                unit = set_up(of_unit, process, folder, self._pace)
+                peak = unit.peak_bytes()
+                for cell, records in found:
+                    if records and records[-1].status != "ok":
+                        continue
+                    record = self._measure(cell, folder, unit, trial)
+                    records.append(replace(record, unit_peak_bytes=peak) if record.status == "ok" else record)
+                    if trial == last or record.status != "ok":
+                        kept = middle(records)
+                        self._keep(kept, cell.label, Results(records=(kept,)))
 
     def measure_points(self, points: Sequence[Point]) -> None:
         """Measure points of scaling curves, small sizes first; a method that fails is not tried at larger sizes."""
@@ -86,16 +92,15 @@ class Session:
             with truth_of(workload, {point.cell.quantity for point in group}) as folder:
                 for point in group:
                     if not self._is_given_up(point):
-                        record = self._measure(point.cell, point.label, folder, None)
-                        self._keep(Results(scaling=(point.record(record),)))
+                        record = self._measure(point.cell, folder)
+                        self._keep(record, point.label, Results(scaling=(point.record(record),)))
 
-    def _measure(self, cell: Cell, label: str, folder: str, unit: Turn | None) -> Record:
-        with self._workers.of(cell) as process:
-            record = measure(cell, process, folder, self._pace, unit)
+    def _measure(self, cell: Cell, folder: str, unit: Turn | None = None, trial: int = 0) -> Record:
+        with self._workers.of(cell, trial) as process:
+            return measure(cell, process, folder, self._pace, unit)
+
+    def _keep(self, record: Record, label: str, found: Results) -> None:
         self._report(label, record)
-        return record
-
-    def _keep(self, found: Results) -> None:
         self._results = merge([self._results, found])
         write(self._path, self._results)
 

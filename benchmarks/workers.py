@@ -44,17 +44,18 @@ class Workers:
         self.packages = {name: version for env in there for name, version in abouts[env]["packages"].items()}
 
     @contextlib.contextmanager
-    def of(self, cell: Cell) -> Iterator[Process]:
-        """Yield a process for one cell; it is kept if it may serve another one."""
+    def of(self, cell: Cell, trial: int = 0) -> Iterator[Process]:
+        """Yield a process for one cell; it is kept if it may serve another one of the same workload and trial."""
         environment = cell.method.environment
         if cell.key in COLD and self._cold:
             process = self._start(environment, cache="cold")
         else:
             process = self._spare.pop(environment, None) or self._start(environment)
-        if process.used and process.workload != cell.workload:
+        serves = cell.workload, trial
+        if process.used and process.serves != serves:
             self._end(process)
             process = self._start(environment)
-        process.workload = cell.workload
+        process.serves = serves
         yield process
         if environment in self._spare or (process.used and not (self._shared and process.is_alive)):
             self._end(process)

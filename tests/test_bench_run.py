@@ -27,7 +27,7 @@ from benchmarks.methods.method import CannotError, Method, Prepared
 from benchmarks.oracle import write
 from benchmarks.process import ROOT, FailedError, Process
 from benchmarks.report.files import read
-from benchmarks.report.records import UNIT, ScalingRecord
+from benchmarks.report.records import UNIT, Record, ScalingRecord
 from benchmarks.worker import Worker, serve
 from persample.errors import ArgumentError
 
@@ -350,18 +350,19 @@ class FakeWorkers:
     def __init__(self, **answers):
         self.answers = answers
 
-    def of(self, cell):
+    def of(self, cell, trial=0):
         return contextlib.nullcontext(self.answers.get(cell.method.name, FakeProcess()))
 
 
 @pytest.fixture
 def sessions(monkeypatch, tmp_path):
     monkeypatch.setattr(session, "truth_of", lambda workload, quantities: contextlib.nullcontext("folder"))
-    return lambda **answers: session.Session(
-        FakeWorkers(**answers), tmp_path / "r.json", measure.Pace(), lambda label, record: None
+    return lambda processes=1, workers=FakeWorkers, **answers: session.Session(
+        workers(**answers), tmp_path / "r.json", measure.Pace(processes=processes), lambda label, record: None
     )
 
 
+RECORD = Record("w", "norms", "ours", "ok", median_s=1.0)
 WANTED = [Cell("w", "mean", OURS), Cell("w", "norms", OURS), Cell("v", "norms", OURS)]
 
 
@@ -377,6 +378,32 @@ def test_results_are_resumed(sessions, tmp_path):
     assert {record.unit_peak_bytes for record in results.records} == {123}
     assert results.targets == session.TARGETS
     assert (results.environment["peers"], results.environment["gpu"]) == ({"jax": "1"}, None)
+
+
+class UnevenWorkers(FakeWorkers):
+    """Another process for each trial: of our method they take 30, 10 and 20 ms; of another one the second fails."""
+
+    def of(self, cell, trial=0):
+        fails = cell.method.name == "theirs" and trial == 1
+        prepared = {"status": "too slow", "reason": "one call"} if fails else {}
+        calls = {"ours": (0.03, 0.01, 0.02)}.get(cell.method.name, (0.01,) * 3)
+        return contextlib.nullcontext(FakeProcess(calls[trial], **prepared))
+
+
+def test_the_middle_process_counts_and_a_failure_ends_the_trials(sessions, tmp_path):
+    theirs = replace(OURS, name="theirs")
+    wanted = [Cell("w", "norms", OURS), Cell("w", "norms", theirs)]
+    sessions(3, UnevenWorkers).measure_cells(wanted)
+    ours, failed = sorted(read(tmp_path / "r.json").records, key=lambda record: record.method)
+    assert (ours.ratio, ours.median_s, ours.processes) == (2, 0.02, 3)
+    assert (failed.status, failed.reason, failed.processes) == ("too slow", "one call", 1)
+
+
+def test_the_first_process_has_the_first_call():
+    measured = (2.0, 60.0), (1.0, 8.0), (3.0, 7.0)
+    records = [replace(RECORD, ratio=ratio, first_call_s=first) for ratio, first in measured]
+    assert measure.middle(records) == replace(RECORD, ratio=2.0, first_call_s=60.0, processes=3)
+    assert measure.middle(records[1:] + records[:1]) == replace(RECORD, ratio=2.0, first_call_s=8.0, processes=3)
 
 
 def test_a_limit_that_is_written_for_some_workloads_has_rows_for_those_only():

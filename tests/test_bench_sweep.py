@@ -138,10 +138,10 @@ def test_methods_of_one_workload_share_a_process_in_a_sweep(shared, monkeypatch)
     monkeypatch.setattr("benchmarks.workers.PYTHONS", {"torch": ROOT})
     with Workers(shared=shared) as workers:
         (method,) = workers.methods
-        for workload in ("a", "a", "b"):
-            with workers.of(Cell(workload, "mean", method)) as process:
+        for workload, trial in (("a", 0), ("a", 0), ("b", 0), ("b", 1)):
+            with workers.of(Cell(workload, "mean", method), trial) as process:
                 process.used = True
-    assert len(started) == (2 if shared else 3)
+    assert len(started) == (3 if shared else 4)
     assert not any(process.is_alive for process in started)
 
 

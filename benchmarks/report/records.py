@@ -49,6 +49,7 @@ class Record(_Checked):
         median_s: median seconds of the rounds.
         iqr_s: their interquartile range.
         rounds: the number of rounds.
+        processes: the number of processes that measured; the record is that of the one with the median ratio.
         unit_s: median seconds of the batch gradient in the same, alternating rounds.
         ratio: median over the rounds of the method's time divided by the unit's.
         ratio_iqr: interquartile range of these ratios.
@@ -73,6 +74,7 @@ class Record(_Checked):
     median_s: float | None = None
     iqr_s: float | None = None
     rounds: int = 0
+    processes: int = 1
     unit_s: float | None = None
     ratio: float | None = None
     ratio_iqr: float | None = None
