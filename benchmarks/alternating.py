@@ -1,11 +1,16 @@
-"""Times of functions that alternate in one process: medians of CPU seconds."""
+"""Times of functions that alternate in one process, and medians over several processes."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing import get_context
+from typing import Any
+
+# The memory that a process happens to get decides about a tenth of a time: one process is not enough.
+_PROCESSES = 3
 
 
 def medians(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
@@ -27,3 +32,16 @@ def medians(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[s
             calls[name]()
             times[name].append(time.process_time() - start)
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def medians_of_processes(measure: Callable[..., float], tasks: Iterable[tuple[Any, ...]]) -> list[float]:
+    """Return the median of what several new processes measure, one after the other, for each task.
+
+    Args:
+        measure: a function of a module.
+        tasks: its arguments.
+    """
+    repeated = [task for task in tasks for _ in range(_PROCESSES)]
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as process:
+        found = process.starmap(measure, repeated, chunksize=1)
+    return [statistics.median(found[start : start + _PROCESSES]) for start in range(0, len(found), _PROCESSES)]

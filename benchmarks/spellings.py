@@ -1,7 +1,7 @@
 """One network in many spellings: the time of ``ClippedMean`` in units of the batch gradient's.
 
 Run as ``python -m benchmarks.spellings [eager|compiled]``. Times are CPU seconds of one thread, medians of calls that
-alternate with the batch gradient, for each spelling in a process of its own.
+alternate with the batch gradient, and of these the medians over three processes for each spelling.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Mapping
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from benchmarks.alternating import medians
+from benchmarks.alternating import medians, medians_of_processes
 from persample import ClippedMean, per_sample_grads, stop_gradient
 
 SECONDS = 4
@@ -146,9 +145,7 @@ def ratio(program: str, spelling: str, engine: Any) -> float:
 def main(engine: Any = "eager") -> None:
     """Measure, and print one table in Markdown for each program."""
     for program, (nets, _, _) in programs().items():
-        # Each in a new process, as the memory that one program leaves decides about the time of the next.
-        with get_context("spawn").Pool(1, maxtasksperchild=1) as process:
-            ratios = process.starmap(ratio, [(program, name, engine) for name in nets], chunksize=1)
+        ratios = medians_of_processes(ratio, [(program, name, engine) for name in nets])
         rows = [f"| {name} | {x:.2f} |" for name, x in zip(nets, ratios, strict=True)]
         lines = [f"| {program}, {engine} | batch gradients |", "| --- | --- |", *rows]
         sys.stdout.write("\n".join([*lines, f"| slowest over fastest | {max(ratios) / min(ratios):.2f} |", "", ""]))
