@@ -23,6 +23,7 @@ from persample._torch import (
 from persample.engines.compiled.kernels import with_torch_kernels
 from persample.engines.compiled.writes import Pure
 from persample.errors import TorchVersionError
+from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
@@ -91,7 +92,10 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
     # (torch 2.13), and was not tried on GPUs.
     is_flat = not any(isinstance(node.target, HigherOrderOperator) for node in graph.graph.nodes)
-    in_cpp = is_flat and all(x.device.type == "cpu" for x in inputs)
+    on_cpu = all(x.device.type == "cpu" for x in inputs)
+    in_cpp = is_flat and on_cpu
+    if on_cpu:
+        keep_freed_memory()
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
     return code
 

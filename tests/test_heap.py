@@ -1,0 +1,33 @@
+"""Freed memory that the next call takes again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# Blocks as a program of medium size has them: the largest of 2 MiB, 32 MiB together.
+PROGRAM = """
+import resource, torch
+from persample.utils.heap import keep_freed_memory
+
+def faults_of_a_call():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**19) for _ in range(16)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+keep_freed_memory()  # without it, most processes meet 8000 pages in every call
+print([faults_of_a_call() for _ in range(4)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory by other rules")
+def test_the_next_call_meets_no_fresh_pages():
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, check=True, capture_output=True, text=True)
+    assert int(run.stdout) <= 100
