@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import get_context
 from typing import Any
 
-# The memory that a process happens to get decides about a tenth of a time: one process is not enough.
+# Times differ by a tenth or more from process to process, with the memory that each happens to get.
 _PROCESSES = 3
 
 

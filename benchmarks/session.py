@@ -1,4 +1,4 @@
-"""A run: measures what a results file lacks, and updates the file after every measurement."""
+"""A run: measures what a results file lacks, and updates the file after the last process of every cell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Session:
 
     Args:
         workers: the processes.
-        path: the results file, read now and written after every measurement.
+        path: the results file, read now and written after the last process of every cell.
         pace: the duration of measurements.
         report: called with each label and record.
         targets: the limits that the file states.

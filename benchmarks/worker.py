@@ -126,6 +126,7 @@ def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
 
 def main() -> None:
     environment, *options = sys.argv[1:]
+    stopwatch.keep_freed_memory()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # keep output of libraries apart from the answers
     serve(Worker(load(environment), environment not in WITH_TORCH, "cuda" in options), sys.stdin, answers)

@@ -8,6 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from persample import Norm, per_sample_grads
+from persample.engines.compiled import lower
 
 # Blocks as a program of medium size has them: the largest of 2 MiB, 32 MiB together.
 PROGRAM = """
@@ -28,6 +32,16 @@ print([faults_of_a_call() for _ in range(4)][-1])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory by other rules")
 def test_the_next_call_meets_no_fresh_pages():
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
+    }
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, check=True, capture_output=True, text=True)
     assert int(run.stdout) <= 100
+
+
+def test_compiled_programs_keep_what_they_free(monkeypatch):
+    kept = []
+    monkeypatch.setattr(lower, "keep_freed_memory", lambda: kept.append(True))
+    for engine in ("eager", "compiled"):
+        per_sample_grads(lambda w, x: (w * x).sum(), torch.ones(2), (torch.ones(3, 2),), Norm(), engine=engine)
+        assert bool(kept) == (engine == "compiled")

@@ -49,7 +49,8 @@ class Record(_Checked):
         median_s: median seconds of the rounds.
         iqr_s: their interquartile range.
         rounds: the number of rounds.
-        processes: the number of processes that measured; the record is that of the one with the median ratio.
+        processes: the number of processes that measured; the record is that of the one with the median ratio, but
+            for ``first_call_s``, which is of the first.
         unit_s: median seconds of the batch gradient in the same, alternating rounds.
         ratio: median over the rounds of the method's time divided by the unit's.
         ratio_iqr: interquartile range of these ratios.

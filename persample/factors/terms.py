@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
 from persample.factors import cost_model
 from persample.utils.norms import memory_of_rows
@@ -114,7 +113,7 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
     is_sure = keeps_digits & (lengths.mean(2) > _LEAST * largest) & (squares < torch.inf)
     lefts, rights = map(list, zip(*pairs, strict=True))
     if is_traced(squares):
-        return _opaque()[0](squares, is_sure, lefts, rights)
+        return _opaque()(squares, is_sure, lefts, rights)
     return _corrected(squares, is_sure, lefts, rights)
 
 
@@ -129,18 +128,13 @@ def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights
 
 
 @functools.cache
-def _opaque() -> tuple[Any, Library]:
-    """Return ``_corrected`` as an operation of compiled code, which has no branches, and what keeps it registered.
-
-    A call of a ``torch.library.custom_op`` would take 11 µs more.
-    """
-    library = Library("persample", "FRAGMENT")
-    schema = "corrected_norms(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
-    # Inductor would copy operands that it laid out in its own way.
-    name = library.define(schema, tags=torch.Tag.flexible_layout)
-    library.impl(name, _corrected, "CPU")
-    register_fake(f"persample::{name}", lambda squares, *_: squares.new_empty(squares.shape), lib=library)
-    return torch.ops.persample.corrected_norms.default, library
+def _opaque() -> Any:
+    """Return ``_corrected`` as an operation of compiled code, which has no branches; registered when first needed."""
+    schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
+    free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
+    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=free)
+    own.register_fake(lambda squares, *_: squares.new_empty(squares.shape))
+    return own
 
 
 def _in_float64(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> list[Tensor]:
