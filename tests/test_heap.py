@@ -12,6 +12,7 @@ import torch
 
 from persample import Norm, per_sample_grads
 from persample.engines.compiled import lower
+from persample.utils import heap
 
 # Blocks as a program of medium size has them: the largest of 2 MiB, 32 MiB together.
 PROGRAM = """
@@ -32,11 +33,15 @@ print([faults_of_a_call() for _ in range(4)][-1])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory by other rules")
 def test_the_next_call_meets_no_fresh_pages():
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
-    }
+    decides = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(decides)}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, check=True, capture_output=True, text=True)
     assert int(run.stdout) <= 100
+
+
+def test_a_block_that_cannot_be_had_is_no_error(monkeypatch):
+    monkeypatch.setattr(heap, "_LARGEST", 2**60)
+    assert heap.keep_freed_memory.__wrapped__() is None
 
 
 def test_compiled_programs_keep_what_they_free(monkeypatch):
