@@ -71,20 +71,21 @@ class Session:
                 self._workload(Cell(workload, "mean", unit), group, folder)
 
     def _workload(self, of_unit: Cell, cells: Sequence[Cell], folder: str) -> None:
-        found: list[tuple[Cell, list[Record]]] = [(cell, []) for cell in cells]
+        open_cells: list[tuple[Cell, list[Record]]] = [(cell, []) for cell in cells]
         last = self._pace.processes - 1
         for trial in range(self._pace.processes):
+            if not open_cells:  # all have failed
+                return
             with self._workers.of(of_unit, trial) as process:
                 unit = set_up(of_unit, process, folder, self._pace)
                 peak = unit.peak_bytes()
-                for cell, records in found:
-                    if records and records[-1].status != "ok":
-                        continue
+                for cell, records in open_cells:
                     record = self._measure(cell, folder, unit, trial)
                     records.append(replace(record, unit_peak_bytes=peak) if record.status == "ok" else record)
                     if trial == last or record.status != "ok":
                         kept = middle(records)
                         self._keep(kept, cell.label, Results(records=(kept,)))
+            open_cells = [(cell, records) for cell, records in open_cells if records[-1].status == "ok"]
 
     def measure_points(self, points: Sequence[Point]) -> None:
         """Measure points of scaling curves, small sizes first; a method that fails is not tried at larger sizes."""

@@ -16,7 +16,10 @@ Call = Callable[[], Any]
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB of freed memory, for every method alike: persample's compiled programs do so."""
+    """Let glibc keep up to 64 MiB of freed memory, for every method alike.
+
+    In a process with compiled programs ``persample.utils.heap`` does the same; workers without torch cannot import it.
+    """
     np.empty(2**25 - 2**16, np.uint8)
 
 
