@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test slow fuzz lint bench bench-peers bench-report bench-summary docs
+.PHONY: help demo quick test slow cuda fuzz lint bench bench-peers bench-report bench-summary docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ test: lint ## lint, then all tests with warnings as errors, examples, notebooks,
 
 slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random programs, 2,000 interrupts
 	$(PYTEST) -m slow
+
+cuda: $(INSTALLED) ## tests of a GPU, with a torch that sees one
+	$(PYTEST) -m cuda
 
 fuzz: $(INSTALLED) ## random programs against plain autograd; to go on: make fuzz EAGER='1200 5000' COMPILED='0 300'
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py eager $(EAGER)

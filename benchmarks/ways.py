@@ -1,7 +1,8 @@
 """The cost model against the clock: every way to store and contract gradients, over a sweep of sizes.
 
-Run as ``python -m benchmarks.ways [COUNT [FILE.json]]``. Times are CPU seconds of one thread. The regret of a size is
-the time of the way that the cost model takes, divided by that of the fastest way within its memory.
+Run as ``python -m benchmarks.ways [COUNT [FILE.json [cuda]]]``. Times are CPU seconds of one thread, or seconds of the
+wall on a GPU, with larger sizes. The regret of a size is the time of the way that the cost model takes, divided by that
+of the fastest way within its memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ OPERATIONS = {
     "NaturalGradient": {"gram", "weighted_sum"},
     "Dot": {"dot"},
 }
-SHORTEST = 1e-3  # seconds; below, the overhead of operations decides, and both ways take about as many
+# Seconds below which the overhead of operations decides, and both ways take about as many; on a GPU a third of that.
+SHORTEST = 1e-3
 
 
 class Case(NamedTuple):
@@ -44,11 +46,10 @@ class Case(NamedTuple):
     rows: int
     columns: int
 
-    @property
-    def size(self) -> Size:
+    def size(self, device: str = "cpu") -> Size:
         """The size as the cost model takes it."""
         samples, terms, rows, columns = self
-        return Size(terms, samples * rows * columns, samples * terms * (rows + columns))
+        return Size(terms, samples * rows * columns, samples * terms * (rows + columns), device)
 
 
 class _Blocks(Outer):
@@ -61,25 +62,28 @@ class _InnerProducts(Outer):
         return squared_norms_of_sums([(self.left, self.right)])[0]
 
 
-def cases(count: int) -> Iterator[Case]:
-    """Draw sizes that take at most 2 GiB and a few seconds."""
+def cases(count: int, device: str = "cpu") -> Iterator[Case]:
+    """Draw sizes that take at most 2 GiB and a few seconds; on a GPU 16 GiB."""
     draw = random.Random(0)
+    most = [2**24, 2**27, 2**32] if device == "cpu" else [2**28, 2**30, 2**39]
 
     def pick(low: int, high: int) -> int:
         return round(2 ** draw.uniform(math.log2(low), math.log2(high)))
 
     while count:
         case = Case(pick(1, 512), pick(1, 1024), pick(8, 4096), pick(8, 4096))
-        if case.size.stored < 2**24 and case.size.written < 2**27 and case.terms * case.size.written < 2**32:
+        size = case.size()
+        if all(x < y for x, y in zip((size.stored, size.written, case.terms * size.written), most, strict=True)):
             count -= 1
             yield case
 
 
-def ways(case: Case, ops: set[str]) -> dict[str, Callable[[], object]]:
+def ways(case: Case, ops: set[str], device: str = "cpu") -> dict[str, Callable[[], object]]:
     """Return what computes the operations in each way."""
     samples, terms, rows, columns = case
-    left, right = torch.randn(samples, 1, terms, rows), torch.randn(samples, 1, terms, columns)
-    weights, direction = torch.rand(samples, dtype=torch.float64), torch.randn(1, rows, columns)
+    left, right = (torch.randn(samples, 1, terms, width, device=device) for width in (rows, columns))
+    weights = torch.rand(samples, dtype=torch.float64, device=device)
+    direction = torch.randn(1, rows, columns, device=device)
     layout = Layout.of_matrix(rows, columns)
 
     def contract(factor: Factor) -> None:
@@ -101,27 +105,33 @@ def ways(case: Case, ops: set[str]) -> dict[str, Callable[[], object]]:
         "written out": lambda: contract(Dense(way(Outer).materialize())),
         "blocks": lambda: contract(way(_Blocks)),
     }
-    if "squared_norms" in ops and terms > 1 and samples * terms**2 < 2**25:
+    if "squared_norms" in ops and terms > 1 and samples * terms**2 < (2**25 if device == "cpu" else 2**29):
         found["inner products"] = lambda: contract(way(_InnerProducts))
     return found
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return the median CPU time of some calls."""
+def seconds(function: Callable[[], object], device: str = "cpu") -> float:
+    """Return the median time of some calls."""
+    clock = time.process_time if device == "cpu" else _after_the_gpu
     function()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < 0.1 and len(times) < 15):
-        start = time.process_time()
+        start = clock()
         function()
-        times.append(time.process_time() - start)
+        times.append(clock() - start)
     return statistics.median(times)
 
 
-def taken(case: Case, ops: set[str]) -> str:
+def _after_the_gpu() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def taken(case: Case, ops: set[str], device: str = "cpu") -> str:
     """Return the way that the library takes."""
-    if Plan(frozenset(ops)).reason_to_write_out(case.size):
+    if Plan(frozenset(ops)).reason_to_write_out(case.size(device)):
         return "written out"
-    by_terms = "squared_norms" in ops and case.terms > 1 and inner_products_are_faster(case.size)
+    by_terms = "squared_norms" in ops and case.terms > 1 and inner_products_are_faster(case.size(device))
     return "inner products" if by_terms else "blocks"
 
 
@@ -133,22 +143,22 @@ def regret(row: dict) -> float:
     return times.get(row["taken"], math.inf) / min(times.values())
 
 
-def measure(count: int) -> list[dict]:
+def measure(count: int, device: str = "cpu") -> list[dict]:
     """Return one row per size and reduction."""
     rows = []
-    for case in cases(count):
-        fits = case.size.written <= Plan(frozenset()).allowance * case.size.stored
+    for case in cases(count, device):
+        fits = case.size().written <= Plan(frozenset()).allowance * case.size().stored
         for name, ops in OPERATIONS.items():
-            times = {way: seconds(function) for way, function in ways(case, ops).items()}
+            times = {way: seconds(function, device) for way, function in ways(case, ops, device).items()}
             sizes = {**case._asdict(), "reduction": name, "fits": fits}
-            rows.append({**sizes, "seconds": times, "taken": taken(case, ops)})
+            rows.append({**sizes, "seconds": times, "taken": taken(case, ops, device)})
     return rows
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], shortest: float) -> str:
     """Return the regret of each reduction as a table in Markdown."""
     lines = ["| reduction | sizes | median | 95 % | worst | within 1.15 |", "| --- | --- | --- | --- | --- | --- |"]
-    long = [row for row in rows if min(row["seconds"].values()) >= SHORTEST]
+    long = [row for row in rows if min(row["seconds"].values()) >= shortest]
     for name in [*OPERATIONS, "all"]:
         found = sorted(regret(row) for row in long if name in {row["reduction"], "all"})
         share = sum(x <= 1.15 for x in found) / len(found)
@@ -158,15 +168,15 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(count: int = 100, file: str | None = None) -> None:
+def main(count: int = 100, file: str | None = None, device: str = "cpu") -> None:
     """Measure, print the table, and write the rows to a file."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = measure(count)
+    rows = measure(count, device)
     if file:
         Path(file).write_text(json.dumps(rows), encoding="utf-8")
-    sys.stdout.write(table(rows) + "\n")
+    sys.stdout.write(table(rows, SHORTEST if device == "cpu" else SHORTEST / 3) + "\n")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]), *sys.argv[2:3])
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:4])

@@ -16,6 +16,7 @@ import operator
 import pkgutil
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -227,9 +228,17 @@ schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's argume
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
-init_flat_weights = private("torch.nn:RNNBase._init_flat_weights")  # the second list of weights that nn.GRU keeps
 NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
 BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
+
+
+def refresh_flat_weights(layer: nn.RNNBase) -> None:
+    """Let the second list of weights that ``nn.GRU`` and its like keep hold those of their slots.
+
+    Their own method also copies the weights into one block of cuDNN's, to which they belong from then on.
+    """
+    weights: list[Any] = [w for of_layer in layer.all_weights for w in of_layer]
+    layer._flat_weights, layer._flat_weight_refs = weights, list(map(weakref.ref, weights))
 
 
 # --- Functions and operators that public functions call. Rules replace them, or call them without their callers.
@@ -238,6 +247,7 @@ nested_tensor_from_mask_left_aligned = private("torch:_nested_tensor_from_mask_l
 pack_padded_sequence = private("torch:_pack_padded_sequence")
 pad_packed_sequence = private("torch:_pad_packed_sequence")
 pad_sequence = private("torch._C._nn:pad_sequence")
+cudnn_rnn_flatten_weight = private("torch:_cudnn_rnn_flatten_weight")  # moves the weights of nn.GRU into one block
 make_dual = private("torch:_VF._make_dual")
 unpool_output_size = private("torch.nn.functional:_unpool_output_size")
 aten_cdist_forward = private("torch:ops.aten._cdist_forward")
@@ -286,6 +296,7 @@ _CAPTURE_SETTINGS = {
     "record_runtime_overhead": False,  # at every call, for the profiler
     "automatic_dynamic_shapes": True,
     "specialize_float": False,
+    "recompile_limit": 128,  # per loss; persample itself forgets captures before
 }
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")

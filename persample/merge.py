@@ -19,7 +19,7 @@ from persample.factors import Factor, concatenate
 from persample.utils.dtypes import restore
 from persample.utils.trees import TreeSpec, leaf, tree_map
 
-_BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in the cache
+_BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
 
 
 @leaf
@@ -162,12 +162,13 @@ class Stacked:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return views of as many numbers as stay in the cache, or the tensors whole, if small or of different shapes.
+    """Return views of as many numbers as stay in a CPU's cache; small tensors, unlike ones and those of GPUs whole.
 
     Args:
         tensors: those that are written to come first, and are contiguous.
     """
-    if tensors[0].numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
         return [tensors]
     return zip(*(x.reshape(-1).split(_BLOCK) for x in tensors), strict=True)
 

@@ -11,6 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from device_cases import moved
 from oracle import error_of, oracle
 from test_grid import REDUCTIONS
 from torch import nn
@@ -22,10 +23,15 @@ from persample import accumulate
 
 F64 = torch.float64
 SAMPLES = 7
+DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
+BACKEND = os.environ.get("RANKS_BACKEND", "gloo")
 # Which samples each of several ranks has, and how they are spread.
 SHARDS = {
     "interleaved": (lambda rank, world: range(rank, SAMPLES, world), "interleaved"),
-    "uneven": (lambda rank, world: range(SAMPLES)[rank and rank - world :][: 1 if rank else 1 - world], "contiguous"),
+    "uneven": (
+        lambda rank, world: range(SAMPLES)[rank and rank - world :][: 1 if rank else SAMPLES + 1 - world],
+        "contiguous",
+    ),
     "empty": (lambda rank, world: range(0 if rank else SAMPLES), "contiguous"),
     "empty first": (lambda rank, world: range(SAMPLES if rank == world - 1 else 0), "contiguous"),
 }
@@ -34,7 +40,7 @@ PER_SAMPLE = {"rows": None, "norms": ps.Norm(), "aux": ps.Aux(), "mean": ps.Mean
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(DEVICE)
 
 
 def own(batch, shard, rank, group, size=2):
@@ -49,8 +55,8 @@ def every_reduction(workload, shard, rank, group):
     work = Workload(work.loss_fn, work.params, tuple(torch.cat([x, x])[:SAMPLES] for x in work.batch))
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = {name: make(rows, F64) for name, (make, _) in REDUCTIONS.items()}
-    batches, order = own(work.batch, shard, rank, group)
-    return accumulate(work.loss_fn, work.params, batches, wanted, group=group, order=order)
+    batches, order = own(moved(work.batch, DEVICE), shard, rank, group)
+    return accumulate(work.loss_fn, moved(work.params, DEVICE), batches, wanted, group=group, order=order)
 
 
 def affine(w, x):
@@ -96,7 +102,7 @@ def to_a_folder(shard, rank, group, folder):
 
 def of_ddp(rank, group):
     torch.manual_seed(0)
-    model = nn.Linear(3, 1).double()
+    model = nn.Linear(3, 1).double().to(DEVICE)
     batches, _ = own((draw(SAMPLES, 3),), "interleaved", rank, group)
     wrapped = model if group is None else DistributedDataParallel(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -107,13 +113,13 @@ def of_ddp(rank, group):
 
 def same_numbers(rank, group):
     torch.manual_seed(5)
-    noisy = lambda w, x: (w * torch.rand(3, dtype=F64)) @ x
-    ones = (torch.ones(SAMPLES, 3, dtype=F64),)
+    noisy = lambda w, x: (w * torch.rand(3, dtype=F64, device=DEVICE)) @ x
+    ones = (torch.ones(SAMPLES, 3, dtype=F64, device=DEVICE),)
     batches, _ = own(ones, "interleaved", rank, group)
     same, different = (
         accumulate(noisy, draw(3), batches, group=group, randomness=one) for one in ("same", "different")
     )
-    return same, len({row.numpy().tobytes() for row in different})
+    return same, len({row.cpu().numpy().tobytes() for row in different})
 
 
 def collectives(rank, group):
@@ -175,7 +181,7 @@ def everything(rank, group, folder):
 
 
 def torchrun(folder):
-    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
+    dist.init_process_group(BACKEND, timeout=dt.timedelta(seconds=60))
     rank, group = dist.get_rank(), dist.group.WORLD
     found = everything(rank, group, folder)
     found["collectives"] = collectives(rank, group)

@@ -405,6 +405,11 @@ def test_blocks_of_any_size(name, monkeypatch):
         assert_trees_close(OPERATIONS[operation](factor), expected[operation], 1e-9)
 
 
+def test_blocks_of_other_devices_are_larger():
+    sizes = [cost_model.rows_per_block(10**6, 2**10, torch.device(name), 2) for name in ("cpu", "meta")]
+    assert sizes == [2**10, 2**14]
+
+
 def test_blocks_of_copies(monkeypatch):
     assert [cost_model.rows_in_cache(10, 2**18, torch.device(name)) for name in ("cpu", "meta")] == [2, 10]
     assert cost_model.rows_in_cache(0, 0, torch.device("meta")) == 1

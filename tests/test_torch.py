@@ -454,13 +454,16 @@ def test_slots_of_modules():
     assert module.running_mean.tolist() == [7, 7]
 
 
-def test_init_flat_weights():
+def test_refresh_flat_weights():
     gru = nn.GRU(2, 3)
     weight = nn.Parameter(torch.zeros(9, 2))
     _torch.parameter_slots(gru)["weight_ih_l0"] = weight
     assert not any(x is weight for x in gru._flat_weights)
-    _torch.init_flat_weights(gru)
+    assert gru._weights_have_changed()
+    _torch.refresh_flat_weights(gru)
     assert any(x is weight for x in gru._flat_weights)
+    assert not gru._weights_have_changed()
+    assert len(gru._flat_weights) == len(gru._flat_weights_names) == 4
 
 
 def test_norms():
@@ -473,6 +476,13 @@ def test_norms():
 
 
 # Functions and operators.
+
+
+def test_cudnn_rnn_flatten_weight():
+    weights = [torch.ones(2, 2)] * 4
+    with Functions() as mode, pytest.raises(RuntimeError):  # there is none on the CPU
+        torch._cudnn_rnn_flatten_weight(weights, 4, 2, 2, 3, 0, 1, False, False)
+    assert _torch.cudnn_rnn_flatten_weight in mode.seen
 
 
 def test_weight_norm():

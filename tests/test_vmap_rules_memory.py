@@ -118,6 +118,21 @@ def test_what_cannot_be_batched_is_named(case):
         per_sample_grads(loss, draw(3), draw(4, 3), **options)
 
 
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_tensors_have_the_memory_of_the_batch(engine):
+    asked = []
+
+    def loss(w, x):
+        asked.append((w.data_ptr(), x.data_ptr()))
+        return (w @ x).sin().sum()
+
+    w, x = draw(2, 3), draw(4, 3)
+    for reduce in (Norm(), Stack()):
+        per_sample_grads(loss, w, x, reduce, engine=engine)
+    assert asked[0][1] == x.data_ptr()
+    assert all(len(set(places)) == 2 for places in asked)
+
+
 def test_questions_of_another_format_are_not_answered_for_this_one():
     def loss(w, x):
         return w * (x.sum() if x.is_contiguous(memory_format=torch.channels_last) else x.square().sum())

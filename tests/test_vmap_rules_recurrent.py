@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils import _pytree as pytree
 from vmap_rules_cases import B, check, check_module, draw, measure, once, states, with_state
 
-from persample import LossError, per_sample_grads
+from persample import LossError, Mean, Norm, per_sample_grads
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.kernel_call import DeferringMode
 
@@ -48,6 +48,28 @@ def test_layers(kind, option, form):
         check_module(layer, draw(1, 4, 2) if layer.batch_first else draw(4, 1, 2))
     else:
         check_module(layer, draw(4, 2), *states(kind, passes, 3), call=with_state)
+
+
+class FlatGRU(nn.GRU):
+    """Moves its weights into one block, as ``nn.GRU`` on a GPU does whenever they have changed."""
+
+    def flatten_parameters(self):
+        if {w.data_ptr() for w in self._flat_weights} and hasattr(self, "is_ready"):
+            with torch.no_grad():
+                torch._cudnn_rnn_flatten_weight(self._flat_weights, 4, 2, 3, 3, 0, 1, False, False)
+
+
+@pytest.mark.parametrize("reduce", [None, Norm(), Mean()], ids=str)
+@pytest.mark.parametrize("spelling", ["module", "functional_call"])
+def test_weights_stay_where_they_are(spelling, reduce):
+    layer, plain, x = FlatGRU(2, 3).double(), nn.GRU(2, 3).double(), draw(4, 5, 2)
+    plain.load_state_dict(layer.state_dict())
+    layer.is_ready = True
+    loss = lambda layer, x: layer(x)[0].square().sum()
+    of_dict = lambda p, x: functional_call(layer, p, (x,))[0].square().sum()
+    call = (loss, layer) if spelling == "module" else (of_dict, dict(plain.named_parameters()))
+    expected = per_sample_grads(loss, plain, x, reduce, engine="loop")
+    assert_trees_close(per_sample_grads(*call, x, reduce), expected, 1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,7 +70,7 @@ def embedding_attention(dtype):
     def loss(params, tokens):
         x = F.embedding(tokens[:-1], params["embed"])
         q, k, v = (x @ params["qkv"]).chunk(3, dim=-1)
-        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        future = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
         weights = torch.softmax((q @ k.mT / 2).masked_fill(future, -torch.inf), dim=-1)
         return F.cross_entropy(weights @ v @ params["out"], tokens[1:])
 

@@ -179,7 +179,7 @@ class Factor(ABC):
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the gradients of a few samples at a time, in one buffer: a block is valid until the next one."""
-        size, step = len(self), cost_model.rows_per_block(len(self), prod(self.shape))
+        size, step = len(self), cost_model.rows_per_block(len(self), prod(self.shape), self.device)
         buffer: Tensor | None = None
         for start in range(0, max(size, 1), step):
             index = slice(start, min(start + step, size))

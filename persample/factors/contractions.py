@@ -57,7 +57,7 @@ def gram(values: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Te
     if rows.dtype == others.dtype == dtype:
         return rows @ others.T
     width = rows.shape[1]
-    step = cost_model.rows_per_block(width, max(len(rows), len(others)), num_blocks=_CONVERTED)
+    step = cost_model.rows_per_block(width, max(len(rows), len(others)), rows.device, _CONVERTED)
 
     def products() -> Iterator[Tensor]:
         for start in range(0, max(width, 1), step):

@@ -114,6 +114,8 @@ class Conv(Factor):
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
+        if self.signals.device.type != "cpu":  # cuDNN computes many groups one after the other
+            return self.patches().materialize(out)
         grads = kernel_grads(self.signals, self.inputs, self._kernel, self._geometry).view(len(self), *self.shape)
         return grads if out is None else out.copy_(grads)
 

@@ -115,7 +115,7 @@ class Embedding(Factor):
         opposite = rows_of(other, used)
         width = self.signals.shape[2]
         mine = Embedding(self.signals, position, (len(used), width))
-        step = cost_model.rows_per_block(width, max(len(self), len(other)) * len(used), num_blocks=4)
+        step = cost_model.rows_per_block(width, max(len(self), len(other)) * len(used), self.device, 4)
         columns = [slice(start, start + step) for start in range(0, width, step)]
         blocks = ((_columns(mine, part), _columns(opposite, part)) for part in columns)
         return functools.reduce(torch.add, (contractions.gram(*pair, dtype) for pair in blocks))

@@ -15,7 +15,7 @@ from persample.factors.base import Factor
 from persample.factors.outputs import by_row
 from persample.utils.norms import memory_of_rows
 
-# The rows of a block, whose products stay in the cache: for 256 samples of an MLP of width 64, whole matrices took
+# The rows of a block, whose products stay in a CPU's cache: for 256 samples of an MLP of width 64, whole matrices took
 # twice as long (measured, torch 2.13, AMD EPYC).
 _ROWS = 64
 
@@ -40,7 +40,7 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     """
     factors = list(map(by_row, factors))
     size = len(factors[0])
-    blocks = _blocks(size, lower=lower)
+    blocks = _blocks(size, factors[0].device, lower=lower)
     sums = functools.reduce(functools.partial(_combined, operator.add), _terms(factors, blocks))
     if scale is not None:
         sums = _combined(operator.mul, sums, (scale[rows, None] * scale[columns] for rows, columns in blocks))
@@ -52,9 +52,9 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     return matrix
 
 
-def _blocks(size: int, *, lower: bool) -> list[Block]:
-    """Return the rows and columns of each block; a program for any number of samples has one block."""
-    step = size if cost_model.is_for_any_size() else _ROWS
+def _blocks(size: int, device: torch.device, *, lower: bool) -> list[Block]:
+    """Return the rows and columns of each block: one on a GPU, and in a program for any number of samples."""
+    step = size if device.type != "cpu" or cost_model.is_for_any_size() else _ROWS
     starts = range(0, max(size, 1), max(step, 1))
     return [(slice(start, start + step), slice(min(start + step, size) if lower else size)) for start in starts]
 
@@ -88,7 +88,7 @@ def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor],
 
 def _grams(x: Tensor, blocks: Sequence[Block]) -> Iterator[Tensor]:
     """Yield the blocks of the Gram matrix of some rows; of many numbers no copy in float64 shall exist."""
-    wide = x.double() if x.numel() <= cost_model.BLOCK else x
+    wide = x.double() if x.numel() <= cost_model.block_size(x.device) else x
     for rows, columns in blocks:
         yield contractions.gram(wide[rows], wide[columns], torch.float64)
 

@@ -253,7 +253,7 @@ def _pairs(one: Outer, other: Outer) -> tuple[tuple[Tensor, Tensor], tuple[Tenso
 def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a few rows of the parameter at a time, written out for all samples of both factors."""
     groups, rows, columns = one.layout.block
-    step = cost_model.rows_per_block(rows, max(len(one), len(other)) * groups * columns, num_blocks=4)
+    step = cost_model.rows_per_block(rows, max(len(one), len(other)) * groups * columns, one.device, 4)
     for start in range(0, rows, step):
         index = slice(start, start + step)
         first = one.left[..., index].mT.to(dtype) @ one.right.to(dtype)

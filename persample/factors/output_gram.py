@@ -33,7 +33,7 @@ def gram_of_outputs(one: Factor, other: Factor, dtype: torch.dtype | None) -> Te
         return _products_of_grams(one, other, default if dtype is None else dtype)
     groups, rows, columns = found[1].block
     written = max(len(one) * one.shape[0], len(other) * other.shape[0]) * groups * columns
-    step = cost_model.rows_per_block(rows, written, num_blocks=4)
+    step = cost_model.rows_per_block(rows, written, one.device, num_blocks=4)
     total: Any = 0
     for start in range(0, rows, step):
         index = slice(start, start + step)

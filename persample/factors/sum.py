@@ -111,7 +111,7 @@ class SumFactor(Factor):
         if not all(map(has_rows, (*self.parts, *_parts(others)))):
             return super().gram(other, dtype)
         each = max(len(self), len(others)) * prod(self.shape[1:])
-        step = cost_model.rows_per_block(self.shape[0], each, num_blocks=4)
+        step = cost_model.rows_per_block(self.shape[0], each, self.device, num_blocks=4)
 
         def of_rows(used: Tensor) -> Tensor:
             mine = _written_out(self, used)

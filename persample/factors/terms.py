@@ -132,7 +132,7 @@ def _opaque() -> Any:
     """Return ``_corrected`` as an operation of compiled code, which has no branches; registered when first needed."""
     schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
     free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
-    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=free)
+    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=[free])
     own.register_fake(lambda squares, *_: squares.new_empty(squares.shape))
     return own
 

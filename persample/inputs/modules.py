@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from persample._torch import buffer_slots, init_flat_weights, module_slots, parameter_slots
+from persample._torch import buffer_slots, module_slots, parameter_slots, refresh_flat_weights
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.interrupts import undone
@@ -101,7 +101,7 @@ class _Modules:
                 _reorder(slots, values)
         for part in self.parts.values():
             if isinstance(part, nn.RNNBase):  # it keeps a second list of its weights
-                init_flat_weights(part)
+                refresh_flat_weights(part)
         self._held = self._attributes = []
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import get_unwrapped
 from persample.errors import LossError
+from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.batched import is_batched
 
 _RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -71,6 +73,13 @@ def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
     return torch.view_as_complex(input if input.stride()[-1:] == (1,) or not is_batched(input) else input.contiguous())
 
 
+def _data_ptr(input: Tensor) -> int:  # noqa: A002
+    # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
+    while is_wrapped(input):
+        input = get_unwrapped(input)  # noqa: A001
+    return input.data_ptr()
+
+
 def _rejected(function: Any) -> LossError:
     return LossError(
         f"loss_fn: {function.__name__} reads memory by strides or sizes, but under vmap a sample has no memory of its "
@@ -90,6 +99,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     },
     **{function: functools.partial(_resized, function) for function in (Tensor.resize_, Tensor.resize_as_)},
     torch.view_as_complex: _view_as_complex,
+    Tensor.data_ptr: _data_ptr,
     torch.as_strided_: _as_strided_in_place,
     Tensor.as_strided_: _as_strided_in_place,
 }

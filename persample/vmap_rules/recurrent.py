@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample._torch import cudnn_rnn_flatten_weight
 from persample.utils.dtypes import autocast
 from persample.vmap_rules.recurrent_cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, one_step
 from persample.vmap_rules.recurrent_scan import Recurrence, scan, unrolled
@@ -120,5 +121,8 @@ _STEPS = {
     torch.rnn_tanh_cell: RNN_TANH,
     torch.rnn_relu_cell: RNN_RELU,
 }
-RULES: dict[Any, Any] = {function: recurrent_rule(function, unrolled, F.linear) for function in (*_STEPS, *_SEQUENCES)}
+RULES: dict[Any, Any] = {
+    **{function: recurrent_rule(function, unrolled, F.linear) for function in (*_STEPS, *_SEQUENCES)},
+    cudnn_rnn_flatten_weight: lambda *_: None,  # no kernel of cuDNN's is called, and parameters stay where they are
+}
 FIRST_DERIVATIVE_RULES: dict[Any, Any] = {function: recurrent_rule(function, scan, F.linear) for function in _SEQUENCES}

@@ -156,8 +156,7 @@ class Entry:
         weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
         import_dynamo()
-        compiler: Any = torch.compile  # torch's types do not have recompile_limit
-        self._compiled = compiler(function, backend=_backend, fullgraph=True, recompile_limit=2 * MOST_CAPTURES)
+        self._compiled = torch.compile(function, backend=_backend, fullgraph=True)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
         self.changes_modules = False

@@ -219,7 +219,7 @@ def _getters(*names: str) -> list[Any]:
 
 _READS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
-    *(Tensor.detach, torch.detach),
+    *(Tensor.detach, torch.detach, Tensor.data_ptr),
 }
 _LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
 _CONVOLUTIONS: dict[Any, Callable[..., Geometry | None]] = {
