@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # The versions that the tests are run with; pyproject.toml says the same.
-TORCH_VERSIONS = ">=2.11,<2.14"
+TORCH_VERSIONS = ">=2.12,<2.14"
 # Advice that argument checking gives, and engines too.
 SAY_RANDOMNESS = (
     "Pass randomness='different' (each sample its own) or 'same' (all samples the same), "
@@ -63,7 +63,7 @@ class TorchVersionError(RuntimeError):
             The error, ready to be raised.
 
         Examples:
-            >>> "expected torch>=2.11,<2.14 to have it" in str(TorchVersionError.about("torch._C.no_such_name"))
+            >>> "expected torch>=2.12,<2.14 to have it" in str(TorchVersionError.about("torch._C.no_such_name"))
             True
         """
         return cls(

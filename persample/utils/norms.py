@@ -136,6 +136,6 @@ def _blockwise(rows: Tensor) -> Tensor:
 
 def _squared(x: Tensor) -> Tensor:
     if x.stride(-1) == 1 or x.shape[-1] == 1:
-        # Not dim=-1, which keeps an axis of size 1 in traces of torch 2.11.
+        # Not dim=-1, which keeps an axis of size 1 in traces of torch 2.12.
         return torch.linalg.vector_norm(x, dim=x.ndim - 1).double().square()
     return x.square().sum(-1).double()  # for a strided axis ten times as fast as vector_norm
