@@ -20,6 +20,7 @@ from persample._torch import (
     keep_kernel,
     lacks_cpp_compiler,
 )
+from persample.engines.compiled.few_rows import with_parts
 from persample.engines.compiled.kernels import with_torch_kernels
 from persample.engines.compiled.writes import Pure
 from persample.errors import TorchVersionError
@@ -71,7 +72,9 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = with_torch_kernels(decompositions())
-    if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
+    if all(isinstance(size, int) for x in inputs for size in x.shape):
+        table = with_parts(table)
+    else:  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
         pure = Pure(graph)

@@ -1,0 +1,59 @@
+"""Products of few rows with a large matrix, in parts: MKL leaves much of one such product to one thread.
+
+Recurrent layers of small batches consist of them. Two threads take 110 µs for ``[4, 360] @ [360, 1440]``, and 76 µs in
+two parts. For up to 32 rows and large matrices, parts took 0.5 to 1.0 times as long as the whole with two threads, and
+0.9 to 1.1 times with one (AMD EPYC, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_ROWS = 32
+_SMALLEST_MATRIX = 2**16
+
+_aten = torch.ops.aten
+
+
+def with_parts(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return a table of decompositions in which such products are batches of products.
+
+    Args:
+        table: the decompositions of all operations of aten.
+    """
+    return {
+        **table,
+        _aten.mm.default: functools.partial(_mm, table[_aten.mm.default]),
+        _aten.addmm.default: functools.partial(_addmm, table[_aten.addmm.default]),
+    }
+
+
+def _mm(otherwise: Callable[..., Any], left: Tensor, right: Tensor) -> Any:
+    product = _in_parts(left, right)
+    return otherwise(left, right) if product is None else product
+
+
+def _addmm(otherwise: Callable[..., Any], bias: Tensor, left: Tensor, right: Tensor, **factors: Any) -> Any:
+    product = None if factors else _in_parts(left, right)
+    return otherwise(bias, left, right, **factors) if product is None else bias + product
+
+
+def _in_parts(left: Tensor, right: Tensor) -> Tensor | None:
+    """Return ``left @ right`` as products with parts of the larger operand, or None where one product is as fast."""
+    if left.device.type != "cpu":
+        return None
+    if left.numel() > right.numel():
+        product = _in_parts(right.t(), left.t())
+        return None if product is None else product.t()
+    (rows, _), columns = left.shape, right.shape[1]
+    parts = math.gcd(columns, torch.get_num_threads())
+    if parts == 1 or rows > _MOST_ROWS or right.numel() < _SMALLEST_MATRIX:
+        return None
+    matrices = right.unflatten(1, (parts, -1)).transpose(0, 1)
+    return torch.bmm(left.expand(parts, -1, -1), matrices).transpose(0, 1).flatten(1)
