@@ -98,6 +98,8 @@ _OF_WRITTEN = {
 _INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
 # Over what they read, for the products of the results; in float64 for conversion, too.
 _INNER_PASSES, _INNER_PASSES64 = 3, 8
+# Gradients no larger than their factor stay one where operations on it take less than this part of the time.
+_MUCH_FASTER = 0.75
 # A multiply-add of inner products of one sample takes so many times that of a large product.
 _INNER_SLOWDOWN = 2
 
@@ -219,9 +221,9 @@ class Plan:
             return "a reduction asks for the gradients themselves"
         if self.required_ops <= {"weighted_sum"} or size.num_terms == 1 or size.written > self.allowance * size.stored:
             return ""
-        if size.written <= size.stored:
-            return "no larger than its factors"
         times = self.estimate(size)
+        if size.written <= size.stored and not (is_product and times.contract < _MUCH_FASTER * times.write_out):
+            return "no larger than its factors"
         return "one product instead of two" if is_product and times.write_out < times.contract else ""
 
 
