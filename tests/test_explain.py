@@ -158,7 +158,6 @@ def test_bad_input():
     ("ops", "num_terms", "written", "stored", "allowance", "reason"),
     [
         ("squared_norms weighted_sum", 2, 100, 100, 1.0, "no larger than its factors"),
-        ("squared_norms second_moment", 2, 100, 100, 1.0, "no larger than its factors"),
         ("second_moment", 37, 1074 * 26, 37 * 1100, 1.0, ""),  # read once: converted in the cache
         ("squared_norms weighted_sum", 96, 512 * 128, 96 * 640, 2.0, FASTER),  # a little larger than the factor
         ("squared_norms weighted_sum", 96, 512 * 128, 96 * 640, 1.0, ""),
