@@ -80,11 +80,11 @@ _WRITING, _IN_FRESH_MEMORY = Work(products=1, written=1, stored=1), Work(written
 _OF_FACTORS = {
     "squared_norms": Work(products=1, written=2.5, stored=1),  # in blocks
     "weighted_sum": Work(products=1, stored=2),
-    "second_moment": Work(products=1, written=8),
+    "second_moment": Work(products=1, written=8, stored=1),
     "sum in float64": Work(products64=1, written=4, stored=7),
     "dot": Work(products=1, stored=1),
-    "gram": Work(products=1, written=3),
-    "project": Work(products=1, written=2),
+    "gram": Work(products=1, written=3, stored=1),
+    "project": Work(products=1, written=2, stored=1),
 }
 _OF_WRITTEN = {
     "squared_norms": Work(written=2),
