@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.utils.dtypes import autocast, full_precision, is_autocast
+from persample.utils.tracing import is_traced
 from persample.vmap_rules.batched import is_batched
 from persample.vmap_rules.kernel_call import Product, call_kernel
 from persample.vmap_rules.loops import looped, looped_back, repeated
@@ -127,8 +128,8 @@ def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) ->
     first, (signals,), order = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
     of_x = _unfolded(order(at_inputs @ w_ih, 0), axes) if needed[-3] else None
-    if cell.at_inputs is None:  # both weights have the same signals
-        both = [_unfolded(signals, axes)] * 2
+    if cell.at_inputs is None:  # both weights have the same signals: eager code copies them here, not once for each
+        both = [_unfolded(signals, axes) if is_traced(signals) else _unfolded(signals, axes).contiguous()] * 2
     else:
         both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
     biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
