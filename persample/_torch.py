@@ -16,7 +16,6 @@ import operator
 import pkgutil
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -232,13 +231,14 @@ NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and i
 BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
 
 
-def refresh_flat_weights(layer: nn.RNNBase) -> None:
-    """Let the second list of weights that ``nn.GRU`` and its like keep hold those of their slots.
+def flat_weights(layer: nn.RNNBase) -> tuple[list[Any], list[Any]]:
+    """Return the second list of weights that ``nn.GRU`` and its like keep, and that of references to them."""
+    return list(layer._flat_weights), list(layer._flat_weight_refs)
 
-    Their own method also copies the weights into one block of cuDNN's, to which they belong from then on.
-    """
-    weights: list[Any] = [w for of_layer in layer.all_weights for w in of_layer]
-    layer._flat_weights, layer._flat_weight_refs = weights, list(map(weakref.ref, weights))
+
+def set_flat_weights(layer: nn.RNNBase, weights: tuple[list[Any], list[Any]]) -> None:
+    """Set what ``flat_weights`` returned. The layer's own method also moves the weights into one block of cuDNN's."""
+    layer._flat_weights, layer._flat_weight_refs = weights
 
 
 # --- Functions and operators that public functions call. Rules replace them, or call them without their callers.
@@ -296,7 +296,7 @@ _CAPTURE_SETTINGS = {
     "record_runtime_overhead": False,  # at every call, for the profiler
     "automatic_dynamic_shapes": True,
     "specialize_float": False,
-    "recompile_limit": 128,  # per loss; persample itself forgets captures before
+    "recompile_limit": 128,  # of one loss: beyond capture.MOST_CAPTURES, which ends it with a reason
 }
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")

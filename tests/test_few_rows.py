@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from traced import lowered
@@ -23,44 +25,46 @@ def table():
     return with_parts({aten.mm.default: lambda *_: "whole", aten.addmm.default: lambda *_, **__: "whole"})
 
 
-def large(rows, columns, transposed):
-    x = (
-        torch.randn(columns, rows, dtype=torch.float64)
-        if transposed
-        else torch.randn(rows, columns, dtype=torch.float64)
-    )
-    return x.t() if transposed else x
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 32])
 def test_parts_equal_the_whole(rows, transposed, table, two_threads):
-    x, matrix, bias = (
-        torch.randn(rows, 200, dtype=torch.float64),
-        large(200, 400, transposed),
-        torch.randn(400).double(),
-    )
-    close = torch.testing.assert_close
+    x, bias, drawn = torch.randn(rows, 400), torch.randn(600), torch.randn(600, 400)
+    matrix = drawn.t() if transposed else drawn.t().contiguous()
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
     close(table[aten.mm.default](x, matrix), x @ matrix)
     close(table[aten.mm.default](matrix.t(), x.t()), matrix.t() @ x.t())
     close(table[aten.addmm.default](bias, x, matrix), x @ matrix + bias)
-    close(table[aten.addmm.default](torch.ones(rows, 400).double(), x, matrix), x @ matrix + 1)
+    close(table[aten.addmm.default](torch.ones(rows, 600), x, matrix), x @ matrix + 1)
 
 
-@pytest.mark.parametrize("shape", [(33, 200, 400), (4, 20, 40), (4, 200, 401)], ids=["rows", "small", "odd"])
+SHAPES = {
+    "rows": (33, 400, 600),
+    "small": (4, 128, 256),
+    "odd": (4, 400, 601),
+    "flat": (4, 32, 8192),
+    "narrow": (4, 8192, 64),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_others_stay_whole(shape, table, two_threads):
-    rows, inner, columns = shape
+    rows, inner, columns = SHAPES[shape]
     x, matrix = torch.randn(rows, inner), torch.randn(inner, columns)
     assert table[aten.mm.default](x, matrix) == "whole"
     assert table[aten.addmm.default](torch.zeros(columns), x, matrix) == "whole"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_other_dtypes_stay_whole(dtype, table, two_threads):
+    assert table[aten.mm.default](torch.ones(4, 400, dtype=dtype), torch.ones(400, 600, dtype=dtype)) == "whole"
+
+
 def test_scaled_sums_and_one_thread_stay_whole(table, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    x, matrix = torch.randn(4, 200), torch.randn(200, 400)
+    x, matrix = torch.randn(4, 400), torch.randn(400, 600)
     assert table[aten.mm.default](x, matrix) == "whole"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert table[aten.addmm.default](torch.zeros(400), x, matrix, beta=2) == "whole"
+    assert table[aten.addmm.default](torch.zeros(600), x, matrix, beta=2) == "whole"
 
 
 def test_the_table_is_inductors_with_two_rules():
@@ -74,7 +78,7 @@ def test_the_table_is_inductors_with_two_rules():
 def test_programs_have_parts(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     graphs = lowered(monkeypatch)
-    w, x = torch.randn(300, 250), torch.randn(3, 250)
+    w, x = torch.randn(600, 400), torch.randn(3, 400)
     loss = lambda w, x: torch.tanh(w @ x).square().sum()
     found = per_sample_grads(loss, w, x, Norm(), engine="compiled")
     torch.testing.assert_close(found, per_sample_grads(loss, w, x, Norm(), engine="eager"))

@@ -820,6 +820,20 @@ def test_autocast_inside_the_loss(layer, reduction):
         assert_trees_close(per_sample_grads(loss, params, x, reduction), truth, rtol=0.02)
 
 
+def test_places_in_memory_are_told(found):
+    """``nn.GRU`` on a GPU asks for those of its weights."""
+
+    def loss(model, x):
+        assert len({w.data_ptr() for w in model.parameters()}) == 4
+        return model(x).square().sum()
+
+    model, x = mlp(3, 4, 2), draw(5, 3)
+    assert_trees_close(
+        per_sample_grads(loss, model, x, Norm()), per_sample_grads(loss, model, x, Norm(), engine="loop"), 1e-9
+    )
+    assert found[0] is not None
+
+
 def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals(monkeypatch):
     widths, product = [], terms._inner_products
     monkeypatch.setattr(terms, "_SMALL", 0)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 import persample as ps
 from persample import _torch
+from persample.engines.compiled.capture import MOST_CAPTURES
 from persample.errors import TORCH_VERSIONS, TorchVersionError
 
 ROOT = Path(__file__).parent.parent
@@ -454,16 +455,19 @@ def test_slots_of_modules():
     assert module.running_mean.tolist() == [7, 7]
 
 
-def test_refresh_flat_weights():
+def test_flat_weights():
     gru = nn.GRU(2, 3)
-    weight = nn.Parameter(torch.zeros(9, 2))
-    _torch.parameter_slots(gru)["weight_ih_l0"] = weight
-    assert not any(x is weight for x in gru._flat_weights)
+    weights, references = before = _torch.flat_weights(gru)
+    assert [r() is w is p for w, r, p in zip(weights, references, gru.parameters(), strict=True)] == [True] * 4
+    gru.weight_ih_l0 = nn.Parameter(torch.zeros(9, 2))
+    assert gru._flat_weights[0] is not weights[0]
+    _torch.set_flat_weights(gru, before)
+    assert gru._flat_weights[0] is weights[0]
     assert gru._weights_have_changed()
-    _torch.refresh_flat_weights(gru)
-    assert any(x is weight for x in gru._flat_weights)
-    assert not gru._weights_have_changed()
-    assert len(gru._flat_weights) == len(gru._flat_weights_names) == 4
+
+
+def test_captures_end_before_dynamos_limit():
+    assert _torch._CAPTURE_SETTINGS["recompile_limit"] > MOST_CAPTURES
 
 
 def test_norms():

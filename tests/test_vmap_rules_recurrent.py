@@ -72,6 +72,29 @@ def test_weights_stay_where_they_are(spelling, reduce):
     assert_trees_close(per_sample_grads(*call, x, reduce), expected, 1e-9)
 
 
+@pytest.mark.parametrize("engine", ["eager", "compiled", "loop"])
+@pytest.mark.parametrize("missing", ["deleted", "None"])
+def test_a_layer_without_a_weight_that_is_not_called(missing, engine):
+    model, x = nn.ModuleDict({"gru": nn.GRU(3, 4), "other": nn.GRU(3, 4), "used": nn.Linear(3, 2)}).double(), draw(5, 3)
+    if missing == "deleted":
+        del model["gru"].bias_hh_l0
+    else:
+        model["gru"].bias_hh_l0 = None
+    before = [list(model[name]._flat_weights) for name in ("gru", "other")]
+    found = per_sample_grads(lambda m, x: m["used"](x).square().sum(), model, x, Norm(), engine=engine)
+    assert_trees_close(found, per_sample_grads(lambda m, x: m(x).square().sum(), model["used"], x, Norm()), 1e-9)
+    after = [model[name]._flat_weights for name in ("gru", "other")]
+    assert all(x is y for one, two in zip(before, after, strict=True) for x, y in zip(one, two, strict=True))
+    assert not model["other"]._weights_have_changed()
+
+
+def test_buffers_of_parametrized_weights_stay():
+    layer = nn.utils.parametrizations.spectral_norm(nn.GRU(3, 4).double(), "weight_hh_l0").train()
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    per_sample_grads(lambda m, x: m(x)[0].square().sum(), layer, draw(2, 5, 3), Norm())
+    assert_trees_close(dict(layer.named_buffers()), before, 0.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_by_autograd_from_outside(kind):
     layer = KINDS[kind](2, 3, num_layers=2, bidirectional=True)

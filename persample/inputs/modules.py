@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from persample._torch import buffer_slots, module_slots, parameter_slots, refresh_flat_weights
+from persample._torch import buffer_slots, flat_weights, module_slots, parameter_slots, set_flat_weights
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.interrupts import undone
@@ -62,6 +62,7 @@ class _Modules:
         ]
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
 
     def swap(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some parameters by other tensors, and all buffers by clones, until ``restore``.
@@ -80,6 +81,8 @@ class _Modules:
     def remember(self) -> None:
         """Note what the modules hold, for ``restore``."""
         self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
+        recurrent = [part for part in self.parts.values() if isinstance(part, nn.RNNBase)]
+        self._flat_weights = [(part, flat_weights(part)) for part in recurrent]
         self._held = [
             (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
         ]
@@ -99,9 +102,8 @@ class _Modules:
         for slots, values in self._held:
             if list(slots) != list(values):  # a slot that was deleted is now last, and optimizers rely on the order
                 _reorder(slots, values)
-        for part in self.parts.values():
-            if isinstance(part, nn.RNNBase):  # it keeps a second list of its weights
-                refresh_flat_weights(part)
+        for part, weights in self._flat_weights:
+            set_flat_weights(part, weights)
         self._held = self._attributes = []
 
 
