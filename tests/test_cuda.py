@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import ranks
@@ -16,6 +12,7 @@ from device_cases import REDUCTIONS, Case, cases, moved, written_out
 from oracle import assert_trees_close, oracle
 from test_grid import REDUCTIONS as GRID
 from test_grid import RTOL
+from test_ranks import launched
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -27,7 +24,6 @@ import persample as ps
 pytestmark = pytest.mark.cuda
 
 DEVICE = torch.device("cuda", 0)
-TESTS = Path(__file__).parent
 ENGINES = {
     "eager": {"engine": "eager"},
     "chunks": {"engine": "eager", "chunk_size": 2},
@@ -209,27 +205,11 @@ def test_streams_and_folders(known, tmp_path):
     assert_trees_close(pytree.tree_map(lambda x: torch.as_tensor(x).cpu(), found), expected, 1e-4)
 
 
-def launched(folder, world, backend):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
-    where = {"RANKS_DEVICE": "cuda", "RANKS_BACKEND": backend}
-    done = subprocess.run(
-        [*command, ranks.__file__, str(folder)],
-        env=environment | where,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
-
-
 @pytest.mark.parametrize(("world", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_processes(world, backend, tmp_path):
     """nccl allows one process per GPU; gloo has two on one."""
     alone = ranks.everything(0, None, tmp_path / "alone")
-    for rank in launched(tmp_path, world, backend):
+    for rank in launched(tmp_path, world, RANKS_DEVICE="cuda", RANKS_BACKEND=backend):
         for key, expected in alone.items():
             if key == "ddp":
                 assert_trees_close(rank[key][0], expected[0], 1e-9)

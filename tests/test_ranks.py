@@ -24,18 +24,18 @@ TESTS = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
 
 
-def launched(folder, world):
+def launched(folder, world, **where):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
         [*command, ranks.__file__, str(folder)],
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | where,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ class _Modules:
         # Slots are listed by the tensor in them, so that tied tensors, and modules with two names, are swapped alike.
         # Scripted modules accept no other tensors; the arguments were checked, so these have no tensors to swap.
         self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
+        self._recurrent = [part for part in self._plain if isinstance(part, nn.RNNBase)]
         self._slots: list[tuple[dict[str, Any], str, str]] = [
             (parameter_slots(part), name, first_names[id(held)])
             for part in self._plain
@@ -81,8 +82,7 @@ class _Modules:
     def remember(self) -> None:
         """Note what the modules hold, for ``restore``."""
         self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
-        recurrent = [part for part in self.parts.values() if isinstance(part, nn.RNNBase)]
-        self._flat_weights = [(part, flat_weights(part)) for part in recurrent]
+        self._flat_weights = [(part, flat_weights(part)) for part in self._recurrent]
         self._held = [
             (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
         ]
@@ -105,6 +105,7 @@ class _Modules:
         for part, weights in self._flat_weights:
             set_flat_weights(part, weights)
         self._held = self._attributes = []
+        self._flat_weights = []
 
 
 def _differ(slots: dict[str, Any], held: dict[str, Any]) -> bool:

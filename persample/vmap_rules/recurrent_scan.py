@@ -129,7 +129,8 @@ def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) ->
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
     of_x = _unfolded(order(at_inputs @ w_ih, 0), axes) if needed[-3] else None
     if cell.at_inputs is None:  # both weights have the same signals: eager code copies them here, not once for each
-        both = [_unfolded(signals, axes) if is_traced(signals) else _unfolded(signals, axes).contiguous()] * 2
+        shared = _unfolded(signals, axes)
+        both = [shared if is_traced(shared) else shared.contiguous()] * 2
     else:
         both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
     biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
