@@ -184,7 +184,6 @@ disabled_torch_function = private("torch._C:_disabled_torch_function_impl")  # f
 make_wrapper_subclass = private("torch:Tensor._make_wrapper_subclass")  # a tensor without memory
 
 if TYPE_CHECKING:
-    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -193,7 +192,6 @@ if TYPE_CHECKING:
 
     SingleLevelFunction = torch.autograd.Function
 else:
-    HigherOrderOperator = private("torch._ops:HigherOrderOperator")  # the class of torch.ops.higher_order.scan
     OpOverload = private("torch._ops:OpOverload")  # the class of torch.ops.aten.add.Tensor
     FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor")
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
@@ -281,6 +279,7 @@ TensorGuards = private("torch._C._dynamo.guards:TensorGuards")  # compares dtype
 OPENS_LEVEL = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
 CLOSES_LEVEL = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting"})
 scan = private("torch.ops:higher_order.scan")  # a loop in the graphs of make_fx, which Inductor compiles as a loop
+cond = private("torch.ops:higher_order.cond")  # a branch in them, which torch.cond would capture by Dynamo
 GET_DATA = "_get_data_attr"  # what reads ``.data`` in the graphs of Dynamo
 SETS_MODE = frozenset(  # functions in the graphs of Dynamo after which operations compute something else
     {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
@@ -419,8 +418,8 @@ def compile_graph(
         "layout_optimization": config.layout_optimization and prefers_channels_last,
         "cpp_wrapper": calls_in_cpp,
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
-        # The key of Inductor's cache on disk has the bodies of loops, so programs with loops can be cached.
-        "unsafe_marked_cacheable_functions": {f"{scan.__module__}.{scan.__name__}": "its body is in the key"},
+        # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.
+        "unsafe_marked_cacheable_functions": {f"{x.__module__}.{x.__name__}": "body in key" for x in (scan, cond)},
     }
     tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
     with (

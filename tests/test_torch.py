@@ -377,11 +377,6 @@ def test_op_overload():
     assert not isinstance(torch.ops.aten.add, _torch.OpOverload)
 
 
-def test_higher_order_operator():
-    assert isinstance(torch.ops.higher_order.scan, _torch.HigherOrderOperator)
-    assert not isinstance(torch.ops.aten.add.Tensor, _torch.HigherOrderOperator)
-
-
 def test_unguarded_dispatch_mode():
     class Unguarded(_torch.UnguardedDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -924,6 +919,22 @@ def test_cached_programs_differ_by_the_bodies_of_their_loops():
     assert results == [12.0, -12.0, 12.0]
 
 
+@pytest.mark.parametrize("calls_in_cpp", [False, True])
+def test_cached_programs_differ_by_the_bodies_of_their_branches(calls_in_cpp):
+    def opposite_or_multiple(factor):
+        return lambda x: _torch.cond(x[0] > 0, lambda x: [-x], lambda x: [factor * x], (x,))
+
+    results = []
+    for factor in (2.0, 3.0, 2.0):
+        mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
+        with mode:
+            inputs = [torch.ones(3)]
+            graph = make_fx(opposite_or_multiple(factor))(*inputs)
+        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
+        results.append([code([sign * torch.ones(3)])[0].tolist() for sign in (1, -1)])
+    assert results == [[[-1.0] * 3, [-factor] * 3] for factor in (2.0, 3.0, 2.0)]
+
+
 def test_lacks_cpp_compiler():
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -992,6 +1003,16 @@ def test_scan():
     assert torch.equal(last, torch.tensor([12.0]))
     graph = make_fx(lambda x, w: _torch.scan(step, [torch.ones(1)], [x], (w,)), tracing_mode="fake")(xs, weight)
     assert any(node.target is _torch.scan for node in graph.graph.nodes)
+
+
+def test_cond():
+    def positive(x):
+        return _torch.cond(x > 0, torch.neg, torch.exp, (x,))
+
+    assert positive(torch.tensor(2.0)) == -2
+    assert positive(torch.tensor(0.0)) == 1
+    graph = make_fx(positive, tracing_mode="fake")(torch.tensor(2.0))
+    assert any(node.target is _torch.cond for node in graph.graph.nodes)
 
 
 def test_frames_of_python_are_seen_by_the_callback():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import cond
 from persample.factors import cost_model
 from persample.utils.norms import memory_of_rows
 from persample.utils.tracing import is_recorded, is_traced
@@ -112,15 +113,20 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
     keeps_digits = lengths.sum(2).square() < _MOST_CANCELLED * squares
     is_sure = keeps_digits & (lengths.mean(2) > _LEAST * largest) & (squares < torch.inf)
     lefts, rights = map(list, zip(*pairs, strict=True))
-    if is_traced(squares):
-        return _opaque()(squares, is_sure, lefts, rights)
-    return _corrected(squares, is_sure, lefts, rights)
+    if not is_traced(squares):
+        return squares if is_sure.all() else _corrected(squares, is_sure, lefts, rights)
+
+    def unchanged(squares: Tensor, *_: Tensor) -> tuple[Tensor]:
+        return (squares.clone(),)  # a branch must not return its input
+
+    def corrected(squares: Tensor, is_sure: Tensor, *operands: Tensor) -> tuple[Tensor]:
+        return (_opaque()(squares, is_sure, operands[: len(pairs)], operands[len(pairs) :]),)
+
+    return cond(is_sure.all(), unchanged, corrected, (squares, is_sure, *lefts, *rights))[0]
 
 
 def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     """Return squared norms, computed in float64 where they are not sure."""
-    if is_sure.all():  # a copy, because an operation of torch must not return its input
-        return squares.clone(memory_format=torch.contiguous_format)
     doubtful = ~is_sure
     rows = [(left[of_pair], right[of_pair]) for left, right, of_pair in zip(lefts, rights, doubtful, strict=True)]
     exact = [_in_float64([pair], [(0, 1)])[0] for pair in rows]
@@ -129,7 +135,7 @@ def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights
 
 @functools.cache
 def _opaque() -> Any:
-    """Return ``_corrected`` as an operation of compiled code, which has no branches; registered when first needed."""
+    """Return ``_corrected``, whose sizes depend on values, as an operation of compiled code; registered when needed."""
     schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
     free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
     own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=[free])

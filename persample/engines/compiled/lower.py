@@ -12,13 +12,13 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
-    HigherOrderOperator,
     compile_graph,
     decompositions,
     enable_python_dispatcher,
     functionalize,
     keep_kernel,
     lacks_cpp_compiler,
+    scan,
 )
 from persample.engines.compiled.few_rows import with_parts
 from persample.engines.compiled.kernels import with_torch_kernels
@@ -94,7 +94,7 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
             keep_kernel(node)
     # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
     # (torch 2.13), and was not tried on GPUs.
-    is_flat = not any(isinstance(node.target, HigherOrderOperator) for node in graph.graph.nodes)
+    is_flat = not any(node.target is scan for node in graph.graph.nodes)
     on_cpu = all(x.device.type == "cpu" for x in inputs)
     in_cpp = is_flat and on_cpu
     if on_cpu:

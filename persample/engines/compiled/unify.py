@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from persample._torch import scan
+from persample._torch import cond, scan
 from persample.utils import trees
 
 
@@ -35,7 +35,7 @@ def unified(
             size = result.placeholder("size") if axis is None else _size(result, known[0][inputs[axis[0]]], axis[1])
         if len({(node.op, node.target) for node in row}) > 1:
             return None
-        if first.op == "get_attr":  # the body of a loop
+        if first.op == "get_attr":  # the body of a loop, or a branch
             body = unified([getattr(graph, str(first.target)) for graph in graphs], sizes)
             if body is None:
                 return None
@@ -43,9 +43,9 @@ def unified(
         arguments = _merged(row, known, _Formulas(result, size, sizes))
         if arguments is None:
             return None
-        if first.target is scan:
-            (*loop, shared), _ = arguments
-            arguments = (*loop, (*shared, size)), {}
+        if first.target in (scan, cond):
+            (*rest, given), _ = arguments
+            arguments = (*rest, (*given, size)), {}
         new = result.create_node(first.op, first.target, arguments[0], arguments[1], name=first.name)
         for node, nodes in zip(row, known, strict=True):
             nodes[node] = new
