@@ -1,0 +1,156 @@
+"""Losses that transpose a product ``w @ x.T``: laid out as ``x @ w.T``, with the numbers of the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import vmap
+from torch.utils.checkpoint import checkpoint
+from traced import lowered, without_inductor
+
+from persample import ClippedMean, LossError, Stack, clear_cache, per_sample_grads
+from persample.engines.compiled.transposed import _transposed_product
+
+TRANSPOSED = {
+    "T": lambda y: y.T,
+    "mT": lambda y: y.mT,
+    "t": lambda y: y.t(),
+    "transpose": lambda y: torch.transpose(y, 0, -1),
+    "permute": lambda y: y.permute(1, 0),
+    "swapaxes": lambda y: y.swapaxes(0, 1),
+}
+PRODUCTS = {
+    "@": lambda w, x: w @ x,
+    "torch.matmul": torch.matmul,
+    "Tensor.matmul": torch.Tensor.matmul,
+    "torch.mm": torch.mm,
+    "torch.mm by name": lambda w, x: torch.mm(input=w, mat2=x),
+}
+
+
+def written_view(w, x):
+    y = (w @ x.T).T + 0
+    y.T.view(-1).mul_(2)
+    return y.cos()
+
+
+def two_transposes(w, x):
+    y = w @ x.T
+    return y.T.cos() * y.mT.sin()
+
+
+def transposed_and_not(w, x):
+    y = w @ x.T
+    return y.T.cos(), y.sin()
+
+
+def viewed_in_a_checkpoint(w, x):
+    def columns(y):
+        return y.T.view(-1).sin()
+
+    return checkpoint(columns, torch.tanh((w @ x.T).T), use_reentrant=False)
+
+
+def written_view_in_a_vmap(w, x):
+    y = torch.tanh((w @ x.T).T)
+
+    def of_column(column):
+        z = column[:, None] * y
+        z.T.view(-1).mul_(2)
+        return z.cos()
+
+    return vmap(of_column)(y.T)
+
+
+# Losses that could see another layout, or where the shapes are unlike those of a layer.
+OTHERS = {
+    "view of the transposed": lambda w, x: torch.tanh((w @ x.T).T).T.view(-1),
+    "view in another dtype": lambda w, x: (w @ x.T).T.tanh() * (w @ x.T).T.detach().view(torch.int64).sign(),
+    "written": lambda w, x: (w @ x.T).T.mul_(2).tanh(),
+    "written view": written_view,
+    "viewed in a checkpoint": viewed_in_a_checkpoint,
+    "written view in a vmap": written_view_in_a_vmap,
+    "two transposes": two_transposes,
+    "transposed and not": transposed_and_not,
+    "of columns": lambda w, x: (w @ x.T.contiguous()).T.tanh(),
+    "sample from the left": lambda w, x: (x @ w.T).T.tanh(),
+    "of samples": lambda w, x: (x @ x.T).T.tanh() * w.sum(),
+    "of weights": lambda w, x: (w @ w.T).T.tanh() * x.sum(),
+    "weights in a batch": lambda w, x: (w.expand(2, 3, 5) @ x.T).mT.tanh(),
+    "vectors": lambda w, x: (w.expand(2, 3, 5) @ x[0]).T.tanh(),
+    "a vector from the left": lambda w, x: (w[0] @ x.T.expand(2, 5, 4)).T.tanh(),
+    "columns of one number": lambda w, x: (w @ x[:1].T).T.tanh(),
+}
+
+
+def loss_of(product):
+    def loss(w, x):
+        found = product(w, x)
+        return sum((y * y).sum() for y in (found if isinstance(found, tuple) else (found,)))
+
+    return loss
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(0)
+    return torch.randn(3, 5, dtype=torch.float64), torch.randn(6, 4, 5, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    clear_cache()
+
+
+def assert_like_the_loop(loss, w, x):
+    expected = per_sample_grads(loss, w, x, Stack(), engine="loop")
+    torch.testing.assert_close(per_sample_grads(loss, w, x, Stack(), engine="compiled"), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSED)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_spelling(product, transposed, data, monkeypatch):
+    without_inductor(monkeypatch)
+    multiply, transpose = PRODUCTS[product], TRANSPOSED[transposed]
+    assert_like_the_loop(loss_of(lambda w, x: torch.tanh(transpose(multiply(w, x.T)))), *data)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_others(other, data, monkeypatch):
+    without_inductor(monkeypatch)
+    assert_like_the_loop(loss_of(OTHERS[other]), *data)
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSED)
+def test_the_program_is_that_of_rows(transposed, data, monkeypatch):
+    """As for ``x @ w.T``: one product of all rows with a weight, and no weight is repeated for each sample."""
+    graphs, transpose = lowered(monkeypatch), TRANSPOSED[transposed]
+    of_rows = loss_of(lambda w, x: torch.tanh(torch.tanh(x @ w.T) @ w))
+    of_columns = loss_of(lambda w, x: torch.tanh(transpose(w.T @ transpose(torch.tanh(transpose(w @ x.T))))))
+    found = [per_sample_grads(loss, *data, ClippedMean(1.0), engine="compiled") for loss in (of_rows, of_columns)]
+    torch.testing.assert_close(*found)
+    expected, made = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
+    assert made.count("aten.mm.default") == expected.count("aten.mm.default") > 0
+    assert made.count("aten.bmm.default") == expected.count("aten.bmm.default")
+
+
+def test_layout(data):
+    """That of the samples, where no sample is copied for it; else that of the product."""
+    w, x = data
+    flip = _transposed_product
+    columns = x.mT.contiguous()
+    assert vmap(lambda x: flip(w, x.T))(x).is_contiguous()
+    assert vmap(lambda x: flip(w, x))(columns).mT.is_contiguous()
+    assert vmap(lambda x: flip(x, w.T))(x).mT.is_contiguous()
+    assert vmap(lambda x: flip(x, x.T))(x).mT.is_contiguous()
+
+
+def test_strides_are_those_of_the_loss(data):
+    """Strides of a sample that is laid out in another way would read other numbers."""
+    loss = loss_of(lambda w, x: torch.as_strided((w @ x.T).T.tanh(), (12,), (1,)) * torch.arange(12.0))
+    with pytest.raises(LossError, match="as_strided reads memory by strides"):
+        per_sample_grads(loss, *data, engine="compiled")
+
+
+def test_compiled_code(data):
+    assert_like_the_loop(loss_of(lambda w, x: torch.tanh(w.T @ torch.tanh((w @ x.T).T).T).T), *data)
