@@ -141,7 +141,7 @@ class EarlierCall:
         asked: the options, and the reductions without the fields that may change.
         names: the names of the parameters of a module.
         structures: the structures of params, batch and out.
-        guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
+        guards: torch's comparison of tensors with those of the call: classes, dtypes, devices, shapes, strides.
         rows: for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls:
             captured losses read no values. None for a leaf that all samples share.
         unpack: whether the batch is passed as positional arguments.
@@ -321,8 +321,6 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
     if not entry.calls or entry.changes_modules or not _is_plain():
         return None
     flat = Flat.of(asked)
-    if not all(isinstance(x, Tensor) for x in flat.tensors):
-        return None
     recording, callback = torch.is_grad_enabled(), get_eval_frame_callback()
     try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
         set_grad_enabled(False)
