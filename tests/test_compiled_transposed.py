@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.func import vmap
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from traced import lowered, without_inductor
 
@@ -28,10 +29,46 @@ PRODUCTS = {
 }
 
 
-def written_view(w, x):
-    y = (w @ x.T).T + 0
-    y.T.view(-1).mul_(2)
+def layer(w, x):
+    return (w @ x.T).T
+
+
+def one(w, x):
+    """A product of one number, which is its own transpose."""
+    return w[:1] @ x[:1].T
+
+
+def added(w, x):
+    y = one(w, x)
+    y += w.sum()
     return y.cos()
+
+
+def without_gradient(w, x):
+    y = w @ x.T
+    with torch.no_grad():
+        z = y.T
+    return z * w.sum() * y.T
+
+
+def conjugate(w, x):
+    y = (w.to(torch.complex128) * 1j) @ x.T.to(torch.complex128)
+    return torch.view_as_real(y.mH.resolve_conj())
+
+
+def viewed_in_a_checkpoint(w, x):
+    return checkpoint(lambda y: y.T.view(-1).sin(), torch.tanh(layer(w, x)), use_reentrant=False)
+
+
+def written_in_a_vmap(w, x):
+    y = torch.tanh(layer(w, x))
+
+    def of_column(column):
+        z = column[:, None] * y
+        z.T.view(-1).mul_(2)
+        return z.cos()
+
+    return vmap(of_column)(y.T)
 
 
 def two_transposes(w, x):
@@ -44,32 +81,59 @@ def transposed_and_not(w, x):
     return y.T.cos(), y.sin()
 
 
-def viewed_in_a_checkpoint(w, x):
-    def columns(y):
-        return y.T.view(-1).sin()
+def written(shaped, y_of=lambda w, x: layer(w, x) + 1):
+    """Write into a tensor that is a copy of y, or y itself, depending on the layout."""
 
-    return checkpoint(columns, torch.tanh((w @ x.T).T), use_reentrant=False)
+    def loss(w, x):
+        y = y_of(w, x)
+        z = shaped(y)
+        z.mul_(2)
+        return y.cos(), z
+
+    return loss
 
 
-def written_view_in_a_vmap(w, x):
-    y = torch.tanh((w @ x.T).T)
+def written_after(w, x):
+    y = layer(w, x) * 2
+    c = y.contiguous()
+    y.mul_(2)
+    return c.cos() + y
 
-    def of_column(column):
-        z = column[:, None] * y
-        z.T.view(-1).mul_(2)
-        return z.cos()
 
-    return vmap(of_column)(y.T)
+def written_zeros(w, x):
+    y = layer(w, x).tanh()
+    z = torch.zeros_like(y)
+    z.T.reshape(-1)[2] = 1
+    return y * z
+
+
+def in_place_activation(w, x):
+    y = layer(w, x) + 1
+    z = F.relu(y.flatten(), inplace=True)
+    return torch.cat([z, y.flatten()])
 
 
 # Losses that could see another layout, or where the shapes are unlike those of a layer.
 OTHERS = {
-    "view of the transposed": lambda w, x: torch.tanh((w @ x.T).T).T.view(-1),
-    "view in another dtype": lambda w, x: (w @ x.T).T.tanh() * (w @ x.T).T.detach().view(torch.int64).sign(),
-    "written": lambda w, x: (w @ x.T).T.mul_(2).tanh(),
-    "written view": written_view,
+    "view of the transposed": lambda w, x: torch.tanh(layer(w, x)).T.view(-1),
+    "view in another dtype": lambda w, x: layer(w, x).tanh() * layer(w, x).detach().view(torch.int64).sign(),
     "viewed in a checkpoint": viewed_in_a_checkpoint,
-    "written view in a vmap": written_view_in_a_vmap,
+    "written": lambda w, x: layer(w, x).mul_(2).tanh(),
+    "written view": written(lambda y: y.T.view(-1)),
+    "written reshape": written(lambda y: y.T.reshape(-1)),
+    "written ravel": written(lambda y: y.ravel()),
+    "written reshape of an activation": written(lambda y: y.T.reshape(-1), lambda w, x: layer(w, x).tanh().clone()),
+    "written in a vmap": written_in_a_vmap,
+    "written after": written_after,
+    "written zeros": written_zeros,
+    "in-place activation": in_place_activation,
+    "without gradient": without_gradient,
+    "conjugate": conjugate,
+    "one number": lambda w, x: one(w, x).T.cos(),
+    "one number, written": lambda w, x: one(w, x).add_(w.sum()).cos(),
+    "one number, added": added,
+    "one number, filled": lambda w, x: one(w, x).fill_(2) * w.sum(),
+    "one number, detached": lambda w, x: one(w, x).detach() * w.sum(),
     "two transposes": two_transposes,
     "transposed and not": transposed_and_not,
     "of columns": lambda w, x: (w @ x.T.contiguous()).T.tanh(),
@@ -77,8 +141,10 @@ OTHERS = {
     "of samples": lambda w, x: (x @ x.T).T.tanh() * w.sum(),
     "of weights": lambda w, x: (w @ w.T).T.tanh() * x.sum(),
     "weights in a batch": lambda w, x: (w.expand(2, 3, 5) @ x.T).mT.tanh(),
+    "other axes": lambda w, x: (w.expand(2, 3, 5) @ x.T).transpose(0, 1).tanh(),
     "vectors": lambda w, x: (w.expand(2, 3, 5) @ x[0]).T.tanh(),
-    "a vector from the left": lambda w, x: (w[0] @ x.T.expand(2, 5, 4)).T.tanh(),
+    "a vector from the left": lambda w, x: (w[0] @ torch.stack([x, x]).mT).T.tanh(),
+    "of one vector": lambda w, x: (w @ x[0]).t().tanh(),
     "columns of one number": lambda w, x: (w @ x[:1].T).T.tanh(),
 }
 
@@ -86,7 +152,9 @@ OTHERS = {
 def loss_of(product):
     def loss(w, x):
         found = product(w, x)
-        return sum((y * y).sum() for y in (found if isinstance(found, tuple) else (found,)))
+        found = found if isinstance(found, tuple) else (found,)
+        # Weighted, so that numbers in another order make another sum.
+        return sum((y * torch.linspace(1, 2, y.numel()).view(y.shape)).sum() for y in found)
 
     return loss
 

@@ -75,7 +75,7 @@ def _own(x: Tensor, sample: Tensor) -> Tensor:
 
 def written_memory(graph: Graph) -> set[Any]:
     """Return the memory that a graph writes into, by ``memory_of``."""
-    return {memory_of(node.args[0]) for node in graph.nodes if _writes(node)} - {None}
+    return {memory_of(node.args[0]) for node in graph.nodes if writes(node)} - {None}
 
 
 def memory_of(node: Any) -> Any:
@@ -86,7 +86,8 @@ def memory_of(node: Any) -> Any:
     return storage_id(example.untyped_storage())
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
+    """Return whether a node of a graph of Dynamo writes into a tensor."""
     if node.op not in {"call_function", "call_method"}:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
