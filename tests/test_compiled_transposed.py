@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import vmap
+from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from traced import lowered, without_inductor
@@ -118,6 +118,9 @@ OTHERS = {
     "view of the transposed": lambda w, x: torch.tanh(layer(w, x)).T.view(-1),
     "view in another dtype": lambda w, x: layer(w, x).tanh() * layer(w, x).detach().view(torch.int64).sign(),
     "viewed in a checkpoint": viewed_in_a_checkpoint,
+    "in a vmap": lambda w, x: vmap(lambda c: torch.tanh((w @ (x * c).T).T))(x.mean(0)),
+    "in a gradient": lambda w, x: grad(lambda v: layer(v, x).cos().sum())(w),
+    "in a checkpoint": lambda w, x: checkpoint(lambda x: torch.tanh(layer(w, x)), x.sin(), use_reentrant=False),
     "written": lambda w, x: layer(w, x).mul_(2).tanh(),
     "written view": written(lambda y: y.T.view(-1)),
     "written reshape": written(lambda y: y.T.reshape(-1)),

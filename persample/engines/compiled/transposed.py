@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from persample._torch import SETS_MODE
-from persample.engines.compiled.batchable import writes
+from persample.engines.compiled.batchable import memory_of, writes
 from persample.vmap_rules.batched import is_batched
 
 _PRODUCTS = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm"}
@@ -47,7 +47,7 @@ def flip_products(module: GraphModule) -> None:
 def _is_transposed(user: Node, product: Node) -> bool:
     """Return whether a node is a product with its last two axes swapped, in any spelling."""
     is_transpose = _name(user) in _TRANSPOSES or (user.target is getattr and user.args[1] in {"T", "mT"})
-    if not is_transpose:
+    if not is_transpose or memory_of(user) is None:  # such as one in an inner vmap, whose shapes cannot be read later
         return False
     view, x = user.meta["example_value"], product.meta["example_value"]
     return x.ndim > 1 and (view.shape, view.stride()) == (x.mT.shape, x.mT.stride())
