@@ -86,11 +86,16 @@ def memory_of(node: Any) -> Any:
     return storage_id(example.untyped_storage())
 
 
+def name_of(node: Node) -> str:
+    """Return the name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def writes(node: Node) -> bool:
     """Return whether a node of a graph of Dynamo writes into a tensor."""
     if node.op not in {"call_function", "call_method"}:
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     is_in_place = name.endswith("_") and not name.endswith("__")
     return is_in_place or node.target in _WRITES or node.kwargs.get("inplace") is True
 

@@ -94,9 +94,9 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
             keep_kernel(node)
     # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
     # (torch 2.13), and was not tried on GPUs.
-    is_flat = not any(node.target is scan for node in graph.graph.nodes)
+    has_loops = any(node.target is scan for node in graph.graph.nodes)
     on_cpu = all(x.device.type == "cpu" for x in inputs)
-    in_cpp = is_flat and on_cpu
+    in_cpp = on_cpu and not has_loops
     if on_cpu:
         keep_freed_memory()
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)

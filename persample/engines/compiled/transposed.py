@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from persample._torch import SETS_MODE
-from persample.engines.compiled.batchable import memory_of, writes
+from persample.engines.compiled.batchable import memory_of, name_of, writes
 from persample.vmap_rules.batched import is_batched
 
 _PRODUCTS = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm"}
@@ -30,7 +30,7 @@ def flip_products(module: GraphModule) -> None:
     nodes = [node for graph in graphs for node in graph.nodes]
     products = [node for node in nodes if node.target in _PRODUCTS and not node.kwargs]
     flipped = [node for node in products if all(_is_transposed(user, node) for user in node.users)]
-    if not flipped or any(writes(node) or _name(node) in {"as_strided", *SETS_MODE} for node in nodes):
+    if not flipped or any(writes(node) or name_of(node) in {"as_strided", *SETS_MODE} for node in nodes):
         return
     for node in flipped:
         with node.graph.inserting_before(node):
@@ -46,15 +46,11 @@ def flip_products(module: GraphModule) -> None:
 
 def _is_transposed(user: Node, product: Node) -> bool:
     """Return whether a node is a product with its last two axes swapped, in any spelling."""
-    is_transpose = _name(user) in _TRANSPOSES or (user.target is getattr and user.args[1] in {"T", "mT"})
+    is_transpose = name_of(user) in _TRANSPOSES or (user.target is getattr and user.args[1] in {"T", "mT"})
     if not is_transpose or memory_of(user) is None:  # such as one in an inner vmap, whose shapes cannot be read later
         return False
     view, x = user.meta["example_value"], product.meta["example_value"]
     return x.ndim > 1 and (view.shape, view.stride()) == (x.mT.shape, x.mT.stride())
-
-
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
