@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 
 import numpy as np
@@ -17,7 +18,7 @@ from workloads import build
 
 import persample as ps
 from persample import ArgumentError, Leverage, LossError, NaturalGradient, fisher_vector_product, per_sample_grads
-from persample.factors import Dense, contractions
+from persample.factors import Dense, cost_model
 from persample.factors.float64_gram import float64_gram
 from persample.utils.solve import solve
 
@@ -142,8 +143,9 @@ def test_of_more_samples_than_parameters_the_part_of_the_targets_that_no_update_
 
 def test_a_bias_shares_the_product_of_its_signals(monkeypatch):
     work, products = build("mlp_td"), []
-    gram = contractions.gram
-    monkeypatch.setattr(contractions, "gram", lambda *args: products.append(1) or gram(*args))
+    module = sys.modules[float64_gram.__module__]
+    grams = module._grams
+    monkeypatch.setattr(module, "_grams", lambda *args: products.append(1) or grams(*args))
     per_sample_grads(work.loss_fn, work.params, work.batch, ps.Leverage(1.0))
     assert len(products) == 4  # the signals and inputs of two layers
 
@@ -167,9 +169,12 @@ def test_biases_that_share_their_signals_count_each(matrices):
     assert_trees_close(float64_gram(factors), rows @ rows.T, 1e-12)
 
 
+@pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 150])
-def test_the_gram_matrix_is_computed_by_blocks(size):
-    """Of a layer with its bias, one with a single output, and one without a factor."""
+def test_the_gram_matrix_is_computed_by_blocks(size, is_large, monkeypatch):
+    """Of a layer with its bias, one with a single output, and one without a factor; large operands are not copied."""
+    if is_large:
+        monkeypatch.setattr(cost_model, "block_size", lambda device: 2)
     x, w = draw(size, 4), {"hidden": draw(4, 3), "bias": draw(3), "out": draw(3), "scale": draw(2)}
 
     def loss(w, x):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +39,13 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     factors = list(map(by_row, factors))
     size = len(factors[0])
     blocks = _blocks(size, factors[0].device, lower=lower)
-    sums = functools.reduce(functools.partial(_combined, operator.add), _terms(factors, blocks))
+    sums: list[Any] = [None] * len(blocks)
+    for term in _terms(factors, blocks):
+        for place, matrices in enumerate(term):  # computed, and freed, one by one
+            sums[place] = _added(sums[place], *matrices)
     if scale is not None:
-        sums = _combined(operator.mul, sums, (scale[rows, None] * scale[columns] for rows, columns in blocks))
+        for place, (rows, columns) in enumerate(blocks):
+            sums[place] = sums[place] * (scale[rows, None] * scale[columns])
     if len(blocks) == 1:
         return sums[0]
     matrix = sums[0].new_zeros(size, size)
@@ -59,17 +61,21 @@ def _blocks(size: int, device: torch.device, *, lower: bool) -> list[Block]:
     return [(slice(start, start + step), slice(min(start + step, size) if lower else size)) for start in starts]
 
 
-def _terms(factors: Sequence[Factor], blocks: Sequence[Block]) -> Iterator[list[Tensor]]:
-    """Yield the blocks of matrices that add up to the Gram matrix."""
+def _terms(factors: Sequence[Factor], blocks: Sequence[Block]) -> Iterator[Iterable[tuple[Tensor, ...]]]:
+    """Yield the blocks of the terms of the Gram matrix: of one matrix, or of two that are multiplied elementwise."""
     for signals, inputs, num_biases in _operands(factors):
-        product = list(_grams(signals, blocks))
-        others = zip(blocks, *(_grams(x, blocks) for x in inputs), strict=True)
-        is_bias = not inputs and num_biases == 1  # times 1, Inductor would not add it up within the product
-        yield product if is_bias else _combined(operator.mul, product, (sum(x, num_biases) for _, *x in others))
+        products = list(_grams(signals, blocks))
+        if inputs:
+            others = zip(*(_grams(x, blocks) for x in inputs), strict=True)
+            yield zip(products, (sum(x, num_biases) for x in others), strict=True)
+        elif num_biases == 1:  # times 1, Inductor would not add it up within the product
+            yield zip(products)
+        else:
+            yield ((num_biases * x,) for x in products)
     for factor in factors:
         if not factor.norm_operands:
             matrix = factor.gram(dtype=torch.float64)
-            yield [matrix[block] for block in blocks]
+            yield ((matrix[block],) for block in blocks)
 
 
 def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor], int]]:
@@ -88,13 +94,15 @@ def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor],
 
 def _grams(x: Tensor, blocks: Sequence[Block]) -> Iterator[Tensor]:
     """Yield the blocks of the Gram matrix of some rows; of many numbers no copy in float64 shall exist."""
-    wide = x.double() if x.numel() <= cost_model.block_size(x.device) else x
-    for rows, columns in blocks:
-        yield contractions.gram(wide[rows], wide[columns], torch.float64)
+    if x.numel() > cost_model.block_size(x.device):
+        yield from (contractions.gram(x[rows], x[columns], torch.float64) for rows, columns in blocks)
+    else:
+        wide = x.double()
+        yield from (wide[rows] @ wide[columns].T for rows, columns in blocks)
 
 
-def _combined(combine: Callable[[Any, Tensor], Tensor], totals: list[Any], terms: Iterable[Tensor]) -> list[Any]:
-    """Combine a list with tensors that are computed, and freed, one by one."""
-    for place, term in enumerate(terms):
-        totals[place] = combine(totals[place], term)
-    return totals
+def _added(total: Tensor | None, product: Tensor, other: Tensor | None = None) -> Tensor:
+    """Return total + product · other, elementwise; None stands for no total, and for ones."""
+    if other is None:
+        return product if total is None else total + product
+    return product * other if total is None else torch.addcmul(total, product, other)
