@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
@@ -43,15 +44,12 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     for term in _terms(factors, blocks):
         for place, matrices in enumerate(term):  # computed, and freed, one by one
             sums[place] = _added(sums[place], *matrices)
-    if scale is not None:
-        for place, (rows, columns) in enumerate(blocks):
+    for place, (rows, columns) in enumerate(blocks):
+        if scale is not None:
             sums[place] = sums[place] * (scale[rows, None] * scale[columns])
-    if len(blocks) == 1:
-        return sums[0]
-    matrix = sums[0].new_zeros(size, size)
-    for block in reversed(blocks):
-        matrix[block] = sums.pop()
-    return matrix
+        if columns.stop < size:
+            sums[place] = pad(sums[place], (0, size - columns.stop))
+    return sums[0] if len(blocks) == 1 else torch.cat(sums)
 
 
 def _blocks(size: int, device: torch.device, *, lower: bool) -> list[Block]:
