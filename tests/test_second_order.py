@@ -170,7 +170,7 @@ def test_biases_that_share_their_signals_count_each(matrices):
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 300])
 def test_the_gram_matrix_is_computed_by_blocks(size, is_large, monkeypatch):
     """Of a layer with its bias, one with a single output, and one without a factor; large operands are not copied."""
     if is_large:
