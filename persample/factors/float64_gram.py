@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from persample.factors.base import Factor
 from persample.factors.outputs import by_row
 from persample.utils.norms import memory_of_rows
 
-# The rows of a block. Smaller ones save products above the diagonal, larger ones operations: for 256 samples of MLPs of
-# width 64 and 256, 64 and 128 take the same time, and 256 up to 1.15 times as long (compiled; torch 2.13, AMD EPYC).
-_ROWS = 128
+# The rows of a block. Smaller ones save products above the diagonal and memory, larger ones operations: for 256 samples
+# of MLPs of width 64 and 256, 64 and 128 take the same time, 256 up to 1.15 times as long (compiled; torch 2.13, AMD
+# EPYC).
+_ROWS = 64
 
 Block = tuple[slice, slice]
 
@@ -41,9 +42,11 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     size = len(factors[0])
     blocks = _blocks(size, factors[0].device, lower=lower)
     sums: list[Any] = [None] * len(blocks)
-    for term in _terms(factors, blocks):
-        for place, matrices in enumerate(term):  # computed, and freed, one by one
-            sums[place] = _added(sums[place], *matrices)
+    for operands in _operands(factors):
+        _add_products(sums, blocks, *operands)
+    for factor in factors:
+        if not factor.norm_operands:
+            _add_parts(sums, blocks, factor.gram(dtype=torch.float64))
     for place, (rows, columns) in enumerate(blocks):
         if scale is not None:
             sums[place] = sums[place] * (scale[rows, None] * scale[columns])
@@ -57,23 +60,6 @@ def _blocks(size: int, device: torch.device, *, lower: bool) -> list[Block]:
     step = size if device.type != "cpu" or cost_model.is_for_any_size() else _ROWS
     starts = range(0, max(size, 1), max(step, 1))
     return [(slice(start, start + step), slice(min(start + step, size) if lower else size)) for start in starts]
-
-
-def _terms(factors: Sequence[Factor], blocks: Sequence[Block]) -> Iterator[Iterable[tuple[Tensor, ...]]]:
-    """Yield the blocks of the terms of the Gram matrix: of one matrix, or of two that are multiplied elementwise."""
-    for signals, inputs, num_biases in _operands(factors):
-        products = list(_grams(signals, blocks))
-        if inputs:
-            others = zip(*(_grams(x, blocks) for x in inputs), strict=True)
-            yield zip(products, (sum(x, num_biases) for x in others), strict=True)
-        elif num_biases == 1:  # times 1, Inductor would not add it up within the product
-            yield zip(products)
-        else:
-            yield ((num_biases * x,) for x in products)
-    for factor in factors:
-        if not factor.norm_operands:
-            matrix = factor.gram(dtype=torch.float64)
-            yield ((matrix[block],) for block in blocks)
 
 
 def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor], int]]:
@@ -90,17 +76,35 @@ def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor],
         yield signals, matrices, len(inputs) - len(matrices)
 
 
-def _grams(x: Tensor, blocks: Sequence[Block]) -> Iterator[Tensor]:
-    """Yield the blocks of the Gram matrix of some rows; of many numbers no copy in float64 shall exist."""
-    if x.numel() > cost_model.block_size(x.device):
-        yield from (contractions.gram(x[rows], x[columns], torch.float64) for rows, columns in blocks)
-    else:
-        wide = x.double()
-        yield from (wide[rows] @ wide[columns].T for rows, columns in blocks)
+def _add_products(
+    sums: list[Any], blocks: Sequence[Block], signals: Tensor, inputs: Sequence[Tensor], num_biases: int
+) -> None:
+    """Add Gram matrices of signals, times those of inputs and the ones of biases, one block after the other."""
+    operands = list(map(_in_float64, (signals, *inputs)))
+    for place, block in enumerate(blocks):
+        product, *others = (_gram(x, *block) for x in operands)
+        sums[place] = _added(sums[place], product, sum(others, num_biases))
 
 
-def _added(total: Tensor | None, product: Tensor, other: Tensor | None = None) -> Tensor:
-    """Return total + product · other, elementwise; None stands for no total, and for ones."""
-    if other is None:
-        return product if total is None else total + product
-    return product * other if total is None else torch.addcmul(total, product, other)
+def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None:
+    for place, block in enumerate(blocks):
+        sums[place] = _added(sums[place], matrix[block], 1)
+
+
+def _in_float64(x: Tensor) -> Tensor:
+    """Convert an operand, unless a copy of it is too large to exist."""
+    return x.double() if x.numel() <= cost_model.block_size(x.device) else x
+
+
+def _gram(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    if x.dtype == torch.float64:
+        return x[rows] @ x[columns].T
+    return contractions.gram(x[rows], x[columns], torch.float64)
+
+
+def _added(total: Tensor | None, product: Tensor, factor: Tensor | int) -> Tensor:
+    """Return total + product · factor, elementwise."""
+    if isinstance(factor, Tensor):
+        return product * factor if total is None else torch.addcmul(total, product, factor)
+    product = product if factor == 1 else factor * product  # times 1, Inductor would not add it up within the product
+    return product if total is None else total + product
