@@ -204,6 +204,20 @@ def test_minimum_norm_solutions_have_derivatives(reduce):
     assert torch.autograd.gradcheck(lambda w: per_sample_grads(f, w, xs, reduce, differentiable=True), w)
 
 
+@pytest.mark.parametrize("size", [64, 65, 130])
+def test_minimum_norm_solutions_of_many_samples_have_derivatives(size):
+    """More than a block of the Gram matrix, of which only the lower triangle is computed."""
+    xs, w, weights = normal(size, 2, seed=1), normal(2), torch.linspace(0.5, 1.5, size, dtype=D)
+    direction = torch.linspace(-1, 1, size, dtype=D)
+
+    def step(weights):
+        return per_sample_grads(f, w, xs, ps.NaturalGradient(0.0), weights=weights)
+
+    _, tangent = jvp(step, (weights,), (direction,))
+    around = [step(weights + h * direction) for h in (1e-5, -1e-5)]
+    assert_trees_close(tangent, (around[0] - around[1]) / 2e-5, rtol=1e-6)
+
+
 # --- Ensembles.
 @pytest.mark.parametrize("engine", ["eager", "compiled", "auto"])
 def test_an_ensemble_of_modules(engine):

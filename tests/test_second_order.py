@@ -18,7 +18,7 @@ from workloads import build
 
 import persample as ps
 from persample import ArgumentError, Leverage, LossError, NaturalGradient, fisher_vector_product, per_sample_grads
-from persample.factors import Dense, cost_model
+from persample.factors import Dense, contractions, cost_model
 from persample.factors.float64_gram import float64_gram
 from persample.utils.solve import solve
 
@@ -169,23 +169,36 @@ def test_biases_that_share_their_signals_count_each(matrices):
     assert_trees_close(float64_gram(factors), rows @ rows.T, 1e-12)
 
 
-@pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 150])
-def test_the_gram_matrix_is_computed_by_blocks(size, is_large, monkeypatch):
-    """Of a layer with its bias, one with a single output, and one without a factor; large operands are not copied."""
-    if is_large:
-        monkeypatch.setattr(cost_model, "block_size", lambda device: 2)
-    x, w = draw(size, 4), {"hidden": draw(4, 3), "bias": draw(3), "out": draw(3), "scale": draw(2)}
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_gram_matrix_is_computed_by_blocks(size, dtype):
+    """Of a layer with its bias, one with a single output, and one without a factor."""
+    factors, expected, s = gram_of_blocks(size, dtype)
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_trees_close(float64_gram(factors, s), expected, bound)
+    assert_trees_close(float64_gram(factors, s, lower=True).tril(), expected.tril(), bound)
+
+
+def gram_of_blocks(size, dtype):
+    w = {"hidden": draw(4, 3), "bias": draw(3), "out": draw(3), "scale": draw(2)}
+    x, w = draw(size, 4).to(dtype), {name: value.to(dtype) for name, value in w.items()}
 
     def loss(w, x):
         return torch.tanh(x @ w["hidden"] + w["bias"]) @ w["out"] * w["scale"].prod()
 
-    factors = list(per_sample_grads(loss, w, x, ps.Factored()).values())
-    rows = reals(oracle(loss, w, (x,)))
+    rows = reals(oracle(loss, w, (x,))).double()
     s = draw(size, seed=1)
-    expected = s[:, None] * (rows @ rows.T) * s
-    assert_trees_close(float64_gram(factors, s), expected, 1e-12)
-    assert_trees_close(float64_gram(factors, s, lower=True).tril(), expected.tril(), 1e-12)
+    return list(per_sample_grads(loss, w, x, ps.Factored()).values()), s[:, None] * (rows @ rows.T) * s, s
+
+
+def test_large_operands_are_converted_a_few_columns_at_a_time(monkeypatch):
+    factors, _, _ = gram_of_blocks(65, torch.float32)
+    whole, calls, gram = float64_gram(factors), [], contractions.gram
+    monkeypatch.setattr(cost_model, "block_size", lambda device: 2)
+    monkeypatch.setattr(contractions, "gram", lambda x, y, dtype: calls.append(x.dtype) or gram(x, y, dtype))
+    assert_trees_close(float64_gram(factors), whole, 1e-12)
+    assert calls == [torch.float32] * len(calls)
+    assert calls
 
 
 @ENGINES
@@ -204,11 +217,12 @@ def test_zero_gradients(options):
         assert not result.any()
 
 
+@pytest.mark.parametrize("value", [NAN, float("inf"), 1e200])  # the square of the last overflows
 @pytest.mark.parametrize("damping", [0.0, 0.5])
 @ENGINES
-def test_nan_reaches_every_number(options, damping):
+def test_nan_reaches_every_number(options, damping, value):
     x = draw(3, 2)
-    x[1, 0] = NAN
+    x[1, 0] = value
     wanted = ps.NaturalGradient(damping), ps.Leverage(damping)
     for result in per_sample_grads(linear, draw(2), x, wanted, **options):
         assert result.isnan().all()

@@ -83,12 +83,14 @@ def _add_products(
     operands = list(map(_in_float64, (signals, *inputs)))
     for place, block in enumerate(blocks):
         product, *others = (_gram(x, *block) for x in operands)
-        sums[place] = _added(sums[place], product, sum(others, num_biases))
+        if not others and num_biases > 1:  # times 1, Inductor would not add it up within the matrix product
+            product = num_biases * product
+        sums[place] = _added(sums[place], product, sum(others, num_biases) if others else None)
 
 
 def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None:
     for place, block in enumerate(blocks):
-        sums[place] = _added(sums[place], matrix[block], 1)
+        sums[place] = _added(sums[place], matrix[block])
 
 
 def _in_float64(x: Tensor) -> Tensor:
@@ -97,14 +99,13 @@ def _in_float64(x: Tensor) -> Tensor:
 
 
 def _gram(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64:  # without the reshapes, which take as long as a small product
         return x[rows] @ x[columns].T
     return contractions.gram(x[rows], x[columns], torch.float64)
 
 
-def _added(total: Tensor | None, product: Tensor, factor: Tensor | int) -> Tensor:
-    """Return total + product · factor, elementwise."""
-    if isinstance(factor, Tensor):
-        return product * factor if total is None else torch.addcmul(total, product, factor)
-    product = product if factor == 1 else factor * product  # times 1, Inductor would not add it up within the product
-    return product if total is None else total + product
+def _added(total: Tensor | None, product: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Return total + product · factor, elementwise; None stands for 0 and for 1."""
+    if factor is None:
+        return product if total is None else total + product
+    return product * factor if total is None else torch.addcmul(total, product, factor)

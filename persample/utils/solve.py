@@ -80,7 +80,8 @@ def _pseudo_inverse(matrix: Tensor, eps: float, scale: Tensor | None) -> Tensor:
     largest = values[-1].clamp_min(0)
     least = len(values) * max(_EPS, eps**2) * (largest if scale is None else scale.detach())
     if is_recorded(matrix):  # the derivatives of eigenvectors do not exist where eigenvalues are equal
-        return torch.linalg.pinv(matrix, atol=least, rtol=torch.zeros_like(least), hermitian=True)
+        whole = matrix.tril() + matrix.tril(-1).mT  # the derivative of pinv reads both triangles
+        return torch.linalg.pinv(whole, atol=least, rtol=torch.zeros_like(least), hermitian=True)
     kept = values > least
     _warn_if_ill_conditioned(largest / torch.where(kept, values, torch.inf).amin(), eps)
     return (vectors * torch.where(kept, 1 / values, 0)) @ vectors.T
