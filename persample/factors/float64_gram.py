@@ -85,7 +85,8 @@ def _add_products(
         product, *others = (_gram(x, *block) for x in operands)
         if not others and num_biases > 1:  # times 1, Inductor would not add it up within the matrix product
             product = num_biases * product
-        sums[place] = _added(sums[place], product, sum(others, num_biases) if others else None)
+        factor: Any = sum(others, num_biases) if others else None
+        sums[place] = _added(sums[place], product, factor)
 
 
 def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None:
