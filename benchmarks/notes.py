@@ -32,9 +32,6 @@ NOTES: dict[tuple[str, str, str], str] = {
         "Not comparable: JAX works in memory that its earlier calls have freed; a float64 matrix [B, B] is 0.5 MiB."
     ),
     ("REINFORCE MLP 64, 32x200", "natural_gradient", "memory"): _FREED,
-    ("REINFORCE MLP 64, 32x200", "natural_gradient", "time"): (
-        "JAX ran on another day (Age). Ours took 0.62 the day before; that version takes 0.87 on the day of this row."
-    ),
     ("TD(0) MLP 64, B=1024", "clipped_mean", "memory"): (
         "Not comparable: JAX works in memory that its earlier calls have freed; the activations alone are 0.5 MiB."
     ),
