@@ -156,8 +156,7 @@ class Entry:
         weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
         import_dynamo()
-        options: dict[str, Any] = {"guard_filter_fn": _needed}
-        self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
+        self._compiled = torch.compile(function, backend=_backend, fullgraph=True)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
         self.changes_modules = False
@@ -323,19 +322,6 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
         return function(*args)
     with unread():
         return function(*args)
-
-
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards each call compares: not those of the functions that ``functional_call`` consists of."""
-    return [not guard.name.startswith(_FUNCTIONAL_CALL) for guard in guards]
-
-
-# Its modules in the names of Dynamo's guards; they hold no state.
-_FUNCTIONAL_CALL = (
-    "G['__import_torch_dot__functorch_dot_functional_call']",
-    "G['__import_torch_dot_nn_dot_utils_dot_stateless']",
-    "G['__import_torch_dot_nn_dot_utils_dot__named_member_accessor']",
-)
 
 
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:
