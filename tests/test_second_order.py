@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 
 import numpy as np
@@ -143,9 +142,8 @@ def test_of_more_samples_than_parameters_the_part_of_the_targets_that_no_update_
 
 def test_a_bias_shares_the_product_of_its_signals(monkeypatch):
     work, products = build("mlp_td"), []
-    module = sys.modules[float64_gram.__module__]
-    convert = module._in_float64
-    monkeypatch.setattr(module, "_in_float64", lambda x: products.append(1) or convert(x))
+    gram = contractions.gram
+    monkeypatch.setattr(contractions, "gram", lambda *args: products.append(1) or gram(*args))
     per_sample_grads(work.loss_fn, work.params, work.batch, ps.Leverage(1.0))
     assert len(products) == 4  # the signals and inputs of two layers
 
@@ -217,11 +215,19 @@ def test_zero_gradients(options):
         assert not result.any()
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf"), 1e200])  # the square of the last overflows
+def last(value):
+    """Return samples of which the last is a pivot of its own, which no factorization reports."""
+    return torch.tensor([[1, 0], [2, 0], [0, value]], dtype=torch.float64)
+
+
+# A number of the second sample is NaN; the last is not finite, or its square overflows.
+ROTTEN = [draw(3, 2).masked_fill(torch.arange(6).view(3, 2) == 2, NAN), last(NAN), last(float("inf")), last(1e200)]
+
+
+@pytest.mark.parametrize("x", ROTTEN, ids=["second", "last", "infinite", "overflow"])
 @pytest.mark.parametrize("damping", [0.0, 0.5])
 @ENGINES
-def test_nan_reaches_every_number(options, damping, value):
-    x = torch.tensor([[1, 0], [2, 0], [0, value]], dtype=torch.float64)  # a last pivot that no factorization reports
+def test_nan_reaches_every_number(options, damping, x):
     wanted = ps.NaturalGradient(damping), ps.Leverage(damping)
     for result in per_sample_grads(linear, draw(2), x, wanted, **options):
         assert result.isnan().all()

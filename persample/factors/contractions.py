@@ -52,8 +52,8 @@ def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, ce
 def gram(values: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in ``dtype``, by default float32 at least; converted a few columns at a time."""
     dtype = gram_dtype(values.dtype, others.dtype) if dtype is None else dtype
-    rows = values.reshape(values.shape[0], values.shape[1:].numel())
-    others = rows if others is values else others.reshape(others.shape[0], rows.shape[1])
+    rows = _flat(values)
+    others = rows if others is values else _flat(others)
     if rows.dtype == others.dtype == dtype:
         return rows @ others.T
     width = rows.shape[1]
@@ -93,5 +93,9 @@ def scaled_along(x: Tensor, axis: int, scale: Tensor, dtype: torch.dtype) -> Ten
 
 def _as_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradients as the rows of one matrix, ``[B, P]``."""
-    rows = values.to(dtype)
-    return rows.reshape(rows.shape[0], rows.shape[1:].numel())  # -1 is ambiguous where B = 0
+    return _flat(values.to(dtype))
+
+
+def _flat(values: Tensor) -> Tensor:
+    # A reshape takes as long as a small product; -1 is ambiguous where B = 0.
+    return values if values.ndim == 2 else values.reshape(values.shape[0], values.shape[1:].numel())

@@ -81,8 +81,8 @@ def _add_products(
 ) -> None:
     """Add Gram matrices of signals, times those of inputs and the ones of biases, one block after the other."""
     operands = list(map(_in_float64, (signals, *inputs)))
-    for place, block in enumerate(blocks):
-        product, *others = (_gram(x, *block) for x in operands)
+    for place, (rows, columns) in enumerate(blocks):
+        product, *others = (contractions.gram(x[rows], x[columns], torch.float64) for x in operands)
         if not others and num_biases > 1:  # times 1, Inductor would not add it up within the matrix product
             product = num_biases * product
         factor: Any = sum(others, num_biases) if others else None
@@ -97,12 +97,6 @@ def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None
 def _in_float64(x: Tensor) -> Tensor:
     """Convert an operand, unless a copy of it is too large to exist."""
     return x.double() if x.numel() <= cost_model.block_size(x.device) else x
-
-
-def _gram(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    if x.dtype == torch.float64:  # without the reshapes, which take as long as a small product
-        return x[rows] @ x[columns].T
-    return contractions.gram(x[rows], x[columns], torch.float64)
 
 
 def _added(total: Tensor | None, product: Tensor, factor: Tensor | None = None) -> Tensor:
