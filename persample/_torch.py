@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from persample.errors import TorchVersionError
 
@@ -225,6 +226,7 @@ schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's argume
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
+num_parametrize_caches = attribute(parametrize, "_cache_enabled")  # the contexts in which values are kept
 NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
 BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
 
@@ -329,6 +331,25 @@ def import_dynamo() -> None:
     The two import each other: threads that begin with one each would wait for each other's half.
     """
     importlib.import_module("torch._dynamo")
+
+
+# The modules of ``functional_call`` in the names of guards; they hold no state.
+_FUNCTIONAL_CALL = (
+    "G['__import_torch_dot__functorch_dot_functional_call']",
+    "G['__import_torch_dot_nn_dot_utils_dot_stateless']",
+    "G['__import_torch_dot_nn_dot_utils_dot__named_member_accessor']",
+)
+
+
+def guards_to_compare(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards each call compares: not those of the functions that ``functional_call`` consists of.
+
+    With a filter, torch makes the guards twice, and asserts that their objects are the same; of NumPy arrays it
+    makes a new tensor each time, so the first ones are dropped.
+    """
+    for guard in guards:
+        guard.orig_guard.obj_weakref = None
+    return [not guard.name.startswith(_FUNCTIONAL_CALL) for guard in guards]
 
 
 def run_captured(function: Callable[..., Any]) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import assert_trees_close
 from torch import nn
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from traced import without_inductor
@@ -861,3 +861,26 @@ def test_threads_wait_for_a_compilation():
     for thread in threads:
         thread.join()
     assert not errors
+
+
+# ---------------------------------------------------------------- what each call compares
+
+
+def test_functional_call_compares_the_module():
+    """A hook, another value of a module, and a parametrization are seen."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.5), nn.Linear(3, 1)).double()
+    params = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(params, x):
+        return functional_call(model, params, (x,)).square().sum()
+
+    same(loss, params)
+    model[1].negative_slope = 0.25
+    same(loss, params)
+    handle = model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    same(loss, params)
+    handle.remove()
+    same(loss, params)
+    nn.utils.parametrize.register_parametrization(model[2], "weight", nn.Tanh())
+    params = {name: x.detach() for name, x in model.named_parameters()}
+    same(loss, params)

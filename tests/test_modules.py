@@ -1018,3 +1018,41 @@ def test_trained_parameters_are_those_that_torch_names():
     assert list(found) == list(expected)
     assert all(found[name] is x for name, x in expected.items())
     assert len(found) < len([name for name, _ in model.named_parameters(remove_duplicate=False)])
+
+
+def weight_normed():
+    return parametrizations.weight_norm(nn.Linear(3, 2)).double()
+
+
+def used_twice(model, x):
+    return model(x).sin().sum() + model(x).square().sum()
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize("engine", [*ENGINES, "compiled", "auto"])
+def test_parametrizations_that_are_cached_around_a_call_are_refused(engine, is_module):
+    """The cache would keep the weight of the first sample, or of an earlier call, as a constant."""
+    model, x = weight_normed(), draw(4, 3)
+    params = model if is_module else {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params, x):
+        net = params if is_module else lambda x: torch.func.functional_call(model, params, (x,))
+        return used_twice(net, x)
+
+    refused = r"^loss_fn: expected parametrized tensors.*parametrize.cached\(\).*enter it inside of the loss"
+    before = per_sample_grads(loss, params, x, engine=engine)
+    for _ in range(2):
+        with parametrize.cached(), pytest.raises(ArgumentError, match=refused):
+            per_sample_grads(loss, params, x, engine=engine)
+        close(per_sample_grads(loss, params, x, engine=engine), before)
+
+
+@engines
+def test_parametrizations_may_be_cached_inside_of_the_loss(engine):
+    model, x = weight_normed(), draw(4, 3)
+
+    def cached(model, x):
+        with parametrize.cached():
+            return used_twice(model, x)
+
+    close(per_sample_grads(cached, model, x, engine=engine), per_sample_grads(used_twice, model, x, engine="loop"))

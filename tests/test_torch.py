@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
-from torch.func import functionalize, grad, jvp, vmap
+from torch.func import functional_call, functionalize, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 import persample as ps
@@ -409,6 +410,13 @@ def test_hooks():
     assert _torch.backward_hooks_getter in functions_of(lambda: x._backward_hooks)
 
 
+def test_num_parametrize_caches():
+    assert _torch.num_parametrize_caches(parametrize) == 0
+    with parametrize.cached(), parametrize.cached():
+        assert _torch.num_parametrize_caches(parametrize) == 2
+    assert _torch.num_parametrize_caches(parametrize) == 0
+
+
 def test_is_zerotensor():
     assert _torch.is_zerotensor(_torch.aten_efficientzerotensor([2]))
     assert not _torch.is_zerotensor(torch.zeros(2))
@@ -733,6 +741,27 @@ def test_run_captured():
     assert torch.equal(run(x), x.sin())
     assert run(x.double()) == "not captured"
     assert len(graphs) == 1
+
+
+def test_guards_to_compare():
+    """Those of the modules of ``functional_call`` are not compared; those of a NumPy array can be made twice."""
+    model, scale, compared = nn.Linear(2, 1), np.ones(2, "float32"), {}
+
+    def recorded(guards):
+        kept = _torch.guards_to_compare(guards)
+        compared.update(zip((guard.name for guard in guards), kept, strict=True))
+        return kept
+
+    def function(params, x):
+        return functional_call(model, params, (torch.from_numpy(scale) * x,))
+
+    params, x = dict(model.named_parameters()), torch.ones(2)
+    options = {"guard_filter_fn": recorded}
+    assert torch.equal(torch.compile(function, backend="eager", fullgraph=True, options=options)(params, x), model(x))
+    dropped = {name for name, kept in compared.items() if not kept}
+    assert any("_untie_named_tensors_map" in name for name in dropped)
+    assert all("__import_torch" in name for name in dropped)
+    assert not any("model" in name or "_modules" in name for name in dropped)
 
 
 def test_forget_captured():

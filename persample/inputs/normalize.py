@@ -9,7 +9,9 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
+from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError
 from persample.gradients import ParamSpec
 from persample.inputs.batch import as_tensor, batch_axis_first, common_size, sample_structure
@@ -63,6 +65,7 @@ def normalize(
     Raises:
         ArgumentError: if an argument is invalid.
     """
+    _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
     params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.modules))
     leaves, structure = trees.flatten(batch)
@@ -100,6 +103,14 @@ def normalize(
         differentiated,
         memory,
     )
+
+
+def _check_parametrizations(called: str) -> None:
+    if num_parametrize_caches(parametrize):
+        expected = "parametrized tensors to be computed from the parameters of each sample"
+        received = "a call inside torch.nn.utils.parametrize.cached(), which keeps those of the first sample"
+        fix = "Make the call outside of this context, and enter it inside of the loss."
+        raise ArgumentError.about(called, expected=expected, received=received, fix=fix)
 
 
 def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:

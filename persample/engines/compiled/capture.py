@@ -28,6 +28,7 @@ from persample._torch import (
     capture_settings,
     dynamo_settings,
     forget_captured,
+    guards_to_compare,
     import_dynamo,
     recompile_reason,
     run_captured,
@@ -156,7 +157,8 @@ class Entry:
         weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
         import_dynamo()
-        self._compiled = torch.compile(function, backend=_backend, fullgraph=True)
+        options: dict[str, Any] = {"guard_filter_fn": guards_to_compare}
+        self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
         self.changes_modules = False
