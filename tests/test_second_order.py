@@ -140,6 +140,24 @@ def test_of_more_samples_than_parameters_the_part_of_the_targets_that_no_update_
     assert_trees_close(got, torch.linalg.solve(fisher, x.double().T @ v.double() / 200), 1e-6)
 
 
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("first_is_weighted", [True, False])
+def test_of_batches_some_may_have_weights(engine, first_is_weighted):
+    work, v = build("mlp_td"), draw(10)
+    weights, counted = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0]), [0, 2, 2, 3]
+    kept = [*counted, *range(5, 10)] if first_is_weighted else [*range(5), *(5 + i for i in counted)]
+    rows = oracle(work.loss_fn, work.params, tuple(torch.cat([x, x])[kept] for x in work.batch))
+    got = ps.accumulate(
+        work.loss_fn,
+        work.params,
+        [work.batch, work.batch],
+        ps.NaturalGradient(0.1, v),
+        weights=[weights, None] if first_is_weighted else [None, weights],
+        engine=engine,
+    )
+    assert_trees_close(got, natural(rows, v[kept], strength=0.1), 1e-9)
+
+
 def test_a_bias_shares_the_product_of_its_signals(monkeypatch):
     work, products = build("mlp_td"), []
     gram = contractions.gram

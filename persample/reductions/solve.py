@@ -17,7 +17,7 @@ from persample.factors import Factor
 from persample.factors.float64_gram import float64_gram
 from persample.factors.outputs import by_row, sizes
 from persample.gradients import Gradients, weighted_sums
-from persample.merge import Stacked
+from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
 from persample.utils.dtypes import accumulate_dtype, restore, widest
 from persample.utils.solve import solve, solve_weighted
@@ -117,6 +117,7 @@ class NaturalGradient(_Solve):
         return {
             "factors": gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs]),
             "weights": _weights(gradients),
+            "is_weighted": AnyOf(gradients.weights is not None),
             "targets": Stacked(self._from_aux(gradients) if callable(self.targets) else _ones(gradients)),
         }
 
@@ -143,18 +144,24 @@ class NaturalGradient(_Solve):
                 raise self._rejected(f"shape {list(sizes(factors[0]))}", f"shape {list(self.targets.shape)}")
             targets = self.targets.to(weights)
         factors = list(map(by_row, factors))
-        unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
-        targets = torch.where(unused, 0, targets)
+        is_weighted = merged["is_weighted"].value
+        if is_weighted:
+            unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
+            targets = torch.where(unused, 0, targets)
         groups = [[x] for x in zip(factors, dtypes, strict=True)]
         groups = groups if self.per_param else [[x for group in groups for x in group]]
-        sums = [total for group in groups for total in self._sums(group, weights, targets)]
+        sums = [total for group in groups for total in self._sums(group, weights, targets, is_weighted)]
         return unflatten([restore(x, dtype) for x, dtype in zip(sums, dtypes, strict=True)], structure)
 
-    def _sums(self, group: Sequence[tuple[Factor, torch.dtype]], weights: Tensor, targets: Tensor) -> list[Tensor]:
+    def _sums(
+        self, group: Sequence[tuple[Factor, torch.dtype]], weights: Tensor, targets: Tensor, is_weighted: bool
+    ) -> list[Tensor]:
         factors, dtypes = zip(*group, strict=True)
         is_plain = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
-        solve_for = self._plain_coefficients if is_plain and not self.minimum_norm else self._coefficients
-        coefficients = solve_for(factors, weights, targets, dtypes)
+        if is_plain and not self.minimum_norm:
+            coefficients = self._plain_coefficients(factors, weights, targets)
+        else:
+            coefficients = self._coefficients(factors, weights, targets, dtypes, is_weighted)
         # Of more samples than parameters, targets have a part that no update fits. It cancels in the sum, and what
         # rounding leaves of it is divided by λ.
         is_tall = len(coefficients) > sum(prod(factor.shape) for factor in factors)
@@ -162,11 +169,17 @@ class NaturalGradient(_Solve):
         return weighted_sums(factors, [coefficients] * len(factors), wide)
 
     def _coefficients(
-        self, factors: Sequence[Factor], weights: Tensor, targets: Tensor, dtypes: Sequence[torch.dtype]
+        self,
+        factors: Sequence[Factor],
+        weights: Tensor,
+        targets: Tensor,
+        dtypes: Sequence[torch.dtype],
+        is_weighted: bool,
     ) -> Tensor:
         root, n = weights.sqrt(), weights.sum()
         each = _of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
-        gram, right = float64_gram(factors, each, lower=not self.centered), each * targets.flatten()
+        gram = float64_gram(factors, each if is_weighted else None, lower=not self.centered)
+        right = each * targets.flatten()
         scale = None
         if self.centered:
             scale = gram.trace()  # of which the centered matrix has the rounding errors
@@ -176,9 +189,7 @@ class NaturalGradient(_Solve):
             solution = _centered(solution, root, root, n)
         return each * solution
 
-    def _plain_coefficients(
-        self, factors: Sequence[Factor], weights: Tensor, targets: Tensor, _: Sequence[torch.dtype]
-    ) -> Tensor:
+    def _plain_coefficients(self, factors: Sequence[Factor], weights: Tensor, targets: Tensor) -> Tensor:
         """Return the same for λ > 0 without √w, which has no derivative where a weight is 0."""
         gram, ones, n = float64_gram(factors), torch.ones_like(weights), weights.sum()
         each, right = _of_each(weights, targets.shape).flatten(), targets.flatten()
