@@ -29,6 +29,16 @@ PRODUCTS = {
 }
 
 
+# Products with a vector.
+OF_VECTORS = {
+    "@": lambda w, x: w @ x,
+    "torch.matmul": torch.matmul,
+    "torch.mv": torch.mv,
+    "Tensor.mv": torch.Tensor.mv,
+    "Tensor.matmul": lambda w, x: w.matmul(x),
+}
+
+
 def layer(w, x):
     return (w @ x.T).T
 
@@ -148,6 +158,14 @@ OTHERS = {
     "vectors": lambda w, x: (w.expand(2, 3, 5) @ x[0]).T.tanh(),
     "a vector from the left": lambda w, x: (w[0] @ torch.stack([x, x]).mT).T.tanh(),
     "of one vector": lambda w, x: (w @ x[0]).t().tanh(),
+    "a vector of samples times samples": lambda w, x: (x @ x[0]).tanh() * w.sum(),
+    "a vector of weights": lambda w, x: x @ w[0],
+    "two vectors": lambda w, x: w[0] @ x[0],
+    "weights times weights": lambda w, x: (w @ w[0]).tanh() * x.sum(),
+    "a vector, written": lambda w, x: (w @ x[0]).add_(1).tanh() * (w @ x[1]),
+    "a vector, by name": lambda w, x: torch.mv(input=w, vec=x[0]),
+    "a vector in a vmap": lambda w, x: vmap(lambda row: (w @ row).tanh())(x),
+    "a vector in a gradient": lambda w, x: grad(lambda v: (v @ x[0]).cos().sum())(w),
     "columns of one number": lambda w, x: (w @ x[:1].T).T.tanh(),
 }
 
@@ -199,6 +217,19 @@ def test_the_program_is_that_of_rows(transposed, data, monkeypatch):
     of_rows = loss_of(lambda w, x: torch.tanh(torch.tanh(x @ w.T) @ w))
     of_columns = loss_of(lambda w, x: torch.tanh(transpose(w.T @ transpose(torch.tanh(transpose(w @ x.T))))))
     found = [per_sample_grads(loss, *data, ClippedMean(1.0), engine="compiled") for loss in (of_rows, of_columns)]
+    torch.testing.assert_close(*found)
+    expected, made = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
+    assert made.count("aten.mm.default") == expected.count("aten.mm.default") > 0
+    assert made.count("aten.bmm.default") == expected.count("aten.bmm.default")
+
+
+@pytest.mark.parametrize("product", OF_VECTORS)
+def test_products_with_a_vector(product, data, monkeypatch):
+    """Their program is that of ``x @ w.T``."""
+    graphs, multiply, (w, x) = lowered(monkeypatch), OF_VECTORS[product], data
+    of_rows = loss_of(lambda w, x: torch.tanh(torch.tanh(x @ w.T) @ w))
+    of_columns = loss_of(lambda w, x: torch.tanh(multiply(w.T, torch.tanh(multiply(w, x)))))
+    found = [per_sample_grads(loss, w, x[:, 0], ClippedMean(1.0), engine="compiled") for loss in (of_rows, of_columns)]
     torch.testing.assert_close(*found)
     expected, made = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
     assert made.count("aten.mm.default") == expected.count("aten.mm.default") > 0

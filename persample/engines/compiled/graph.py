@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from persample.engines.compiled.batchable import make_batchable, read_inputs
 from persample.engines.compiled.messages import users_line
+from persample.engines.compiled.single_rows import take_rows
 from persample.engines.compiled.transposed import flip_products
 from persample.inputs.modules import StandIn
 
@@ -80,6 +81,7 @@ class Capture:
             history: what happened to the function.
         """
         if not self._prepared:
+            take_rows(self.graph)
             flip_products(self.graph)
             make_batchable(self.graph)
             self.history = history
