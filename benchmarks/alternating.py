@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import get_context
 from typing import Any
 
@@ -34,14 +34,17 @@ def medians(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[s
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def medians_of_processes(measure: Callable[..., float], tasks: Iterable[tuple[Any, ...]]) -> list[float]:
-    """Return the median of what several new processes measure, one after the other, for each task.
+def medians_of_processes(
+    measure: Callable[..., Sequence[float]], tasks: Iterable[tuple[Any, ...]]
+) -> list[list[float]]:
+    """Return the medians of what several new processes measure, one after the other, for each task.
 
     Args:
-        measure: a function of a module.
+        measure: a function of a module, which returns as many numbers in each process.
         tasks: its arguments.
     """
     repeated = [task for task in tasks for _ in range(_PROCESSES)]
     with get_context("spawn").Pool(1, maxtasksperchild=1) as process:
         found = process.starmap(measure, repeated, chunksize=1)
-    return [statistics.median(found[start : start + _PROCESSES]) for start in range(0, len(found), _PROCESSES)]
+    of_tasks = [found[start : start + _PROCESSES] for start in range(0, len(found), _PROCESSES)]
+    return [[statistics.median(numbers) for numbers in zip(*rows, strict=True)] for rows in of_tasks]
