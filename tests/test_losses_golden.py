@@ -62,6 +62,12 @@ def test_value(golden, state):
     torch.testing.assert_close(actual, torch.tensor(golden.value, dtype=F64), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("golden", "state"), STATES, ids=IDS)
+def test_dtype(golden, state, dtype):
+    assert call(golden, state, arguments(golden, dtype)).dtype == dtype
+
+
 @pytest.mark.parametrize(("golden", "state"), STATES, ids=IDS)
 def test_gradients_reach_the_arguments_they_should_and_no_other(golden, state):
     actual, expected = gradients(golden, state, arguments(golden)), expected_gradients(golden, state)

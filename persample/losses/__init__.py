@@ -1,4 +1,8 @@
-"""Losses of reinforcement learning for one sample (a transition or an episode), with the names and signs of RLax."""
+"""Losses of reinforcement learning for one sample (a transition or an episode), with the names and signs of RLax.
+
+Values, rewards, discounts and logits are real floating tensors, actions integers. A result has the dtype that torch's
+promotion rules give for the floating arguments.
+"""
 
 from persample.losses.actor_critic import advantage_actor_critic_loss
 from persample.losses.categorical import categorical_importance_sampling_ratios, categorical_log_prob
