@@ -294,6 +294,7 @@ _CAPTURE_SETTINGS = {
     "trace_autograd_ops": True,
     "ignore_logging_functions": {warnings.warn, print},
     "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # two parameters may become one
     "record_runtime_overhead": False,  # at every call, for the profiler
     "automatic_dynamic_shapes": True,
     "specialize_float": False,
@@ -344,8 +345,8 @@ _FUNCTIONAL_CALL = (
 def guards_to_compare(guards: Sequence[Any]) -> list[bool]:
     """Return which guards each call compares: not those of the functions that ``functional_call`` consists of.
 
-    With a filter, torch makes the guards twice, and asserts that their objects are the same; of NumPy arrays it
-    makes a new tensor each time, so the first ones are dropped.
+    A patch of these is not seen. With a filter, torch makes the guards twice, and asserts that their objects are the
+    same; of NumPy arrays it makes a new tensor each time, so the first ones are dropped.
     """
     for guard in guards:
         guard.orig_guard.obj_weakref = None

@@ -678,6 +678,20 @@ def test_constants_in_the_batch():
 # ---------------------------------------------------------------- the cache
 
 
+@pytest.mark.parametrize("is_module", [True, False])
+def test_weights_that_are_tied_later(is_module):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    params = model if is_module else {n: p.detach() for n, p in model.named_parameters() if n != "2.weight"}
+
+    def loss(params, x):
+        y = params(x) if is_module else torch.func.functional_call(model, params, (x,))
+        return y.sin().sum()
+
+    before = grads(loss, params)
+    model[2].weight = model[0].weight
+    assert differ(before, grads(loss, params))
+
+
 def test_an_equal_lambda_hits():
     before = compilations()
     for _ in range(5):

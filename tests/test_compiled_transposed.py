@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from traced import lowered, without_inductor
 
 from persample import ClippedMean, LossError, Stack, clear_cache, per_sample_grads
-from persample.engines.compiled.transposed import _transposed_product
+from persample.engines.compiled.transposed import _product_with_a_vector, _transposed_product
 
 TRANSPOSED = {
     "T": lambda y: y.T,
@@ -234,6 +235,16 @@ def test_products_with_a_vector(product, data, monkeypatch):
     expected, made = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
     assert made.count("aten.mm.default") == expected.count("aten.mm.default") > 0
     assert made.count("aten.bmm.default") == expected.count("aten.bmm.default")
+
+
+def test_products_of_a_matrix_of_each_sample(data):
+    """With a vector that all share they remain one product; transposed, they would be one for each sample."""
+    w, x = data
+    for vector, matrices in ((w[0], x), (x[:, 0], x)):
+        in_dims = 0, None if vector.ndim == 1 else 0
+        graphs = [make_fx(vmap(f, in_dims))(matrices, vector).graph for f in (_product_with_a_vector, torch.matmul)]
+        made, expected = ([node.target for node in graph.nodes if node.op == "call_function"] for graph in graphs)
+        assert made == expected
 
 
 def test_layout(data):

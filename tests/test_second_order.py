@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
 
@@ -156,6 +157,18 @@ def test_of_batches_some_may_have_weights(engine, first_is_weighted):
         engine=engine,
     )
     assert_trees_close(got, natural(rows, v[kept], strength=0.1), 1e-9)
+
+
+@pytest.mark.parametrize(("weights", "is_scaled"), [(None, False), (torch.ones(5), True)])
+def test_the_gram_matrix_is_scaled_for_weights_alone(weights, is_scaled, monkeypatch):
+    solve, scales = importlib.import_module("persample.reductions.solve"), []
+    gram = solve.float64_gram
+    monkeypatch.setattr(
+        solve, "float64_gram", lambda *args, **options: scales.append(args[1]) or gram(*args, **options)
+    )
+    work = build("mlp_td")
+    per_sample_grads(work.loss_fn, work.params, work.batch, ps.NaturalGradient(1.0), weights=weights)
+    assert [scale is not None for scale in scales] == [is_scaled]
 
 
 def test_a_bias_shares_the_product_of_its_signals(monkeypatch):

@@ -220,6 +220,8 @@ class Entry:
         if captured.capture is not None:  # not in the backend, where torch traces; an interrupt may have come between
             captured.capture.prepare(self.history)
             self.captures.add(captured.capture)
+            if captured.capture.refusal is not None:
+                raise UncapturableError(captured.capture.refusal)
         return captured
 
     def _record(

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Interpreter, Node
 
 from persample.engines.compiled.batchable import make_batchable, read_inputs
+from persample.engines.compiled.in_place_shapes import refused_views
 from persample.engines.compiled.messages import users_line
 from persample.engines.compiled.single_rows import take_rows
 from persample.engines.compiled.transposed import flip_products
@@ -56,6 +57,7 @@ class Capture:
     Attributes:
         programs: what was compiled from the graph.
         history: what happened to the function.
+        refusal: why the function cannot be differentiated, or None.
         constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
     """
 
@@ -67,6 +69,7 @@ class Capture:
         self.num_outputs = len(outputs)
         self.history = History()
         self.constants: list[int] = []
+        self.refusal: str | None = None
         self._prepared = False
 
     @property
@@ -81,6 +84,7 @@ class Capture:
             history: what happened to the function.
         """
         if not self._prepared:
+            self.refusal = refused_views(self.graph)
             take_rows(self.graph)
             flip_products(self.graph)
             make_batchable(self.graph)

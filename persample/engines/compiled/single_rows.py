@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from persample.engines.compiled.batchable import memory_of
+from persample.engines.compiled.in_place_shapes import changes_shapes
 
 
 def take_rows(module: GraphModule) -> None:
@@ -23,6 +24,8 @@ def take_rows(module: GraphModule) -> None:
     Args:
         module: a graph of Dynamo.
     """
+    if changes_shapes(module):
+        return
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     for node in [node for graph in graphs for node in graph.nodes]:
         _take_row(node)

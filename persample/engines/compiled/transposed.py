@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from persample._torch import SETS_MODE
 from persample.engines.compiled.batchable import memory_of, name_of, writes
+from persample.engines.compiled.in_place_shapes import changes_shapes
 from persample.vmap_rules.batched import is_batched
 
 _PRODUCTS = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm"}
@@ -29,7 +30,7 @@ def flip_products(module: GraphModule) -> None:
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
-    for node in nodes:
+    for node in nodes if not changes_shapes(module) else ():
         if node.target in _OF_VECTORS and _is_of_a_vector(node):
             node.op, node.target = "call_function", _product_with_a_vector
     products = [node for node in nodes if node.target in _PRODUCTS and not node.kwargs]
