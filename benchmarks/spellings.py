@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -124,7 +124,7 @@ def programs() -> dict[str, tuple[Any, Any, tuple[Tensor, ...]]]:
 
 
 def call(
-    number: int, spelling: tuple[Any, Any], loss: Any, batch: Sequence[Tensor], engine: Any
+    number: int, spelling: tuple[Any, Any], loss: Any, batch: tuple[Tensor, ...], engine: Any
 ) -> Callable[[], object]:
     """Return a call of one spelling, whose loss has code of its own: captures are kept by code."""
     params, net = spelling
@@ -134,7 +134,7 @@ def call(
 
     code = of_sample.__code__.replace(co_name=f"spelling_{number}")
     loss_fn = FunctionType(code, globals(), closure=of_sample.__closure__)
-    return lambda: per_sample_grads(loss_fn, params, tuple(batch), ClippedMean(1.0), engine=engine)
+    return lambda: per_sample_grads(loss_fn, params, batch, ClippedMean(1.0), engine=engine)
 
 
 def ratios(program: str, engine: Any) -> list[float]:

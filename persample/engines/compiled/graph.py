@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Interpreter, Node
 
 from persample.engines.compiled.batchable import make_batchable, read_inputs
-from persample.engines.compiled.in_place_shapes import refused_views
+from persample.engines.compiled.in_place_shapes import refused_views, shape_changes
 from persample.engines.compiled.messages import users_line
 from persample.engines.compiled.single_rows import take_rows
 from persample.engines.compiled.transposed import flip_products
@@ -84,9 +84,11 @@ class Capture:
             history: what happened to the function.
         """
         if not self._prepared:
-            self.refusal = refused_views(self.graph)
-            take_rows(self.graph)
-            flip_products(self.graph)
+            changes = shape_changes(self.graph)
+            self.refusal = refused_views(changes)
+            if not changes:  # else the examples, by which these rewrite, have shapes of later
+                take_rows(self.graph)
+                flip_products(self.graph)
             make_batchable(self.graph)
             self.history = history
             self._prepared = True

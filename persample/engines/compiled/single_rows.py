@@ -14,42 +14,35 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from persample.engines.compiled.batchable import memory_of
-from persample.engines.compiled.in_place_shapes import changes_shapes
+from persample.engines.compiled.batchable import dims_of, example_of, nodes_of
 
 
 def take_rows(module: GraphModule) -> None:
     """Let linear layers take the row of a matrix of one row, and let ``y[0]`` be a view of another shape, in place.
 
     Args:
-        module: a graph of Dynamo.
+        module: a graph of Dynamo, in which no shape changes in place.
     """
-    if changes_shapes(module):
-        return
-    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
-    for node in [node for graph in graphs for node in graph.nodes]:
-        _take_row(node)
-
-
-def _take_row(node: Node) -> None:
-    if node.target is operator.getitem and type(node.args[1]) is int and _has_one_row(node.args[0]):
-        node.target, node.args = torch.squeeze, (node.args[0], 0)
-    elif node.target is F.linear and _are(node, [2, 2, 1]) and _has_one_row(node.args[0]):
-        node.target = _linear
-    elif node.target is torch.addmm and _are(node, [1, 2, 2]) and _has_one_row(node.args[1]):
-        node.target = _addmm
+    for node in nodes_of(module):
+        if node.target is operator.getitem and type(node.args[1]) is int and _has_one_row(node.args[0]):
+            node.target, node.args = torch.squeeze, (node.args[0], 0)
+        elif node.target is F.linear and _is_layer(node, [2, 2, 1]) and _has_one_row(node.args[0]):
+            node.target = _linear
+        elif node.target is torch.addmm and _is_layer(node, [1, 2, 2]) and _has_one_row(node.args[1]):
+            node.target = _addmm
 
 
 def _has_one_row(x: Any) -> bool:
-    return memory_of(x) is not None and x.meta["example_value"].shape[:1] == (1,)
+    example = example_of(x)
+    return example is not None and example.shape[:1] == (1,)
 
 
-def _are(node: Node, dims: list[int]) -> bool:
-    """Return whether the arguments of a node are tensors of so many axes, and of the dtype of its result."""
-    if len(node.args) != len(dims) or node.kwargs or None in map(memory_of, (node, *node.args)):
+def _is_layer(node: Node, dims: list[int]) -> bool:
+    """Return whether the arguments of a node are tensors of so many axes, and of the dtype of its result, a matrix."""
+    tensors = [*node.args, node]
+    if node.kwargs or dims_of(tensors) != [*dims, 2]:
         return False
-    examples = [x.meta["example_value"] for x in (*node.args, node) if isinstance(x, Node)]
-    return [x.ndim for x in examples[:-1]] == dims and len({x.dtype for x in examples}) == 1  # autocast
+    return len({example.dtype for example in map(example_of, tensors) if example is not None}) == 1  # not by autocast
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from persample._torch import SETS_MODE
-from persample.engines.compiled.batchable import memory_of, name_of, writes
-from persample.engines.compiled.in_place_shapes import changes_shapes
+from persample.engines.compiled.batchable import dims_of, example_of, name_of, nodes_of, writes
 from persample.vmap_rules.batched import is_batched
 
 _PRODUCTS = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm"}
@@ -26,12 +25,11 @@ def flip_products(module: GraphModule) -> None:
     for strides; and if it switches gradients off for some operations, of which the transpose may be one.
 
     Args:
-        module: a graph of Dynamo.
+        module: a graph of Dynamo, in which no shape changes in place.
     """
-    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
-    nodes = [node for graph in graphs for node in graph.nodes]
-    for node in nodes if not changes_shapes(module) else ():
-        if node.target in _OF_VECTORS and _is_of_a_vector(node):
+    nodes = nodes_of(module)
+    for node in nodes:
+        if node.target in _OF_VECTORS and not node.kwargs and dims_of(node.args) == [2, 1]:
             node.op, node.target = "call_function", _product_with_a_vector
     products = [node for node in nodes if node.target in _PRODUCTS and not node.kwargs]
     flipped = [node for node in products if all(_is_transposed(user, node) for user in node.users)]
@@ -49,12 +47,6 @@ def flip_products(module: GraphModule) -> None:
             node.target = "reshape"
 
 
-def _is_of_a_vector(node: Node) -> bool:
-    if node.kwargs or None in map(memory_of, node.args):
-        return False
-    return [x.meta["example_value"].ndim for x in node.args] == [2, 1]  # type: ignore[union-attr]
-
-
 def _product_with_a_vector(matrix: Tensor, x: Tensor) -> Tensor:
     return x @ matrix.mT if is_batched(x) and not is_batched(matrix) else matrix @ x
 
@@ -62,9 +54,9 @@ def _product_with_a_vector(matrix: Tensor, x: Tensor) -> Tensor:
 def _is_transposed(user: Node, product: Node) -> bool:
     """Return whether a node is a product with its last two axes swapped, in any spelling."""
     is_transpose = name_of(user) in _TRANSPOSES or (user.target is getattr and user.args[1] in {"T", "mT"})
-    if not is_transpose or memory_of(user) is None:  # such as one in an inner vmap, whose shapes cannot be read later
+    view, x = example_of(user), example_of(product)  # none in an inner vmap, where shapes cannot be read later
+    if not is_transpose or view is None or x is None:
         return False
-    view, x = user.meta["example_value"], product.meta["example_value"]
     return x.ndim > 1 and (view.shape, view.stride()) == (x.mT.shape, x.mT.stride())
 
 
