@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from traced import without_compiling, without_inductor
 
 import persample
-from persample import ClippedMean, Norm, Stack, clear_cache, composite_grads, per_sample_grads
+from persample import ClippedMean, LossError, Norm, Stack, clear_cache, composite_grads, per_sample_grads
 from persample.engines.compiled import batchable
 from persample.utils import interrupts, locks
 
@@ -188,12 +188,17 @@ def test_interrupts_leave_everything_whole():
     assert len(run(150, seed=0, programs={"Layers compiled ClippedMean"})) > 10
 
 
+def callers(frame):
+    while frame := frame.f_back:
+        yield frame.f_code.co_name
+
+
 @contextmanager
 def interrupted_at(package, line=0):
     """Raise before the given line, of those that run in files of a package; list what has run.
 
-    A signal may come within C++ of torch that no exception may leave, and ends the process: Dynamo's evaluation of one
-    operation on fake tensors did so once in some 150 first calls.
+    Dynamo evaluates operations on fake tensors in C++ of torch that calls Python again and that no exception may leave:
+    it ends the process. Interrupts wait for the end of ``run_node``.
     """
     lines, folder = [], str(Path(package.__file__).parent)
 
@@ -202,7 +207,7 @@ def interrupted_at(package, line=0):
             return None
         if event == "line":
             lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(lines) == line:
+            if 0 < line <= len(lines) and "run_node" not in callers(frame):
                 raise Interrupted
         return trace
 
@@ -226,11 +231,18 @@ def test_interrupts_of_a_first_call_leave_everything_whole(package, count, monke
     expected, whole, before = call(), state(), slots(model)
     with interrupted_at(package) as lines:
         call()
+    hits = 0
     for line in sorted(random.Random(2).sample(range(1, len(lines)), count)):
-        with pytest.raises(Interrupted), interrupted_at(package, line):
-            call()
+        try:
+            with interrupted_at(package, line):
+                call()
+        except Interrupted:
+            hits += 1
+        except LossError as error:  # torch caught the interrupt, and what it was doing is half done
+            assert "cannot be compiled" in str(error), lines[line - 1]  # noqa: PT017 - it is one of two ways to end
         assert state() == whole, lines[line - 1]
         assert is_same(before, slots(model)), lines[line - 1]
+    assert hits > count // 2  # Dynamo swallows those that come while it describes guards
     assert torch.equal(call(), expected)
     assert_no_lock_is_held(call)
 
