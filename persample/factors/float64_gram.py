@@ -82,11 +82,16 @@ def _add_products(
     """Add Gram matrices of signals, times those of inputs and the ones of biases, one block after the other."""
     operands = list(map(_in_float64, (signals, *inputs)))
     for place, (rows, columns) in enumerate(blocks):
-        product, *others = (contractions.gram(x[rows], x[columns], torch.float64) for x in operands)
+        product, *others = (_product(x, rows, columns) for x in operands)
         if not others and num_biases > 1:  # times 1, Inductor would not add it up within the matrix product
             product = num_biases * product
         factor: Any = sum(others, num_biases) if others else None
         sums[place] = _added(sums[place], product, factor)
+
+
+def _product(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    block = x[rows]
+    return contractions.gram(block, block if rows == columns else x[columns], torch.float64)  # converted once
 
 
 def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None:
