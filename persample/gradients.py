@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.factors import Dense, Factor
+from persample.factors import Dense, Factor, contractions
 from persample.factors.norms import squared_norms_per_factor
 from persample.factors.outputs import PerOutput, by_row
 from persample.utils.dtypes import as_real
@@ -149,7 +149,7 @@ class Gradients:
         """Return which removed rows to set to zero: where a weight of 0 has a derivative, only NaN and infinity."""
         if self.weights is None or not is_recorded(self.weights):
             return removed
-        return removed & ~factor.materialize().flatten(1).isfinite().all(1)
+        return removed & ~contractions.flat(factor.materialize()).isfinite().all(1)
 
     def sums(self, scales: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """Return Σ wᵢ sᵢ gᵢ of each parameter.

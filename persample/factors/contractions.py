@@ -52,8 +52,8 @@ def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, ce
 def gram(values: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in ``dtype``, by default float32 at least; converted a few columns at a time."""
     dtype = gram_dtype(values.dtype, others.dtype) if dtype is None else dtype
-    rows = _flat(values)
-    others = rows if others is values else _flat(others)
+    rows = flat(values)
+    others = rows if others is values else flat(others)
     if rows.dtype == others.dtype == dtype:
         return rows @ others.T
     width = rows.shape[1]
@@ -93,9 +93,10 @@ def scaled_along(x: Tensor, axis: int, scale: Tensor, dtype: torch.dtype) -> Ten
 
 def _as_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradients as the rows of one matrix, ``[B, P]``."""
-    return _flat(values.to(dtype))
+    return flat(values.to(dtype))
 
 
-def _flat(values: Tensor) -> Tensor:
+def flat(values: Tensor) -> Tensor:
+    """Return gradients ``[B, *shape]`` as rows, ``[B, P]``."""
     # A reshape takes as long as a small product; -1 is ambiguous where B = 0.
     return values if values.ndim == 2 else values.reshape(values.shape[0], values.shape[1:].numel())

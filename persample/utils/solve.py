@@ -71,8 +71,9 @@ def solve_weighted(gram: Tensor, weights: Tensor, n: Tensor, damping: Tensor, ri
         X, ``[B, K]``; NaN where the matrix is singular.
     """
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    solution, info = torch.linalg.solve_ex(gram * weights / n + damping * identity, right)
-    return solution + torch.where(info == 0, 0, torch.nan)
+    # Not solve_ex: a derivative of its forward derivative lacks a term (pytorch/pytorch#196695).
+    factors, pivots, info = torch.linalg.lu_factor_ex(gram * weights / n + damping * identity)
+    return torch.linalg.lu_solve(factors, pivots, right) + torch.where(info == 0, 0, torch.nan)
 
 
 def _pseudo_inverse(matrix: Tensor, eps: float, scale: Tensor | None) -> Tensor:
