@@ -161,13 +161,19 @@ def fails(where):
         source = {"loss": many, "source": batches(), "order": many, "average": [draw(1 - rank, 3)]}.get(where, many)
         randomness = "same" if where == "randomness" and rank else "error"
         wanted = ps.Norm() if where == "order" else wanted
-        return accumulate(loss, params, source, wanted, group=group, order=order, randomness=randomness)
+        size = -1 if where == "chunk_size" and rank else None
+        return accumulate(
+            loss, params, source, wanted, group=group, order=order, randomness=randomness, chunk_size=size
+        )
 
     return step
 
 
 DIFFERENT = ("reductions", "option", "tensor", "randomness")
-FAILURES = {name: fails(name) for name in ("loss", "source", "params", "forms", "order", "average", *DIFFERENT)}
+FAILURES = {
+    name: fails(name)
+    for name in ("loss", "source", "params", "chunk_size", "forms", "order", "average", *DIFFERENT)
+}
 
 
 def everything(rank, group, folder):

@@ -89,7 +89,8 @@ def fails_on_one_rank(where):
             return w * x
 
         x = draw(3, 5) if not (where == "arguments" and rank == 1) else "not a tensor"
-        composite_grads(encode, uniformity, draw(5), x, group=group, engine="loop")
+        size = 0 if where == "options" and rank == 1 else 1
+        composite_grads(encode, uniformity, draw(5), x, group=group, engine="loop", chunk_size=size)
 
     return step
 
@@ -119,6 +120,7 @@ def second_pass_fails(rank, group):
 
 FAILURES = {
     "arguments": fails_on_one_rank("arguments"),
+    "options": fails_on_one_rank("options"),
     "encode": fails_on_one_rank("encode"),
     "second-pass": second_pass_fails,
     "shapes": other_shapes,
@@ -198,6 +200,7 @@ def test_gradients_are_reduced_once(found):
             (1, "ArgumentError: inputs: expected at least one tensor"),
             (0, "failed on other processes.*1: 'ArgumentError"),
         ),
+        ("options", (1, "ArgumentError: chunk_size: expected"), (0, "failed on other processes.*1: 'ArgumentError")),
         ("encode", (1, "ValueError: rank 1 cannot read"), (0, "LossError: .*failed on other processes.*rank 1 cannot")),
         ("second-pass", (0, "LossError: encode_fn: expected the second pass"), (1, "other processes.*0: 'LossError")),
         ("shapes", (0, "LossError: encode_fn: expected z of one structure"), (1, "rank 1: .*4")),

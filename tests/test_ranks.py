@@ -115,6 +115,10 @@ def test_sums_take_one_collective_for_each_dtype(found):
             "params",
             ("LossError: accumulate failed on other.*1: 'ArgumentError: params", "ArgumentError: params: expect"),
         ),
+        (
+            "chunk_size",
+            ("LossError: accumulate failed on other.*1: 'ArgumentError: chunk_s", "ArgumentError: chunk_size: expect"),
+        ),
         ("forms", ("LossError: accumulate: expected results of one form on all ranks.*rank 1",) * 2),
         ("order", (r"ArgumentError: order: expected \[8, 7\] for 'interleaved', received \[6, 9\] samples",) * 2),
         ("average", (r"ArgumentError: Variance\(\): expected samples .*received B = 1",) * 2),

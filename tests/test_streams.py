@@ -235,6 +235,19 @@ class TestSources:
         results["factors"], expected["factors"] = (one["factors"].materialize() for one in (results, expected))
         assert_trees_close(results, expected, 1e-9)
 
+    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    def test_weights_that_are_filled_again(self, engine):
+        x, weights = draw(6, 3, seed=3), draw(6, seed=5).abs()
+
+        def refilled(buffer):
+            for part in weights.split(2):
+                yield buffer.copy_(part)
+
+        wanted = {"solution": ps.NaturalGradient(0.1), "leverage": ps.Leverage(0.1), "mean": ps.Mean()}
+        given = refilled(torch.empty(2, dtype=F64))
+        result = accumulate(affine, draw(3), x.split(2), wanted, weights=given, engine=engine)
+        assert_trees_close(result, per_sample_grads(affine, draw(3), x, wanted, weights=weights), 1e-9)
+
     def test_what_all_samples_share(self):
         scale = torch.tensor(2.0, dtype=F64)
         loss = lambda w, scale, x: scale * affine(w, x)

@@ -15,8 +15,8 @@ from persample.composite.validation import check_options, check_parameters, chec
 from persample.inputs import check_outside
 from persample.inputs.modules import add_grads
 from persample.outputs import owned
-from persample.processes import Processes
-from persample.reductions import Reduce, Sum
+from persample.processes import Processes, check_group
+from persample.reductions import Reduce, Reduction, Sum
 from persample.reductions.described import described
 from persample.reductions.requested import Reductions
 from persample.utils import trees
@@ -107,17 +107,17 @@ def composite_grads(
     """
     instead = "There, differentiate loss_fn of what torch.vmap(encode_fn, in_dims=(None, 0)) returns: it composes."
     check_outside("composite_grads", instead)
-    check_options(
-        engine=engine,
-        chunk_size=chunk_size,
-        batch_norm=batch_norm,
-        batched=batched,
-        keep_batch_dim=keep_batch_dim,
-        group=group,
-    )
-    requested, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
+    check_group(group)
 
-    def normalized() -> tuple[list[Encoder], LossHead]:
+    def normalized() -> tuple[list[Reduction], trees.TreeSpec, list[Encoder], LossHead]:
+        check_options(
+            engine=engine,
+            chunk_size=chunk_size,
+            batch_norm=batch_norm,
+            batched=batched,
+            keep_batch_dim=keep_batch_dim,
+        )
+        requested, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
         encoders, container = build_encoders(
             encode_fn,
             params,
@@ -130,10 +130,12 @@ def composite_grads(
         )
         head = build_loss_head(loss_fn, loss_params, container)
         check_parameters(encoders[0].call.loss, head.params, requested, accumulate=accumulate)
-        return encoders, head
+        return requested, structure, encoders, head
 
     def compute() -> tuple[Tensor, Any]:
-        encoders, head = Processes(group).together(normalized, lambda: {"reduce": described(requested, structure)})
+        requested, structure, encoders, head = Processes(group).together(
+            normalized, lambda found: {"reduce": described(*found[:2])}
+        )
         own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(requested)
         processes = Processes(group, own[0].device)
         recorder = None if batch_norm == "refuse" else BufferRecorder()

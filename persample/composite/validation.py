@@ -10,21 +10,17 @@ from persample.composite.batch_norm import RULES
 from persample.errors import ArgumentError
 from persample.inputs.loss import SampleLoss
 from persample.inputs.modules import ParamTree
-from persample.processes import check_group
 from persample.reductions import Aux, Loss, Reduction, Sum
 from persample.reductions.base import SumOverSamples
 from persample.utils import trees
 
 
-def check_options(
-    *, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool, group: Any
-) -> None:
+def check_options(*, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool) -> None:
     """Reject unknown options and combinations that exclude each other."""
     inputs.check_choice("engine", engine, ("eager", "loop"))
     inputs.check_loop(engine)
     inputs.check_choice("batch_norm", batch_norm, RULES)
     inputs.check_chunk_size(chunk_size)
-    check_group(group)
     if batched and keep_batch_dim:
         fix = "With batched=True encode_fn receives chunks of chunk_size samples; leave keep_batch_dim=False."
         raise ArgumentError.about("keep_batch_dim", expected="one of the two", received="batched=True, too", fix=fix)

@@ -67,12 +67,13 @@ class Processes:
         dist.all_gather_object(objects, own, group=self.group)
         return objects
 
-    def together(self, step: Callable[[], T], alike: Callable[[], dict[str, str]] = dict) -> T:
+    def together(self, step: Callable[[], T], alike: Callable[[T], dict[str, str]] | None = None) -> T:
         """Run a step on every process; an error of one process is raised on all, so that no process waits for it.
 
         Args:
             step: a function without communication.
-            alike: returns the arguments of the call that must be the same on all processes, in words, by name.
+            alike: returns the arguments of the call that must be the same on all processes, in words, by name, from
+                the result of the step.
 
         Returns:
             The result of this process.
@@ -84,7 +85,8 @@ class Processes:
         if self.group is None:
             return step()
         try:
-            result, arguments = step(), alike()
+            result = step()
+            arguments = alike(result) if alike else {}
         except Exception as error:
             self.raise_failures(f"{type(error).__name__}: {error}")
             raise

@@ -112,33 +112,37 @@ def accumulate(
         >>> accumulate(loss, torch.zeros(2), batches, Mean(), weights=lambda batch: batch["weight"])
         tensor([0.2500, 0.7500])
     """
-    check_constant(differentiable=differentiable)
-    inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
-    inputs.check_choice("order", order, ORDERS)
     check_group(group)
-    wanted, container = inputs.reductions(reduce)
     params = unwrapped(params)
-    options = {
-        "in_dims": in_dims,
-        "keep_batch_dim": keep_batch_dim,
-        "randomness": randomness,
-        "outputs": outputs,
-        "memory": memory,
-    }
-    merges = engine == "compiled" and sink is None  # a folder takes rows, and the numbers of its sums, after each batch
-    lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
 
-    def prepare() -> tuple[Processes, SinkRun | None]:
+    def prepare() -> tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]:
+        check_constant(differentiable=differentiable)
+        inputs.check_options(
+            engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs
+        )
+        inputs.check_choice("order", order, ORDERS)
+        wanted, container = inputs.reductions(reduce)
+        options = {
+            "in_dims": in_dims,
+            "keep_batch_dim": keep_batch_dim,
+            "randomness": randomness,
+            "outputs": outputs,
+            "memory": memory,
+        }
+        merges = engine == "compiled" and sink is None  # a folder takes rows, and the numbers of its sums, by batch
+        lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
         processes = Processes(group, lift.device, "accumulate")
         if sink is None:
-            return processes, None
-        return processes, SinkRun(Path(sink), lift, container, order, processes, resume=bool(resume))
+            return lift, container, processes, None
+        run = SinkRun(Path(sink), lift, container, order, processes, resume=bool(resume))
+        return lift, container, processes, run
 
-    def alike() -> dict[str, str]:
+    def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
+        lift, container, *_ = prepared
         options = {"order": order, "randomness": randomness, "sink": repr(sink)}
-        return {"reduce": described(wanted, container), **options}
+        return {"reduce": described(lift.wanted, container), **options}
 
-    processes, run = Processes(group, called="accumulate").together(prepare, alike)
+    lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)
     if run is not None and run.is_finished:
         return run.of_finished(numbered(batches, weights))
     stream = Stream(lift, order, processes, run)
@@ -149,7 +153,7 @@ def accumulate(
         total = stream.merged()
         if run is not None:
             return run.finish(total)
-        pairs = zip(wanted, total.leaves[0], strict=True)
+        pairs = zip(lift.wanted, total.leaves[0], strict=True)
         results = [
             leaves.value if isinstance(leaves, Finished) else Reductions([one]).finish([leaves], processes.device)[0]
             for one, leaves in pairs

@@ -56,8 +56,8 @@ class Accumulator:
 
         Args:
             partial: the tree of its leaves.
-            inputs: the tensors that the loss was called with. Rows that share memory with them are copied: the
-                source of the batches may write there again.
+            inputs: the tensors that the loss was called with, and weights. Rows that share memory with them are
+                copied: the source of the batches may write there again.
 
         Raises:
             LossError: if the part does not fit the earlier ones.

@@ -101,9 +101,10 @@ class Stream:
             self.run.commit(batch, self.accumulator)
 
     def _receive(self, lifted: Any, chunk: Call) -> None:
+        given = chunk.tensors if chunk.weights is None else [*chunk.tensors, chunk.weights]
         if self.lift.merges:
-            self.accumulator.take(lifted, chunk.tensors)
+            self.accumulator.take(lifted, given)
             return
         if self.run is not None:
             lifted = self.run.receive(lifted, chunk)
-        self.accumulator.add(lifted, chunk.tensors)
+        self.accumulator.add(lifted, given)
