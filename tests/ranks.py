@@ -171,8 +171,7 @@ def fails(where):
 
 DIFFERENT = ("reductions", "option", "tensor", "randomness")
 FAILURES = {
-    name: fails(name)
-    for name in ("loss", "source", "params", "chunk_size", "forms", "order", "average", *DIFFERENT)
+    name: fails(name) for name in ("loss", "source", "params", "chunk_size", "forms", "order", "average", *DIFFERENT)
 }
 
 

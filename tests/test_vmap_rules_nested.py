@@ -6,7 +6,7 @@ import pytest
 import torch
 from agreement import WANTED, assert_eager_is_loop, assert_mapped_is_looped
 from oracle import assert_trees_close
-from torch.func import hessian, jacfwd, jacrev, vmap
+from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional as F
 
 from persample import per_sample_grads
@@ -136,20 +136,85 @@ def test_compiled(case):
     assert_trees_close(per_sample_grads(loss, w, x, WANTED, engine="compiled"), expected, 1e-9)
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2)], ids=["vector", "column", "matrix"])
-def test_forward_derivatives_of_linear_systems(shape):
+EYE = 4 * torch.eye(3, dtype=torch.float64)
+SQUARE = {
+    "solve": torch.linalg.solve,
+    "solve a column": lambda a, x: torch.linalg.solve(a, x[:, None]),
+    "solve from the right": lambda a, x: torch.linalg.solve(a, x[None], left=False),
+    "lu_solve": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None]),
+    "lu_solve, adjoint": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None], adjoint=True),
+    "det": lambda a, x: torch.linalg.det(a) * x,
+    "slogdet": lambda a, x: a.slogdet().logabsdet * x + torch.linalg.slogdet(-a)[0],
+    "logdet": lambda a, x: torch.logdet(a) * x,
+    "complex slogdet": lambda a, x: torch.view_as_real(torch.linalg.slogdet(a + 1j * torch.diag(x)).sign) * x[0],
+}
+# The third derivative of torch's det is NaN.
+SAME = {"det": lambda a, x: torch.linalg.slogdet(a)[0] * torch.linalg.slogdet(a)[1].exp() * x}
+INNER = {
+    "jacfwd": (jacfwd, jacrev),
+    "hessian": (lambda f: hessian(lambda x: f(x).pow(3).sum()), lambda f: jacrev(jacrev(lambda x: f(x).pow(3).sum()))),
+    "jacrev without gradients": (lambda f: torch.no_grad()(jacrev(f)),) * 2,
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("function", SQUARE)
+def test_derivatives_of_linear_systems_and_determinants(function, inner):
     """Against reverse derivatives: those of jacfwd lack a term in torch (pytorch/pytorch#196695), and in the loop."""
 
-    def loss(transform, w, x):
-        def solved(x):
-            return torch.linalg.solve(w + 4 * torch.eye(3, dtype=x.dtype), x).pow(3).sum()
+    def loss(transform, of, w, x):
+        inside = transform(lambda x: of(w + EYE + torch.diag(x) / 8, x))(x)
+        return inside.pow(3).sum() + (inside.detach() * w[0, 0]).sum()
 
-        return transform(solved)(x).pow(3).sum()
+    w, x = draw(3, 3), draw(4, 3)
+    transform, reverse = INNER[inner]
+    found = functools.partial(loss, transform, SQUARE[function])
+    expected = functools.partial(loss, reverse, SAME.get(function, SQUARE[function]))
+    expected = per_sample_grads(expected, w, x, WANTED, engine="loop")
+    for engine in ("eager", "compiled") if function in {"solve", "slogdet"} else ("eager",):
+        assert_trees_close(per_sample_grads(found, w, x, WANTED, engine=engine), expected, 1e-9)
 
-    w, x = draw(3, 3), draw(4, *shape)
-    for forward, reverse in ((jacfwd, jacrev), (hessian, lambda f: jacrev(jacrev(f)))):
-        found = per_sample_grads(functools.partial(loss, forward), w, x, WANTED)
-        assert_trees_close(found, per_sample_grads(functools.partial(loss, reverse), w, x, WANTED, engine="loop"), 1e-9)
+
+def by_formula(x, axes, weight, bias):
+    return (x - x.mean(axes, keepdim=True)) / (x.var(axes, correction=0, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+
+NORMS = {
+    "layer": (
+        lambda x, w, b: F.layer_norm(x, (5,), w, b),
+        lambda x, w, b: by_formula(x, -1, w, b),
+    ),
+    "batch": (
+        lambda x, w, b: F.batch_norm(x.mT, None, None, w, b, training=True),
+        lambda x, w, b: by_formula(x.mT, 0, w, b),
+    ),
+    "instance": (
+        lambda x, w, b: F.instance_norm(x[None], weight=w, bias=b),
+        lambda x, w, b: by_formula(x[None], -1, w[:, None], b[:, None]),
+    ),
+}
+TWICE = {
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),))[1].square().sum(),
+    "jacfwd": lambda f, x: jacfwd(f)(x).square().sum(),
+    "hessian": lambda f, x: hessian(lambda x: f(x).pow(3).sum())(x).square().sum(),
+    "jacrev of jacrev": lambda f, x: jacrev(jacrev(lambda x: f(x).pow(3).sum()))(x).square().sum(),
+}
+
+
+@pytest.mark.parametrize("derivatives", TWICE)
+@pytest.mark.parametrize("norm", NORMS)
+def test_further_derivatives_of_norms(norm, derivatives):
+    """Against the formula: in torch's kernels terms are missing, also in the loop."""
+
+    def loss(function, w, x):
+        weight, bias = (w[:5], w[5:10]) if norm == "layer" else (w[:2], w[5:7])
+        return TWICE[derivatives](lambda x: function(x, weight, bias), x * w[:5])
+
+    w, x = draw(10), draw(3, 2, 5)
+    norm_of_torch, formula = NORMS[norm]
+    expected = per_sample_grads(functools.partial(loss, formula), w, x, WANTED)
+    found = per_sample_grads(functools.partial(loss, norm_of_torch), w, x, WANTED)
+    assert_trees_close(found, expected, 1e-9)
 
 
 def test_a_bias_of_another_dtype():

@@ -59,6 +59,15 @@ REFUSED = {
         draw(3, 3),
         ROWS,
     ),
+    "one-hot beyond its classes": (lambda w, i: F.one_hot(i + 4, 5) * w, draw(5), ROWS),
+    "one-hot below 0": (lambda w, i: F.one_hot(i - 3, 5) * w, draw(5), ROWS),
+    "a row beyond the table of a sample": (lambda w, i: F.embedding(i + 4, w * (1 + i[0])), draw(5, 3), ROWS),
+    "a row before the table of a sample": (lambda w, i: F.embedding(i - 3, w * (1 + i[0])), draw(5, 3), ROWS),
+    "bags of rows beyond the table of a sample": (
+        lambda w, i: F.embedding_bag(i[None] + 4, w * (1 + i[0]), mode="sum"),
+        draw(5, 3),
+        ROWS,
+    ),
     "one-hot of floats": (lambda w, i: F.one_hot(i.double(), 5) * w, draw(5), ROWS),
     "bags of one vector": (lambda w, i: F.embedding_bag(i, w, mode="sum"), draw(5, 3), ROWS),
     "bags, padding beyond the table": (
@@ -104,6 +113,33 @@ TAKEN = {
 def test_what_torch_takes(case):
     fn, params, batch = TAKEN[case]
     assert_eager_is_loop(lambda w, x: fn(w, x).sum(), params, (batch,), wanted={"stack": Stack(), "norm": Norm()})
+
+
+def test_compiled_code_refuses_indices_out_of_range():
+    def loss(w, i):
+        return (F.embedding(i, w * (1 + i[0])) @ w[0] + (F.one_hot(i, 5).double() @ w).sum(-1)).sum()
+
+    w = draw(5, 3)
+    per_sample_grads(loss, w, torch.tensor([[0, 4]]), engine="compiled")
+    for index in (5, -1):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of range|num_classes|non-negative"):
+            per_sample_grads(loss, w, torch.tensor([[0, index]]), engine="compiled")
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_an_infinite_row_of_a_bag_stays_in_the_bag(mode):
+    table = draw(5, 3)
+    table[2] = torch.inf
+
+    def loss(w, i):
+        return F.embedding_bag(i, table, torch.tensor([0, 2]), mode=mode)[0] @ w
+
+    assert_eager_is_loop(loss, draw(3), (torch.tensor([[0, 1, 2], [3, 4, 2]]),))
+
+
+def test_the_likelihood_of_an_infinite_variance():
+    loss = lambda w, var: F.gaussian_nll_loss(w, torch.zeros(2).double(), var)
+    assert_eager_is_loop(loss, draw(2), (torch.tensor([[1.0, torch.inf], [0.0, 2.0]]).double(),))
 
 
 def test_a_padded_row_that_is_nan_adds_nothing():

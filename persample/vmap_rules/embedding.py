@@ -1,4 +1,4 @@
-"""Embeddings: ``F.embedding_bag`` and ``F.one_hot``."""
+"""Embeddings: ``F.embedding``, ``F.embedding_bag`` and ``F.one_hot``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample.utils.tracing import holds
+from persample.vmap_rules.batched import is_batched, unwrapped
+
+
+def _has_outside(index: Tensor, size: int) -> bool:
+    """Return whether an index of any sample is negative or too large; a GPU, whose answer takes time, is not asked."""
+    if not index.numel() or index.device.type != "cpu":
+        return False
+    least, largest = unwrapped(index).aminmax()
+    return holds(unwrapped((least < 0) | (largest >= size)))
+
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes <= 0 or tensor.dtype != torch.long:
         return F.one_hot(tensor, num_classes)
+    if _has_outside(tensor, num_classes):
+        raise RuntimeError("Class values must be non-negative and smaller than num_classes.")
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    # torch.func looks up the tables of all samples as one: an index beyond a table is a row of another sample's.
+    if is_batched(weight) and weight.ndim == 2 and _has_outside(input, len(weight)):
+        raise IndexError("index out of range in self")
+    return F.embedding(input, weight, *args, **kwargs)
 
 
 def _embedding_bag(  # noqa: PLR0917 - as torch's
@@ -38,7 +58,7 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     known = own and bags and padded and mode in {"sum", "mean", "max"}
     if not known or max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding_bag(**given)  # torch raises, or vmap does
-    rows = F.embedding(input, weight)  # [*, N, D]
+    rows = _embedding(input, weight)  # [*, N, D]
     members = _members(input, offsets, include_last_offset)
     if padding_idx is not None:
         kept = input != padding_idx % len(weight)
@@ -46,12 +66,9 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     if mode == "max":
         best = torch.where(members.unsqueeze(-1), rows, -torch.inf).max(-2).values
         return torch.where(members.any(-1, keepdim=True), best, 0)
-    scale = members.to(rows.dtype)
-    if mode == "mean":
-        scale = scale / scale.sum(-1, keepdim=True).clamp(min=1)
-    if per_sample_weights is not None:
-        scale = scale * per_sample_weights
-    return (scale.unsqueeze(-2) @ rows).squeeze(-2)
+    rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(-1)
+    sums = torch.where(members.unsqueeze(-1), rows, 0).sum(-2)  # not a product: 0 times infinity is NaN
+    return sums / members.sum(-1, keepdim=True).clamp(min=1) if mode == "mean" else sums
 
 
 def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
@@ -63,4 +80,4 @@ def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -
     return (places >= offsets[: len(ends), None]) & (places < ends[:, None])
 
 
-RULES: dict[Any, Callable[..., Any]] = {F.one_hot: _one_hot, F.embedding_bag: _embedding_bag}
+RULES: dict[Any, Callable[..., Any]] = {F.embedding: _embedding, F.one_hot: _one_hot, F.embedding_bag: _embedding_bag}

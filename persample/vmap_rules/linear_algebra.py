@@ -1,4 +1,4 @@
-"""Linear systems: ``torch.linalg.solve``."""
+"""Linear systems and determinants that a loss differentiates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import is_forward_mode, transforms
+from persample._torch import transforms
+from persample.vmap_rules.derivatives import has_forward_derivative
 
 
-def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Tensor:  # noqa: N803 (torch's names)
-    # A derivative of torch's forward derivative lacks a term (pytorch/pytorch#196695), and is arbitrary under vmap.
-    if out is not None or not ("jvp" in transforms() or is_forward_mode()):
-        return torch.linalg.solve(A, B, left=left, out=out)
+def _composed_where_nested(function: Callable[..., Any], composition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of square matrices that is a composition where its derivatives may be differentiated again.
+
+    A derivative of torch's forward derivative lacks a term (pytorch/pytorch#196695). Where another vmap batches the
+    backward pass, as ``torch.func.jacrev`` in a loss does, both are arbitrary.
+    """
+
+    def rule(A: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: N803 (torch's names)
+        is_nested = has_forward_derivative() or transforms().count("grad") > 1
+        is_plain = kwargs.get("out") is None and A.ndim >= 2 and A.shape[-1] == A.shape[-2]
+        return composition(A, *args, **kwargs) if is_nested and is_plain else function(A, *args, **kwargs)
+
+    return rule
+
+
+def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
+    """Return P, L, U of A = PLU, as ``torch.linalg.lu`` does, which vmap calls once for each sample."""
+    return torch.lu_unpack(*torch.linalg.lu_factor(A))
+
+
+def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: None = None) -> Tensor:  # noqa: ARG001, N803
     is_vector = B.ndim == 1 or B.shape == A.shape[:-1]
-    columns = B.unsqueeze(-1) if is_vector else B
-    factors, pivots = torch.linalg.lu_factor(A)
-    solution = torch.linalg.lu_solve(factors, pivots, columns, left=left)
+    if not left:
+        return _solve(A.mT, B.mT).mT
+    permutation, lower, upper = _factors(A)
+    columns = permutation.mT @ (B.unsqueeze(-1) if is_vector else B)
+    half = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
+    solution = torch.linalg.solve_triangular(upper, half, upper=True)
     return solution.squeeze(-1) if is_vector else solution
 
 
-RULES: dict[Any, Callable[..., Any]] = {torch.linalg.solve: _solve}
+def _lu_solve(
+    LU: Tensor,  # noqa: N803
+    pivots: Tensor,
+    B: Tensor,  # noqa: N803
+    *,
+    left: bool = True,
+    adjoint: bool = False,
+    out: None = None,  # noqa: ARG001
+) -> Tensor:
+    permutation, lower, upper = torch.lu_unpack(LU, pivots)
+    matrix = permutation @ lower @ upper
+    return _solve(matrix.mH if adjoint else matrix, B, left=left)
+
+
+def _slogdet(A: Tensor, *, out: None = None) -> Any:  # noqa: ARG001, N803
+    permutation, _, upper = _factors(A)
+    pivots = upper.diagonal(dim1=-2, dim2=-1)
+    # Not prod: further derivatives of it fail, or are NaN.
+    signs = torch.exp(1j * pivots.angle().sum(-1)) if A.is_complex() else torch.sgn(pivots.detach()).prod(-1)
+    sign = torch.linalg.det(permutation) * signs
+    return torch.return_types.slogdet((sign, pivots.abs().log().sum(-1)))
+
+
+def _det(A: Tensor, *, out: None = None) -> Tensor:  # noqa: ARG001, N803
+    sign, logabsdet = _slogdet(A)
+    return sign * logabsdet.exp()
+
+
+def _logdet(A: Tensor) -> Tensor:  # noqa: N803
+    sign, logabsdet = _slogdet(A)
+    return logabsdet + sign.log()
+
+
+_COMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.solve: _solve,
+    torch.linalg.lu_solve: _lu_solve,
+    **dict.fromkeys((torch.linalg.det, torch.det, Tensor.det), _det),
+    **dict.fromkeys((torch.linalg.slogdet, torch.slogdet, Tensor.slogdet), _slogdet),
+    **dict.fromkeys((torch.logdet, Tensor.logdet), _logdet),
+}
+RULES: dict[Any, Callable[..., Any]] = {
+    function: _composed_where_nested(function, composition) for function, composition in _COMPOSITIONS.items()
+}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample._torch import weight_norm
-from persample.utils.dtypes import is_autocast
+from persample.utils.dtypes import accumulate_dtype, is_autocast
 
 
 def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
@@ -68,8 +68,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-# Under vmap(grad), the gradients of the weights lose their dependence on mean and variance in torch's kernels, so that
-# second derivatives are wrong (torch 2.13). Without weights the kernels are right.
+# torch's kernels (2.13) are right for one derivative. In further ones, terms are missing: of the gradients of weights
+# under vmap(grad); of reverse derivatives of forward ones, and of third derivatives, also without vmap.
 def _layer_norm(
     input: Tensor,  # noqa: A002
     normalized_shape: Sequence[int],
@@ -77,11 +77,53 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    return _scaled(F.layer_norm(input, normalized_shape, eps=eps), weight, bias, ())
+    axes = tuple(range(-len(normalized_shape), 0))
+    if list(input.shape[axes[0] :]) == list(normalized_shape):
+        normalized = _normalized(input, axes, eps)
+    else:  # an error
+        normalized = F.layer_norm(input, normalized_shape, eps=eps)
+    return _scaled(normalized, weight, bias, ()).to(input.dtype)
+
+
+def _batch_norm(  # noqa: PLR0917 - as torch's
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: None,
+    bias: None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training and running_mean is None and input.numel() > input.shape[1]:  # otherwise an error
+        return _normalized(input, (0, *range(2, input.ndim)), eps)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm(  # noqa: PLR0917 - as torch's
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: None,
+    bias: None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if use_input_stats and running_mean is None and input.shape[2:].numel() > 1:  # otherwise an error
+        return _normalized(input, tuple(range(2, input.ndim)), eps)
+    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
+    """Return (x − mean) / √(variance + ε) over some axes, in float32 at least."""
+    wide = x.to(accumulate_dtype(x.dtype))
+    centered = wide - wide.mean(axes, keepdim=True)
+    return centered * (centered.square().mean(axes, keepdim=True) + eps).rsqrt()
 
 
 def _scaled_after(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return batch or instance norm whose weights are multiplied by themselves, after it."""
+    """Return batch or instance norm whose weights are multiplied after it."""
 
     def function(
         input: Tensor,  # noqa: A002
@@ -93,7 +135,7 @@ def _scaled_after(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         normalized = norm(input, running_mean, running_var, None, None, *args, **kwargs)
-        return _scaled(normalized, weight, bias, (1,) * (input.ndim - 2))
+        return _scaled(normalized, weight, bias, (1,) * (input.ndim - 2)).to(input.dtype)
 
     return function
 
@@ -101,13 +143,13 @@ def _scaled_after(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[int, ...]) -> Tensor:
     """Return a normalized tensor times weight plus bias, which get some more axes of 1 at their end."""
     out = x if weight is None else x * weight.reshape(*weight.shape, *axes)
-    return (out if bias is None else out + bias.reshape(*bias.shape, *axes)).to(x.dtype)
+    return out if bias is None else out + bias.reshape(*bias.shape, *axes)
 
 
 RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, _layer_norm),
-    F.batch_norm: functools.partial(_autocast, _scaled_after(F.batch_norm)),
-    F.instance_norm: functools.partial(_autocast, _scaled_after(F.instance_norm)),
+    F.batch_norm: functools.partial(_autocast, _scaled_after(_batch_norm)),
+    F.instance_norm: functools.partial(_autocast, _scaled_after(_instance_norm)),
     F.group_norm: functools.partial(_autocast, _group_norm_of_copy),
     weight_norm: _weight_norm,
 }

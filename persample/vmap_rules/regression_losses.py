@@ -58,7 +58,7 @@ def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
         var = torch.full_like(input, var)
     if input.shape != var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    var = var.clamp(min=eps).detach() + (var - var.detach())  # the value is clamped, its gradient is not
+    var = torch.where(var < eps, eps + (var - var.detach()), var)  # the value is clamped, its gradient is not
     loss = (var.log() + (input - target).square() / var) / 2
     if full:
         loss = loss + math.log(2 * math.pi) / 2
