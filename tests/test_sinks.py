@@ -176,6 +176,29 @@ class TestResume:
         accumulate(counted, PARAMS, X.split(SIZES), WANTED, sink=tmp_path / "stopped", resume=True)
         assert len(calls) == 1 + 2  # a made-up sample for the structure, and two batches
 
+    @pytest.mark.parametrize("batches", [3, len(SIZES)], ids=["stopped", "finished"])
+    @pytest.mark.parametrize("place", [0, 2])
+    def test_with_other_weights(self, tmp_path, place, batches):
+        weights = [torch.ones(size, dtype=torch.float64) for size in SIZES]
+
+        def run(weights, stop, **options):
+            source = X.split(SIZES)[:stop]
+            return accumulate(loss, PARAMS, source, ps.Mean(), weights=weights, sink=tmp_path / "run", **options)
+
+        if batches < len(SIZES):
+            with pytest.raises(ArgumentError, match="fewer entries"):
+                run(weights[:batches], None)
+        else:
+            run(weights, None)
+        others = [3 * x if number == place else x for number, x in enumerate(weights)]
+        with pytest.raises(ArgumentError, match=r"with these weights, in .*received others"):
+            run(others, None, resume=True)
+
+    def test_finished_with_other_batches(self, finished):
+        for others in (X.flip(0).split(SIZES), [*X.split(SIZES), X[:1]], X.split(SIZES)[:2], X.split(4)):
+            with pytest.raises(ArgumentError, match=r"batches: expected the batches of 11 samples, .*received others"):
+                accumulate(loss, PARAMS, others, WANTED, sink=finished, resume=True)
+
     def test_again_and_again(self, finished, tmp_path):
         for batches in (1, 1, 3, 4):
             stopped_after(tmp_path / "stopped", batches, resume=True)
@@ -223,7 +246,7 @@ class TestResume:
     )
     def test_with_other_batches(self, tmp_path, others):
         stopped_after(tmp_path / "stopped", 3)
-        message = r"batches: expected the 3 batches (of 4 samples )?that are in .*received (others|fewer)"
+        message = r"batches: expected the (batches of 4 samples|3 batches that are in).*received (others|fewer)"
         with pytest.raises(ArgumentError, match=message):
             accumulate(loss, PARAMS, others, WANTED, sink=tmp_path / "stopped", resume=True)
         accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=tmp_path / "stopped", resume=True)  # nothing is lost
@@ -365,7 +388,8 @@ class TestFolder:
     def test_with_results_is_not_overwritten(self, finished):
         before = contents(finished)
         with pytest.raises(
-            ArgumentError, match=r"sink: expected a new folder, received .* with \d+ batches of a run.*resume=True"
+            ArgumentError,
+            match=r"sink: expected a new folder, received .* with the results of a run\. Read them by read_sink",
         ):
             accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=finished)
         assert contents(finished) == before

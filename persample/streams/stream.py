@@ -98,7 +98,7 @@ class Stream:
         call = self.lift(batch, lambda: self.accumulator.total, self._receive)
         self.accumulator.count(call.size, call.weights)
         if self.run is not None:
-            self.run.commit(batch, self.accumulator)
+            self.run.commit(batch, call, self.accumulator)
 
     def _receive(self, lifted: Any, chunk: Call) -> None:
         given = chunk.tensors if chunk.weights is None else [*chunk.tensors, chunk.weights]

@@ -41,9 +41,11 @@ class Sink:
         self._committed = self._took = 0.0
         exists = (folder / NAME).exists()
         if exists and not resume:
-            fix = "Pass resume=True to go on with that run, or another folder."
-            batches = f"{Index.read(folder).batches} batches of a run"
-            raise _rejected("a new folder", f"{str(folder)!r} with {batches}", fix)
+            index = Index.read(folder)
+            held, fix = f"{index.batches} batches of a run", "Pass resume=True to go on with it, or another folder."
+            if index.finished:
+                held, fix = "the results of a run", "Read them by read_sink(folder), or pass another folder."
+            raise _rejected("a new folder", f"{str(folder)!r} with {held}", fix)
         known = {*among, unfinished(folder / NAME)}  # by a run that was killed as it began
         if not exists and folder.is_dir() and not known.issuperset(folder.iterdir()):
             raise _rejected("a new folder, or one with results", f"{str(folder)!r} with other files", "Pass another.")
@@ -92,12 +94,13 @@ class Sink:
         """Whether a commit is worth its time."""
         return time.monotonic() - self._committed >= _PATIENCE * self._took
 
-    def commit(self, batches: int, samples: int, last_batch: str, state: Mapping[str, Tensor]) -> None:
+    def commit(self, batches: int, samples: int, weight: float, last_batch: str, state: Mapping[str, Tensor]) -> None:
         """Make all that was appended whole: after a kill, the run goes on from here.
 
         Args:
             batches: the number of batches so far.
             samples: the number of samples in them.
+            weight: the sum of the samples' weights.
             last_batch: a checksum of the last batch.
             state: the sums so far.
 
@@ -109,7 +112,8 @@ class Sink:
         arrays: dict[str, Any] = {name: x.cpu().numpy() for name, x in state.items()}
         np.savez(buffer, **arrays)
         data, name = buffer.getvalue(), f"sums-{batches:08d}.npz"
-        self.index.batches, self.index.samples, self.index.last_batch = batches, samples, last_batch
+        self.index.batches, self.index.samples = batches, samples
+        self.index.weight, self.index.last_batch = weight, last_batch
         self.index.checkpoint = {"file": name, "size": len(data), "crc32": zlib.crc32(data)}
         with kept(self.folder):
             for column in self.columns.values():
@@ -138,11 +142,12 @@ class Sink:
         except ValueError as error:
             raise altered(path, "arrays of numbers", str(error)) from error
 
-    def finish(self, samples: int, values: Mapping[str, Tensor]) -> None:
+    def finish(self, samples: int, weight: float, values: Mapping[str, Tensor]) -> None:
         """Write the results that are no rows, and say that all is done.
 
         Args:
             samples: the number of samples.
+            weight: the sum of their weights.
             values: the results, by name.
 
         Raises:
@@ -157,7 +162,7 @@ class Sink:
                 column.finish()
                 self.index.values[name] = column.record
             self.index.rows = {name: column.record for name, column in self.columns.items()}
-            self.index.batches, self.index.samples, self.index.last_batch = 0, samples, ""
+            self.index.samples, self.index.weight = samples, weight
             self.index.checkpoint, self.index.finished = None, True
             self.index.write(self.folder)
             self._remove_all_but(self.index)

@@ -20,9 +20,10 @@ class Index:
 
     Args:
         asked: what was computed: parameters, reductions, options.
-        batches: how many batches are whole.
+        batches: how many batches are whole; 0 of the results of several processes.
         samples: how many samples they had.
-        last_batch: a checksum of the last of them.
+        weight: the sum of the samples' weights.
+        last_batch: a checksum of the last of them, with its weights.
         rows: for each tensor with rows of samples, its file, dtype, shape of a row, number of rows and checksum.
         values: the same for each tensor that is one result for all samples.
         checkpoint: the file with the sums so far and its checksum; None when all is done.
@@ -33,6 +34,7 @@ class Index:
     asked: dict[str, Any]
     batches: int = 0
     samples: int = 0
+    weight: float = 0.0
     last_batch: str = ""
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)

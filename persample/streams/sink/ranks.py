@@ -61,7 +61,7 @@ def join(folder: Path, asked: dict[str, Any], order: Order, processes: Processes
         rows = [Column.of(part, record).mapped() for part, record in found if record is not None]
         for block in _in_order(rows, order):
             whole.append({name: block})
-    whole.finish(sum(index.samples for index in indices), values)
+    whole.finish(sum(index.samples for index in indices), sum(index.weight for index in indices), values)
     _remove(parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.inputs import Call
+from persample.inputs import Call, TotalWeight
 from persample.merge import Stacked
 from persample.processes import Processes
 from persample.reductions import Reduction
@@ -59,8 +59,9 @@ class SinkRun:
         self.sink = ranks.open_own(folder, self._asked, order, processes, resume=resume)
         self.is_finished, self.done = self.sink.index.finished, self.sink.index.batches
         self.template: Any = None
-        self._skipped = 0
-        self._last: Batch | None = None
+        self._passed = TotalWeight()
+        self._samples = 0
+        self._last: tuple[Batch, Call] | None = None
 
     def begin(self, call: Call, leaves: Sequence[Any]) -> None:
         """Learn the structure of the results from the first batch.
@@ -92,23 +93,34 @@ class SinkRun:
         Raises:
             ArgumentError: if the batches are not those of the run in the folder.
         """
-        call = self.lift.normalized(batch)
-        self._skipped += call.size
+        call = self._pass_over(batch)
         if batch.number + 1 < self.done:
             return
-        index = self.sink.index
-        if (self._skipped, digest(batch.content)) != (index.samples, index.last_batch):
-            raise ArgumentError.about(
-                "batches",
-                expected=f"the {self.done} batches of {index.samples} samples that are in {str(self.sink.folder)!r}",
-                received=f"others, of {self._skipped} samples",
-                fix="Give the batches of that run in the same order (shuffle with the same seed), or a new folder.",
-            )
+        self._check_passed(self._samples, self._passed.total, batch, call)
         lifted = self.lift.without_samples(call)
         self.begin(call, lifted[0])
         state = self.sink.state()
         accumulator.load(self._sums(lifted), state)
         self.lift.random.state = [x for name, x in state.items() if name.startswith("random")]
+
+    def _pass_over(self, batch: Batch) -> Call:
+        call = self.lift.normalized(batch)
+        self._samples += call.size
+        self._passed = self._passed.merge(TotalWeight.of(call.weights, call.size))
+        self._last = batch, call
+        return call
+
+    def _check_passed(self, samples: int, weight: float, *last: Any) -> None:
+        """Reject batches that are not those of the folder, by their numbers, and the last of them if it is known."""
+        index = self.sink.index
+        same = samples == index.samples and math.isclose(weight, index.weight, rel_tol=1e-9)
+        if not same or (last and _facts(*last) != (index.batches, index.last_batch)):
+            raise ArgumentError.about(
+                "batches",
+                expected=f"the batches of {index.samples} samples, with these weights, in {str(self.sink.folder)!r}",
+                received=f"others, of {samples} samples",
+                fix="Give the batches of that run in the same order (shuffle with the same seed), or a new folder.",
+            )
 
     def receive(self, lifted: Any, chunk: Call) -> Any:
         """Write the rows of one chunk.
@@ -125,16 +137,17 @@ class SinkRun:
         self.sink.append(self._tensors(lifted[0], rows=True))
         return self._sums(lifted)
 
-    def commit(self, batch: Batch, accumulator: Accumulator) -> None:
+    def commit(self, batch: Batch, call: Call, accumulator: Accumulator) -> None:
         """Make the batches so far whole, if that is worth its time.
 
         Args:
             batch: the last of them.
+            call: the same, normalized.
             accumulator: the sums of their samples.
         """
-        self._last = batch
+        self._last = batch, call
         if self.sink.is_due:
-            self._commit(batch, accumulator)
+            self._commit(accumulator)
 
     def end(self, accumulator: Accumulator) -> None:
         """Make all batches whole.
@@ -150,15 +163,17 @@ class SinkRun:
             fix = "Give the batches of that run, from its first one on, or a new folder."
             raise ArgumentError.about("batches", expected=expected, received="fewer", fix=fix)
         if self._last is not None:
-            self._commit(self._last, accumulator)
+            self._commit(accumulator)
 
     def close(self) -> None:
         """Close the files."""
         self.sink.close()
 
-    def _commit(self, batch: Batch, accumulator: Accumulator) -> None:
+    def _commit(self, accumulator: Accumulator) -> None:
         state = accumulator.state() | {f"random-{place}": x for place, x in enumerate(self.lift.random.state)}
-        self.sink.commit(batch.number + 1, accumulator.samples, digest(batch.content), state)
+        if self._last is not None:
+            batches, last_batch = _facts(*self._last)
+            self.sink.commit(batches, accumulator.samples, accumulator.weight.total, last_batch, state)
 
     def finish(self, total: Partial) -> Any:
         """Write the results that are no rows, and return all, mapped into memory.
@@ -171,7 +186,7 @@ class SinkRun:
         """
         values = self._tensors(total.leaves[0], rows=False)
         if self.processes.group is None:
-            self.sink.finish(total.count, values)
+            self.sink.finish(total.count, total.weight.total, values)
         else:
             self.processes.together(lambda: ranks.join(self.folder, self._asked, self.order, self.processes, values))
         return self.results(verify=False)
@@ -180,18 +195,26 @@ class SinkRun:
         """Return the results in a folder that is finished; nothing is computed.
 
         Args:
-            batches: the batches of the run, of which the first shows the structure of the results.
+            batches: the batches of the run.
 
         Returns:
             A result like ``reduce``.
+
+        Raises:
+            ArgumentError: if the batches are not those of the run in the folder.
         """
 
-        def begin() -> None:
-            for first in itertools.islice(batches, 1):
-                call = self.lift.normalized(first)
-                self.begin(call, self.lift.without_samples(call)[0])
+        def pass_over() -> None:
+            for batch in batches:
+                call = self._pass_over(batch)
+                if self.template is None:
+                    self.begin(call, self.lift.without_samples(call)[0])
 
-        self.processes.together(begin)
+        self.lift.random.seed(self.processes)  # as the run did, from the numbers that batches may be drawn from
+        self.processes.together(pass_over)
+        counts = self.processes.gather_objects((self._samples, self._passed.total))
+        last = self._last if self.processes.size == 1 and self.sink.index.batches else None
+        self._check_passed(*map(sum, zip(*counts, strict=True)), *(last or ()))
         return self.results()
 
     def results(self, *, verify: bool = True) -> Any:
@@ -227,6 +250,11 @@ class SinkRun:
         leaves, connected = lifted
         pairs = zip(self.lift.wanted, leaves, strict=True)
         return [() if _has_rows(reduction) else one for reduction, one in pairs], connected
+
+
+def _facts(batch: Batch, call: Call) -> tuple[int, str]:
+    """Return how many batches there are up to one, and its checksum."""
+    return batch.number + 1, digest((batch.content, call.weights))
 
 
 def _has_rows(reduction: Reduction) -> bool:
