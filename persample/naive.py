@@ -43,16 +43,20 @@ def value_and_grad(
         pairs = zip(params, params if like is None else like, strict=True)
         leaves = [_leaf(*pair, create_graph=create_graph) for pair in pairs]
         loss, aux = loss_fn(leaves, *sample)
-    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
-    if loss.requires_grad:
-        grads = (
-            torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=create_graph)
+    grads: list[Tensor | None] = [None] * len(leaves)
+    active = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]  # the loss may have frozen others
+    if loss.requires_grad and active:
+        wanted = [leaves[place] for place in active]
+        found = (
+            torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph)
             if loss.ndim == 0
-            else _grads_of_each(loss, leaves, create_graph=create_graph)
+            else _grads_of_each(loss, wanted, create_graph=create_graph)
         )
+        for place, grad in zip(active, found, strict=True):
+            grads[place] = grad
     if create_graph:
-        return loss, aux, grads
-    return loss.detach(), trees.map_tensors(torch.Tensor.detach, aux), grads
+        return loss, aux, tuple(grads)
+    return loss.detach(), trees.map_tensors(torch.Tensor.detach, aux), tuple(grads)
 
 
 def _grads_of_each(losses: Tensor, leaves: Sequence[Tensor], *, create_graph: bool) -> tuple[Tensor | None, ...]:

@@ -990,6 +990,65 @@ def test_parameters_that_a_forward_pass_takes_off_are_back_in_their_order(slots,
     assert [(name, id(param)) for name, param in model.named_parameters()] == [(n, id(p)) for n, p in before.items()]
 
 
+class Keeping(nn.Linear):
+    """Keeps tensors in lists and dicts."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.losses, self.cache, self.pairs, self.sizes = [torch.zeros(())], {}, {}, []
+
+    def forward(self, x):
+        self.losses.append(x.sum())
+        self.cache.setdefault("ones", x.new_ones(3) + 0 * self.weight[0])
+        self.pairs["x"] = (x, self.weight)
+        self.sizes.append(len(x))
+        return super().forward(x * self.cache["ones"])
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_tensors_in_lists_and_dicts_are_gone_after_the_call(engine):
+    model, x = Keeping(), torch.randn(4, 3)
+    losses, kept = model.losses, list(model.losses)
+    found = per_sample_grads(lambda model, x: model(x).sum(), model, x, engine=engine)
+    assert torch.equal(found["weight"][:, 0], x)
+    assert model.losses is losses
+    assert len(losses) == 1
+    assert losses[0] is kept[0]
+    assert not model.cache
+    assert not model.pairs
+    assert model.sizes
+    assert copy.deepcopy(model)(x[0]).shape == (1,)
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
+def test_marks_of_parameters_and_buffers_are_seen(engine):
+    model, x = nn.BatchNorm1d(3).eval(), torch.randn(4, 3)
+    model.weight.decays, model.running_var.is_log = 2.0, True
+
+    def loss(model, x):
+        decay = sum(getattr(p, "decays", 0.0) * p.square().sum() for p in model.parameters())
+        return decay + getattr(model.running_var, "is_log", False) * (model.bias @ x)
+
+    found = per_sample_grads(loss, model, x, engine=engine)
+    assert torch.equal(found["weight"], 4 * model.weight.detach().expand(4, 3))
+    assert torch.equal(found["bias"], x)
+
+
+@pytest.mark.parametrize("outputs", ["scalar", "rows"])
+def test_a_part_that_the_loss_freezes_has_no_gradient_on_the_loop_engine(outputs):
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), draw(4, 3).float()
+
+    def loss(model, x):
+        model[1].requires_grad_(False)
+        return model(x).sum() if outputs == "scalar" else model(x)
+
+    found = per_sample_grads(loss, model, x, Sum(), engine="loop", outputs=outputs)
+    assert not found["1.weight"].any()
+    assert all(p.requires_grad for p in model.parameters())
+    expected = model[1].weight.detach().sum(0) if outputs == "scalar" else model[1].weight.detach()
+    torch.testing.assert_close(found["0.bias"], 4 * expected)
+
+
 @engines
 def test_tensors_are_no_parameters_of_modules_that_the_loss_closes_over(engine):
     def put_in(name):

@@ -18,6 +18,10 @@ from persample.utils import trees
 from persample.utils.interrupts import undone
 
 T = TypeVar("T")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FEW = (
+    256  # entries of a list or dict in an attribute; copies of larger ones, such as vocabularies, would cost every call
+)
 
 
 class StandIn:
@@ -63,6 +67,7 @@ class _Modules:
         ]
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []  # the lists and dicts in attributes, and copies of them
         self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
 
     def swap(self, tensors: Mapping[str, Tensor]) -> None:
@@ -71,17 +76,23 @@ class _Modules:
         Args:
             tensors: the new tensors, by the first name of each parameter.
         """
-        clones = {id(held): held.clone() for _, _, held in self._buffers}
+        clones = {id(held): _marked(held.clone(), held) for _, _, held in self._buffers}
         self.remember()
         for slots, name, first_name in self._slots:
             if first_name in tensors:
-                slots[name] = tensors[first_name]
+                slots[name] = _marked(tensors[first_name], slots[name])
         for buffers, name, held in self._buffers:
             buffers[name] = clones[id(held)]
 
     def remember(self) -> None:
         """Note what the modules hold, for ``restore``."""
         self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
+        self._containers = [
+            (held, held.copy())
+            for attributes, _ in self._attributes
+            for name, held in attributes.items()
+            if isinstance(held, list | dict) and name not in _OF_EVERY_MODULE and len(held) <= _FEW
+        ]
         self._flat_weights = [(part, flat_weights(part)) for part in self._recurrent]
         self._held = [
             (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
@@ -99,13 +110,22 @@ class _Modules:
         deque(starmap(operator.ior, self._held), 0)  # one C call, which no signal can interrupt halfway
         for slots, values in (*self._held, *self._attributes):
             _restore(slots, values)
+        for container, values in self._containers:
+            _restore_container(container, values)
         for slots, values in self._held:
             if list(slots) != list(values):  # a slot that was deleted is now last, and optimizers rely on the order
                 _reorder(slots, values)
         for part, weights in self._flat_weights:
             set_flat_weights(part, weights)
         self._held = self._attributes = []
+        self._containers = []
         self._flat_weights = []
+
+
+def _marked(x: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with the attributes that a user gave another one, such as marks for weight decay."""
+    vars(x).update(vars(like))
+    return x
 
 
 def _differ(slots: dict[str, Any], held: dict[str, Any]) -> bool:
@@ -124,6 +144,22 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
     for name, value in held.items():
         if isinstance(value, Tensor):
             slots.setdefault(name, value)
+
+
+def _restore_container(container: Any, held: Any) -> None:
+    """Put back what a list or dict held, if it holds other tensors now, or containers with tensors."""
+    now, before = (list(x.values()) if isinstance(x, dict) else x for x in (container, held))
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    known = set(map(id, before))
+    new = trees.flatten([x for x in now if id(x) not in known])[0]
+    if not any(isinstance(x, Tensor | StandIn) for x in new):
+        return
+    if isinstance(container, dict):
+        container.clear()
+        container.update(held)
+    else:
+        container[:] = held
 
 
 def _reorder(slots: dict[str, Any], held: dict[str, Any]) -> None:
