@@ -277,7 +277,7 @@ def _storage(path: str, could: Factor, stored: Factor, reason: str, times: Estim
 
 def _size(count: int) -> str:
     """Return a number of bytes as text with a unit."""
-    size, unit = float(count), "B"
+    size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break

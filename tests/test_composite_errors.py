@@ -197,3 +197,4 @@ class TestNotReplayed:
             return w * x * (1 + 3e-7 * (len(calls) > 6))
 
         call(encode, params=draw(5).float(), inputs=X.float(), engine="loop")
+        assert len(calls) > 6

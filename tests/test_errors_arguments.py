@@ -183,6 +183,7 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
         ((X, np.array(0.9)), ("batch[1]:", "a batch axis 0", "a scalar")),
         (X.to_sparse(), ("batch:", "a dense tensor", "sparse_coo", ".to_dense()")),
         ((X, object()), ("batch[1]:", "a tensor or NumPy array", "received object", "None in in_dims")),
+        (nn.Linear(2, 1), ("batch:", "received Linear", "Pass the parameters before the batch")),
         ((row for row in X), ("batch:", "a tensor or NumPy array", "received generator")),
         *(
             (empty, ("batch:", "at least one tensor", "received none", "still has an axis of 1"))
@@ -192,7 +193,19 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
     ],
     ids=[
         *("sizes", "sizes-not-alike", "episodes", "fields", "numpy-episodes", "ragged", "ragged-leaf", "strings"),
-        *("dates", "scalar", "numpy-scalar", "sparse", "object", "generator", "tuple()", "dict()", "None", "constants"),
+        *(
+            "dates",
+            "scalar",
+            "numpy-scalar",
+            "sparse",
+            "object",
+            "module",
+            "generator",
+            "tuple()",
+            "dict()",
+            "None",
+            "constants",
+        ),
     ],
 )
 def test_batch(batch, words):
@@ -393,8 +406,8 @@ def test_reduce(reduce, words):
 @pytest.mark.parametrize("reduction", [ps.ClippedSum, ps.ClippedMean], ids=["ClippedSum", "ClippedMean"])
 @pytest.mark.parametrize(
     "max_norm",
-    [-1, -1e-9, float("nan"), "x", None, 1j, torch.tensor(-1.0), torch.ones(2)],
-    ids=["-1", "-1e-9", "nan", "str", "None", "complex", "negative-tensor", "vector"],
+    [-1, -1e-9, float("nan"), "x", None, True, 1j, torch.tensor(-1.0), torch.ones(2)],
+    ids=["-1", "-1e-9", "nan", "str", "None", "bool", "complex", "negative-tensor", "vector"],
 )
 def test_max_norm(reduction, max_norm):
     with pytest.raises(
@@ -412,8 +425,11 @@ def test_max_norm(reduction, max_norm):
         ({"": 1.0, "head": 2.0, "wei": 1.0}, ("received bounds for ['head', 'wei'], which name no parameter",)),
         ({"": 1.0, "weight": 2.0, "bias": 1.0}, ("received bounds for [''], which name no parameter",)),
         ({}, ("received no bound for ['weight', 'bias']",)),
+        ({"weigth": 1.0, "bias": 1.0},
+         ("received no bound for ['weight'], and bounds for ['weigth'], which name no parameter",)),
+        ({0: 1.0}, ("max_norm: expected names as keys, received 0", "Name parameters as in 'layers.0.weight'")),
     ],
-    ids=["negative", "missing", "unknown", "no-others", "empty"],
+    ids=["negative", "missing", "unknown", "no-others", "empty", "misspelt", "number"],
 )  # fmt: skip
 def test_bounds_by_name(bounds, words):
     with pytest.raises(ArgumentError, match=says(*words)):

@@ -47,16 +47,19 @@ def test_checkpoints_are_not_unpickled(save, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["network", "optimizer", "streams", "steps"])
-@pytest.mark.parametrize("value", [None, {"weight": torch.ones(2)}], ids=["missing", "other"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, None) for name in ("network", "optimizer", "streams", "steps")),
+        *((name, {"weight": torch.ones(2)}) for name in ("network", "optimizer", "streams")),
+    ],
+)
 def test_checkpoints_of_other_things_are_refused(name, value, tmp_path):
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(trainer(), path)
     state = torch.load(path, weights_only=True)
     if value is None:
         del state[name]
-    elif name == "steps":
-        return
     else:
         state[name] = value
     torch.save(state, path)
@@ -97,12 +100,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["records", "scaling"])
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [(case, kind) for case in HOSTILE for kind in ("records", "scaling")[: 1 + ("workload" not in HOSTILE[case])]],
+)
 def test_names_in_results_are_names(case, kind, tmp_path):
     fields = HOSTILE[case]
-    if kind == "scaling" and "workload" in fields:
-        return
     path = saved(tmp_path, **{kind: [{**(RECORD if kind == "records" else POINT), **fields}]})
     with pytest.raises(ArgumentError, match="results: expected a results file"):
         read(path)

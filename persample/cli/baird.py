@@ -32,11 +32,14 @@ def baird(
         output: the PNG file.
 
     Raises:
-        ArgumentError: if ``updates`` is less than 1, or the file cannot be written.
+        ArgumentError: if ``updates`` is less than 1, or the file is no PNG file or cannot be written.
     """
     if updates < 1:
         fix = "Use 1 or more."
         raise ArgumentError.about("--updates", expected="a positive integer", received=str(updates), fix=fix)
+    if output.suffix.lower() != ".png":
+        fix = "Name it like errors.png."
+        raise ArgumentError.about("--output", expected="a .png file", received=str(output), fix=fix)
     writable(output.parent, output.name)
     runs = {method: baird_run(method, updates, seed=seed) for method in STEP_SIZES}
     for method, run in runs.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from persample.errors import ArgumentError
@@ -95,7 +95,9 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool 
         if dim is None or isinstance(leaf, _CONSTANTS):
             return leaf, False
         fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
-        if isinstance(leaf, Mapping):
+        if isinstance(leaf, nn.Module):
+            fix = "Pass the parameters before the batch: per_sample_grads(loss_fn, module, batch)."
+        elif isinstance(leaf, Mapping):
             fix = "Convert it to a dict: dict(batch)."
         elif isinstance(leaf, DataLoader | Iterator):
             fix = "Pass one of its batches, or all of them to accumulate(loss_fn, params, batches)."

@@ -29,7 +29,12 @@ def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
     """
     named = isinstance(max_norm, Mapping)
     for name, bound in max_norm.items() if isinstance(max_norm, Mapping) else [("", max_norm)]:
-        number = isinstance(bound, Real) or (isinstance(bound, Tensor) and bound.ndim == 0)
+        if named and not isinstance(name, str):
+            fix = "Name parameters as in 'layers.0.weight'; '' stands for all that no other name has."
+            raise ArgumentError.about("max_norm", expected="names as keys", received=repr(name), fix=fix)
+        number = (isinstance(bound, Real) and not isinstance(bound, bool)) or (
+            isinstance(bound, Tensor) and bound.ndim == 0
+        )
         if not number or not (is_hidden(bound) or bound >= 0):
             fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
             argument = f"max_norm[{name!r}]" if named else "max_norm"
@@ -56,8 +61,11 @@ def group_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     dotted = [".".join(map("".join, _KEY.findall(path))) for path in paths]
     found = [max((name for name in names if _contains(name, own)), key=len, default=None) for own in dotted]
     missing = [own for own, name in zip(dotted, found, strict=True) if name is None]
-    if missing or (unknown := sorted({*names} - {*found})):
-        received = f"no bound for {missing}" if missing else f"bounds for {unknown}, which name no parameter"
+    unknown = sorted({*names} - {*found})
+    if missing or unknown:
+        faults = [f"no bound for {missing}"] if missing else []
+        faults += [f"bounds for {unknown}, which name no parameter"] if unknown else []
+        received = ", and ".join(faults)
         fix = f"The parameters are {dotted}; '' stands for all that no other name has, inf clips nothing."
         raise ArgumentError.about("max_norm", expected="bounds by parameter or module", received=received, fix=fix)
     return [name for name in found if name is not None]

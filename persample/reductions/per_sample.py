@@ -48,7 +48,8 @@ class Factored(Reduction):
 
     A factor has the methods ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``, ``dot`` and more
     (``persample.factors.Factor``), and serves contractions that no reduction computes. Complex parameters appear as
-    pairs of reals. Factors may share memory with the batch: clone a tensor before you overwrite it.
+    pairs of reals. Factors may share memory with the batch, and with ``Stack()`` in the same call: clone a tensor
+    before you overwrite it.
 
     Examples:
         >>> import torch

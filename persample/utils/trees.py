@@ -48,6 +48,16 @@ def is_flat(spec: TreeSpec) -> bool:
     return spec.num_leaves == spec.num_nodes - 1
 
 
+def in_words(structure: TreeSpec) -> str:
+    """Return a structure on one line, for messages.
+
+    Examples:
+        >>> in_words(structure({"w": 1, "b": (2, 3)}))
+        "TreeSpec(dict, ['w', 'b'], [*, TreeSpec(tuple, None, [*, *])])"
+    """
+    return " ".join(str(structure).split())
+
+
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves and the structure of a tree, as torch does; faster for dicts, lists and tuples of tensors.
 
