@@ -106,6 +106,14 @@ def test_trees_are_named_by_their_keys():
     ]  # fmt: skip
 
 
+def test_a_key_with_an_apostrophe_is_a_name():
+    params, x = {"q'": torch.ones(2), 'the "other"': torch.ones(2)}, torch.ones(3, 2)
+    bounds = {"q'": 0.0, 'the "other"': torch.inf}
+    found = per_sample_grads(lambda p, x: sum(x @ w for w in p.values()), params, x, ClippedSum(bounds))
+    assert found["q'"].tolist() == [0, 0]
+    assert found['the "other"'].tolist() == [3, 3]
+
+
 def test_nan_with_a_parameter_of_no_axes():
     params = {"w": torch.ones(2), "scale": torch.tensor(0.5)}
     x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0]])

@@ -1020,6 +1020,27 @@ def test_tensors_in_lists_and_dicts_are_gone_after_the_call(engine):
     assert copy.deepcopy(model)(x[0]).shape == (1,)
 
 
+class Listed(nn.Linear):
+    """Reaches its parameters by a list and a dict, too."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.decayed, self.named = [self.weight], {"bias": self.bias}
+
+    def forward(self, x):
+        return super().forward(x) + sum(p.square().sum() for p in self.decayed) + self.named["bias"].square()
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
+def test_parameters_in_lists_and_dicts_are_those_of_the_module(engine):
+    model, x = Listed(), torch.randn(4, 3)
+    found = per_sample_grads(lambda model, x: model(x).sum(), model, x, engine=engine)
+    torch.testing.assert_close(found["weight"], x[:, None] + 2 * model.weight.detach())
+    torch.testing.assert_close(found["bias"], 1 + 2 * model.bias.detach().expand(4, 1))
+    assert model.decayed[0] is model.weight
+    assert model.named["bias"] is model.bias
+
+
 @pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
 def test_marks_of_parameters_and_buffers_are_seen(engine):
     model, x = nn.BatchNorm1d(3).eval(), torch.randn(4, 3)

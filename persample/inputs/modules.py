@@ -83,6 +83,12 @@ class _Modules:
                 slots[name] = _marked(tensors[first_name], slots[name])
         for buffers, name, held in self._buffers:
             buffers[name] = clones[id(held)]
+        if self._containers:
+            placed = {id(self.parameters[name]): x for name, x in tensors.items()}
+            for container, values in self._containers:
+                for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+                    if id(value) in placed:
+                        container[key] = placed[id(value)]
 
     def remember(self) -> None:
         """Note what the modules hold, for ``restore``."""
