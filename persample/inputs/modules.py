@@ -19,9 +19,8 @@ from persample.utils.interrupts import undone
 
 T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_FEW = (
-    256  # entries of a list or dict in an attribute; copies of larger ones, such as vocabularies, would cost every call
-)
+# The entries of a list or dict in an attribute; copies of larger ones, such as vocabularies, would cost every call.
+_FEW = 256
 
 
 class StandIn:

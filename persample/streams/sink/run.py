@@ -147,7 +147,7 @@ class SinkRun:
         """
         self._last = batch, call
         if self.sink.is_due:
-            self._commit(accumulator)
+            self._commit(self._last, accumulator)
 
     def end(self, accumulator: Accumulator) -> None:
         """Make all batches whole.
@@ -163,17 +163,16 @@ class SinkRun:
             fix = "Give the batches of that run, from its first one on, or a new folder."
             raise ArgumentError.about("batches", expected=expected, received="fewer", fix=fix)
         if self._last is not None:
-            self._commit(accumulator)
+            self._commit(self._last, accumulator)
 
     def close(self) -> None:
         """Close the files."""
         self.sink.close()
 
-    def _commit(self, accumulator: Accumulator) -> None:
+    def _commit(self, last: tuple[Batch, Call], accumulator: Accumulator) -> None:
         state = accumulator.state() | {f"random-{place}": x for place, x in enumerate(self.lift.random.state)}
-        if self._last is not None:
-            batches, last_batch = _facts(*self._last)
-            self.sink.commit(batches, accumulator.samples, accumulator.weight.total, last_batch, state)
+        batches, checksum = _facts(*last)
+        self.sink.commit(batches, accumulator.samples, accumulator.weight.total, checksum, state)
 
     def finish(self, total: Partial) -> Any:
         """Write the results that are no rows, and return all, mapped into memory.
