@@ -139,7 +139,7 @@ def test_compiled(case):
 EYE = 4 * torch.eye(3, dtype=torch.float64)
 SQUARE = {
     "solve": torch.linalg.solve,
-    "solve a column": lambda a, x: torch.linalg.solve(a, x[:, None]),
+    "solve a column": lambda a, x: torch.linalg.solve(B=x[:, None], A=a),
     "solve from the right": lambda a, x: torch.linalg.solve(a, x[None], left=False),
     "lu_solve": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None]),
     "lu_solve, adjoint": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None], adjoint=True),

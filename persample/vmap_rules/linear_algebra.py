@@ -19,10 +19,12 @@ def _composed_where_nested(function: Callable[..., Any], composition: Callable[.
     backward pass, as ``torch.func.jacrev`` in a loss does, both are arbitrary.
     """
 
-    def rule(A: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: N803 (torch's names)
-        is_nested = has_forward_derivative() or transforms().count("grad") > 1
-        is_plain = kwargs.get("out") is None and A.ndim >= 2 and A.shape[-1] == A.shape[-2]
-        return composition(A, *args, **kwargs) if is_nested and is_plain else function(A, *args, **kwargs)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if not (has_forward_derivative() or transforms().count("grad") > 1) or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        matrix, *others = args or [kwargs.pop(name) for name in ("A", "LU", "input") if name in kwargs]
+        is_square = matrix.ndim > 1 and matrix.shape[-1] == matrix.shape[-2]
+        return (composition if is_square else function)(matrix, *others, **kwargs)  # otherwise an error
 
     return rule
 
