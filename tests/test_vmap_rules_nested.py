@@ -142,6 +142,9 @@ SQUARE = {
     "solve a column": lambda a, x: torch.linalg.solve(B=x[:, None], A=a),
     "solve from the right": lambda a, x: torch.linalg.solve(a, x[None], left=False),
     "lu_solve": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None]),
+    "lu_solve, a matrix for all": lambda a, x: torch.linalg.lu_solve(
+        *torch.linalg.lu_factor(torch.stack([a, 2 * a, a @ a])), torch.outer(x, x.sin())
+    ).sum(0),
     "lu_solve, adjoint": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None], adjoint=True),
     "det": lambda a, x: torch.linalg.det(a) * x,
     "slogdet": lambda a, x: a.slogdet().logabsdet * x + torch.linalg.slogdet(-a)[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
@@ -19,6 +19,7 @@ from persample.utils.interrupts import undone
 
 T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = {list, dict, OrderedDict, defaultdict}  # others may do anything when they are copied
 # The entries of a list or dict in an attribute; copies of larger ones, such as vocabularies, would cost every call.
 _FEW = 256
 
@@ -93,10 +94,10 @@ class _Modules:
         """Note what the modules hold, for ``restore``."""
         self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
         self._containers = [
-            (held, held.copy())
+            (held, list(held) if isinstance(held, list) else dict(held))
             for attributes, _ in self._attributes
             for name, held in attributes.items()
-            if isinstance(held, list | dict) and name not in _OF_EVERY_MODULE and len(held) <= _FEW
+            if type(held) in _CONTAINERS and name not in _OF_EVERY_MODULE and len(held) <= _FEW
         ]
         self._flat_weights = [(part, flat_weights(part)) for part in self._recurrent]
         self._held = [
@@ -160,11 +161,13 @@ def _restore_container(container: Any, held: Any) -> None:
     new = trees.flatten([x for x in now if id(x) not in known])[0]
     if not any(isinstance(x, Tensor | StandIn) for x in new):
         return
-    if isinstance(container, dict):
-        container.clear()
-        container.update(held)
-    else:
+    if isinstance(container, list):
         container[:] = held
+        return
+    container.update(held)  # first: a signal that comes now leaves new tensors, so that the second call goes on
+    for name in [*container]:
+        if name not in held:
+            del container[name]
 
 
 def _reorder(slots: dict[str, Any], held: dict[str, Any]) -> None:

@@ -66,9 +66,12 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     if mode == "max":
         best = torch.where(members.unsqueeze(-1), rows, -torch.inf).max(-2).values
         return torch.where(members.any(-1, keepdim=True), best, 0)
-    rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(-1)
-    sums = torch.where(members.unsqueeze(-1), rows, 0).sum(-2)  # not a product: 0 times infinity is NaN
-    return sums / members.sum(-1, keepdim=True).clamp(min=1) if mode == "mean" else sums
+    scale = members.to(rows.dtype)
+    if mode == "mean":
+        scale = scale / scale.sum(-1, keepdim=True).clamp(min=1)
+    if per_sample_weights is not None:
+        scale = scale * per_sample_weights
+    return (scale.unsqueeze(-2) @ rows).squeeze(-2)
 
 
 def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:

@@ -13,10 +13,10 @@ from persample.vmap_rules.derivatives import has_forward_derivative
 
 
 def _composed_where_nested(function: Callable[..., Any], composition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of square matrices that is a composition where its derivatives may be differentiated again.
+    """Return a function of square matrices that is a composition inside of forward derivatives and of two gradients.
 
     A derivative of torch's forward derivative lacks a term (pytorch/pytorch#196695). Where another vmap batches the
-    backward pass, as ``torch.func.jacrev`` in a loss does, both are arbitrary.
+    backward pass, as ``torch.func.jacrev`` in a loss does, both may be arbitrary.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Any:
@@ -35,14 +35,11 @@ def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
 
 
 def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: None = None) -> Tensor:  # noqa: ARG001, N803
-    is_vector = B.ndim == 1 or B.shape == A.shape[:-1]
+    if B.ndim > 1 and B.shape != A.shape[:-1]:
+        return _solve_matrix(A, B, left=left)
     if not left:
-        return _solve(A.mT, B.mT).mT
-    permutation, lower, upper = _factors(A)
-    columns = permutation.mT @ (B.unsqueeze(-1) if is_vector else B)
-    half = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
-    solution = torch.linalg.solve_triangular(upper, half, upper=True)
-    return solution.squeeze(-1) if is_vector else solution
+        return torch.linalg.solve(A, B, left=left)  # an error: vectors are columns
+    return _solve_matrix(A, B.unsqueeze(-1), left=left).squeeze(-1)
 
 
 def _lu_solve(
@@ -54,9 +51,19 @@ def _lu_solve(
     adjoint: bool = False,
     out: None = None,  # noqa: ARG001
 ) -> Tensor:
+    if B.ndim < 2:
+        return torch.linalg.lu_solve(LU, pivots, B, left=left, adjoint=adjoint)  # an error
     permutation, lower, upper = torch.lu_unpack(LU, pivots)
     matrix = permutation @ lower @ upper
-    return _solve(matrix.mH if adjoint else matrix, B, left=left)
+    return _solve_matrix(matrix.mH if adjoint else matrix, B, left=left)
+
+
+def _solve_matrix(A: Tensor, B: Tensor, *, left: bool) -> Tensor:  # noqa: N803
+    if not left:
+        return _solve_matrix(A.mT, B.mT, left=True).mT
+    permutation, lower, upper = _factors(A)
+    half = torch.linalg.solve_triangular(lower, permutation.mT @ B, upper=False, unitriangular=True)
+    return torch.linalg.solve_triangular(upper, half, upper=True)
 
 
 def _slogdet(A: Tensor, *, out: None = None) -> Any:  # noqa: ARG001, N803
