@@ -130,7 +130,9 @@ class _Modules:
 
 def _marked(x: Tensor, like: Tensor) -> Tensor:
     """Return a tensor with the attributes that a user gave another one, such as marks for weight decay."""
-    vars(x).update(vars(like))
+    marks = vars(like)
+    if marks:  # torch.compile's own are about the memory of that very tensor
+        vars(x).update({name: mark for name, mark in marks.items() if not name.startswith("_dynamo_")})
     return x
 
 
