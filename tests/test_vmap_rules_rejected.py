@@ -61,6 +61,16 @@ REFUSED = {
     ),
     "one-hot beyond its classes": (lambda w, i: F.one_hot(i + 4, 5) * w, draw(5), ROWS),
     "one-hot below 0": (lambda w, i: F.one_hot(i - 3, 5) * w, draw(5), ROWS),
+    "layer norm, a weight of another shape": (
+        lambda w, x: torch.func.grad(lambda x: F.layer_norm(x, (3,), w).square().sum())(x),
+        draw(1),
+        draw(2, 3),
+    ),
+    "batch norm, a bias of another shape": (
+        lambda w, x: torch.func.grad(lambda x: F.batch_norm(x, None, None, None, w, True).square().sum())(x),
+        draw(1),
+        draw(2, 4, 3),
+    ),
     "a vector for lu_solve": (
         lambda w, x: torch.func.grad(lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(w), x).sum())(x),
         draw(3, 3),

@@ -82,7 +82,7 @@ def _layer_norm(
         normalized = _normalized(input, axes, eps)
     else:  # an error
         normalized = F.layer_norm(input, normalized_shape, eps=eps)
-    return _scaled(normalized, weight, bias, ()).to(input.dtype)
+    return _scaled(normalized, weight, bias, normalized_shape, ()).to(input.dtype)
 
 
 def _batch_norm(  # noqa: PLR0917 - as torch's
@@ -135,13 +135,18 @@ def _scaled_after(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         normalized = norm(input, running_mean, running_var, None, None, *args, **kwargs)
-        return _scaled(normalized, weight, bias, (1,) * (input.ndim - 2)).to(input.dtype)
+        return _scaled(normalized, weight, bias, input.shape[1:2], (1,) * (input.ndim - 2)).to(input.dtype)
 
     return function
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[int, ...]) -> Tensor:
-    """Return a normalized tensor times weight plus bias, which get some more axes of 1 at their end."""
+def _scaled(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], axes: tuple[int, ...]
+) -> Tensor:
+    """Return a normalized tensor times weight plus bias of a shape, which get some more axes of 1 at their end."""
+    for parameter in (weight, bias):
+        if parameter is not None and list(parameter.shape) != list(shape):
+            raise RuntimeError(f"Expected weight and bias of shape {list(shape)}, but got {list(parameter.shape)}")
     out = x if weight is None else x * weight.reshape(*weight.shape, *axes)
     return out if bias is None else out + bias.reshape(*bias.shape, *axes)
 
