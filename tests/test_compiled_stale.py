@@ -586,6 +586,24 @@ def test_default_dtype():
     assert not differ(before, grads(loss))
 
 
+@pytest.mark.parametrize("draw_numbers", [torch.randn, torch.rand])
+def test_random_numbers_have_the_default_dtype(draw_numbers):
+    """Inductor alone draws them in float32."""
+
+    def loss(w, x):
+        noise = draw_numbers(3)
+        return (w * x * noise).sum(), noise
+
+    torch.set_default_dtype(F64)
+    try:
+        w, x = torch.ones(3), torch.ones(2, 3)
+        noise = per_sample_grads(loss, w, x, ps.Aux(), engine="compiled", randomness="different")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert noise.dtype == F64
+    assert not torch.equal(noise[0], noise[1])
+
+
 def test_numbers_and_tensors_of_reductions_are_inputs():
     loss = lambda w, x: (w @ x) ** 2
     before = compilations()

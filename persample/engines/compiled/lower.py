@@ -29,6 +29,7 @@ from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
+_DRAWS = {_aten.rand.default, _aten.randn.default}
 _warned: set[str] = set()
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -92,6 +93,9 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     for node in grouped:
         if isinstance(node.args[9], Node):  # B times as many groups, in a program for any B
             keep_kernel(node)
+    for node in graph.graph.nodes:
+        if node.target in _DRAWS and node.kwargs.get("dtype") is None:  # Inductor takes it for float32
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
     # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
     # (torch 2.13), and was not tried on GPUs.
     has_loops = any(node.target is scan for node in graph.graph.nodes)
