@@ -17,7 +17,7 @@ from torch import Tensor
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.dtypes import restore
-from persample.utils.trees import TreeSpec, in_words, leaf, tree_map
+from persample.utils.trees import TreeSpec, leaf, on_one_line, tree_map
 
 _BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
 
@@ -189,7 +189,7 @@ def check_alike(expected: TreeSpec, received: TreeSpec) -> None:
         LossError: if they differ.
     """
     if expected is not received and expected != received:
-        one, other = in_words(expected), in_words(received)
+        one, other = on_one_line(expected), on_one_line(received)
         raise LossError(f"expected results like those of earlier batches, {one}, received {other}.")
 
 

@@ -77,7 +77,7 @@ def write_into(out: Any, result: Any) -> Any:
     targets = trees.leaves_like(out, structure)
     fix = "Pass what the same call returned before."
     if targets is None:
-        expected, received = f"the structure {trees.in_words(structure)}", trees.in_words(trees.structure(out))
+        expected, received = f"the structure {trees.on_one_line(structure)}", trees.on_one_line(trees.structure(out))
         raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
     seen: dict[int, list[Tensor]] = {}  # only tensors of one storage can overlap
     for path, leaf, target in zip(trees.paths(result, "out"), leaves, targets, strict=True):

@@ -140,6 +140,7 @@ EYE = 4 * torch.eye(3, dtype=torch.float64)
 SQUARE = {
     "solve": torch.linalg.solve,
     "solve a column": lambda a, x: torch.linalg.solve(B=x[:, None], A=a),
+    "solve a matrix": lambda a, x: torch.linalg.solve(a, torch.stack([x, x.sin()], 1)),
     "solve from the right": lambda a, x: torch.linalg.solve(a, x[None], left=False),
     "lu_solve": lambda a, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None]),
     "lu_solve, a matrix for all": lambda a, x: torch.linalg.lu_solve(

@@ -16,7 +16,7 @@ from persample.merge import Stacked
 from persample.reductions.per_sample import PerSample
 from persample.utils.dtypes import as_real
 from persample.utils.tracing import untraced
-from persample.utils.trees import in_words, leaves_like, structure
+from persample.utils.trees import leaves_like, on_one_line, structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def check_directions(direction: Any, spec: ParamSpec, *, stacked: bool, argument
 
     leaves = leaves_like(direction, spec.structure)
     if leaves is None:
-        raise rejected(f"the structure {in_words(spec.structure)}", in_words(structure(direction)))
+        raise rejected(f"the structure {on_one_line(spec.structure)}", on_one_line(structure(direction)))
     count: list[int] | None = None
     for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):
         if not isinstance(leaf, Tensor):

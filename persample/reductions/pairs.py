@@ -18,7 +18,7 @@ from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
 from persample.utils.norms import root
-from persample.utils.trees import flatten, in_words, leaves_like, structure
+from persample.utils.trees import flatten, leaves_like, on_one_line, structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Gram(Reduction):
         if leaves is None and isinstance(self.other, Tensor):
             raise self._rejected("the factors of gradients", "a tensor")
         if leaves is None:
-            raise self._rejected(f"the structure {in_words(spec.structure)}", in_words(structure(self.other)))
+            raise self._rejected(f"the structure {on_one_line(spec.structure)}", on_one_line(structure(self.other)))
         for path, shape, dtype, leaf in zip(spec.paths, spec.shapes, spec.dtypes, leaves, strict=True):
             if not isinstance(leaf, Factor):
                 raise self._rejected(f"a factor for {path}", type(leaf).__name__)

@@ -48,11 +48,11 @@ def is_flat(spec: TreeSpec) -> bool:
     return spec.num_leaves == spec.num_nodes - 1
 
 
-def in_words(structure: TreeSpec) -> str:
+def on_one_line(structure: TreeSpec) -> str:
     """Return a structure on one line, for messages.
 
     Examples:
-        >>> in_words(structure({"w": 1, "b": (2, 3)}))
+        >>> on_one_line(structure({"w": 1, "b": (2, 3)}))
         "TreeSpec(dict, ['w', 'b'], [*, TreeSpec(tuple, None, [*, *])])"
     """
     return " ".join(str(structure).split())

@@ -13,13 +13,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from persample._torch import (
-    GradInterpreter,
-    TransformType,
-    is_forward_mode,
-    retrieve_all_functorch_interpreters,
-    transforms,
-)
+from persample._torch import GradInterpreter, TransformType, retrieve_all_functorch_interpreters
 
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
 
@@ -56,8 +50,3 @@ def is_differentiated_once(by: DifferentiatedBy) -> bool:
     if by == "autograd":
         return not grads
     return len(grads) == 1 and not grads[0].prev_grad_mode()
-
-
-def has_forward_derivative() -> bool:
-    """Return whether a forward-mode derivative is being taken, by ``torch.func`` or by plain autograd."""
-    return "jvp" in transforms() or is_forward_mode()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import transforms
-from persample.vmap_rules.derivatives import has_forward_derivative
+from persample._torch import is_forward_mode, transforms
 
 
 def _composed_where_nested(function: Callable[..., Any], composition: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,8 +19,11 @@ def _composed_where_nested(function: Callable[..., Any], composition: Callable[.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        if not (has_forward_derivative() or transforms().count("grad") > 1) or kwargs.get("out") is not None:
+        levels = transforms()
+        is_nested = "jvp" in levels or levels.count("grad") > 1 or is_forward_mode()
+        if not is_nested or kwargs.get("out") is not None:
             return function(*args, **kwargs)
+        kwargs.pop("out", None)
         matrix, *others = args or [kwargs.pop(name) for name in ("A", "LU", "input") if name in kwargs]
         is_square = matrix.ndim > 1 and matrix.shape[-1] == matrix.shape[-2]
         return (composition if is_square else function)(matrix, *others, **kwargs)  # otherwise an error
@@ -34,7 +36,7 @@ def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
     return torch.lu_unpack(*torch.linalg.lu_factor(A))
 
 
-def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: None = None) -> Tensor:  # noqa: ARG001, N803
+def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:  # noqa: N803
     if B.ndim > 1 and B.shape != A.shape[:-1]:
         return _solve_matrix(A, B, left=left)
     if not left:
@@ -42,15 +44,7 @@ def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: None = None) -> Tens
     return _solve_matrix(A, B.unsqueeze(-1), left=left).squeeze(-1)
 
 
-def _lu_solve(
-    LU: Tensor,  # noqa: N803
-    pivots: Tensor,
-    B: Tensor,  # noqa: N803
-    *,
-    left: bool = True,
-    adjoint: bool = False,
-    out: None = None,  # noqa: ARG001
-) -> Tensor:
+def _lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False) -> Tensor:  # noqa: N803
     if B.ndim < 2:
         return torch.linalg.lu_solve(LU, pivots, B, left=left, adjoint=adjoint)  # an error
     permutation, lower, upper = torch.lu_unpack(LU, pivots)
@@ -66,7 +60,7 @@ def _solve_matrix(A: Tensor, B: Tensor, *, left: bool) -> Tensor:  # noqa: N803
     return torch.linalg.solve_triangular(upper, half, upper=True)
 
 
-def _slogdet(A: Tensor, *, out: None = None) -> Any:  # noqa: ARG001, N803
+def _slogdet(A: Tensor) -> Any:  # noqa: N803
     permutation, _, upper = _factors(A)
     pivots = upper.diagonal(dim1=-2, dim2=-1)
     # Not prod: further derivatives of it fail, or are NaN.
@@ -75,7 +69,7 @@ def _slogdet(A: Tensor, *, out: None = None) -> Any:  # noqa: ARG001, N803
     return torch.return_types.slogdet((sign, pivots.abs().log().sum(-1)))
 
 
-def _det(A: Tensor, *, out: None = None) -> Tensor:  # noqa: ARG001, N803
+def _det(A: Tensor) -> Tensor:  # noqa: N803
     sign, logabsdet = _slogdet(A)
     return sign * logabsdet.exp()
 

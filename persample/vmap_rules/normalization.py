@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,34 +87,30 @@ def _layer_norm(
     return _scaled(normalized, weight, bias, normalized_shape, ()).to(input.dtype)
 
 
-def _batch_norm(  # noqa: PLR0917 - as torch's
-    input: Tensor,  # noqa: A002
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: None,
-    bias: None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training and running_mean is None and input.numel() > input.shape[1]:  # otherwise an error
-        return _normalized(input, (0, *range(2, input.ndim)), eps)
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+def _composed(norm: Callable[..., Tensor], flag: str, samples: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Return batch or instance norm by its formula where the statistics are those of the input.
 
+    Args:
+        norm: the function of torch.
+        flag: its argument that asks for these statistics.
+        samples: the axes beside those of positions that a mean is over.
+    """
+    signature = inspect.signature(norm)
 
-def _instance_norm(  # noqa: PLR0917 - as torch's
-    input: Tensor,  # noqa: A002
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: None,
-    bias: None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if use_input_stats and running_mean is None and input.shape[2:].numel() > 1:  # otherwise an error
-        return _normalized(input, tuple(range(2, input.ndim)), eps)
-    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    def function(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        x, weight, bias = given["input"], given["weight"], given["bias"]
+        axes = (*samples, *range(2, x.ndim))
+        has_several = math.prod(x.shape[axis] for axis in axes) > 1  # otherwise an error
+        if given[flag] and given["running_mean"] is None and has_several:
+            normalized = _normalized(x, axes, given["eps"])
+        else:
+            normalized = norm(**{**given, "weight": None, "bias": None})
+        return _scaled(normalized, weight, bias, x.shape[1:2], (1,) * (x.ndim - 2)).to(x.dtype)
+
+    return function
 
 
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
@@ -120,24 +118,6 @@ def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     wide = x.to(accumulate_dtype(x.dtype))
     centered = wide - wide.mean(axes, keepdim=True)
     return centered * (centered.square().mean(axes, keepdim=True) + eps).rsqrt()
-
-
-def _scaled_after(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return batch or instance norm whose weights are multiplied after it."""
-
-    def function(
-        input: Tensor,  # noqa: A002
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        normalized = norm(input, running_mean, running_var, None, None, *args, **kwargs)
-        return _scaled(normalized, weight, bias, input.shape[1:2], (1,) * (input.ndim - 2)).to(input.dtype)
-
-    return function
 
 
 def _scaled(
@@ -153,8 +133,8 @@ def _scaled(
 
 RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, _layer_norm),
-    F.batch_norm: functools.partial(_autocast, _scaled_after(_batch_norm)),
-    F.instance_norm: functools.partial(_autocast, _scaled_after(_instance_norm)),
+    F.batch_norm: functools.partial(_autocast, _composed(F.batch_norm, "training", (0,))),
+    F.instance_norm: functools.partial(_autocast, _composed(F.instance_norm, "use_input_stats", ())),
     F.group_norm: functools.partial(_autocast, _group_norm_of_copy),
     weight_norm: _weight_norm,
 }

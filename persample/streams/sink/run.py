@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.inputs import Call, TotalWeight
+from persample.inputs import Call
 from persample.merge import Stacked
 from persample.processes import Processes
 from persample.reductions import Reduction
@@ -59,8 +59,6 @@ class SinkRun:
         self.sink = ranks.open_own(folder, self._asked, order, processes, resume=resume)
         self.is_finished, self.done = self.sink.index.finished, self.sink.index.batches
         self.template: Any = None
-        self._passed = TotalWeight()
-        self._samples = 0
         self._last: tuple[Batch, Call] | None = None
 
     def begin(self, call: Call, leaves: Sequence[Any]) -> None:
@@ -93,28 +91,27 @@ class SinkRun:
         Raises:
             ArgumentError: if the batches are not those of the run in the folder.
         """
-        call = self._pass_over(batch)
+        call = self._pass_over(batch, accumulator)
         if batch.number + 1 < self.done:
             return
-        self._check_passed(self._samples, self._passed.total, batch, call)
+        self._check_passed(accumulator.samples, accumulator.weight.total, self._last)
         lifted = self.lift.without_samples(call)
         self.begin(call, lifted[0])
         state = self.sink.state()
         accumulator.load(self._sums(lifted), state)
         self.lift.random.state = [x for name, x in state.items() if name.startswith("random")]
 
-    def _pass_over(self, batch: Batch) -> Call:
+    def _pass_over(self, batch: Batch, accumulator: Accumulator) -> Call:
         call = self.lift.normalized(batch)
-        self._samples += call.size
-        self._passed = self._passed.merge(TotalWeight.of(call.weights, call.size))
+        accumulator.count(call.size, call.weights)
         self._last = batch, call
         return call
 
-    def _check_passed(self, samples: int, weight: float, *last: Any) -> None:
-        """Reject batches that are not those of the folder, by their numbers, and the last of them if it is known."""
+    def _check_passed(self, samples: int, weight: float, last: tuple[Batch, Call] | None) -> None:
+        """Reject batches that are not those of the folder, by their numbers, and the last of them unless it is None."""
         index = self.sink.index
         same = samples == index.samples and math.isclose(weight, index.weight, rel_tol=1e-9)
-        if not same or (last and _facts(*last) != (index.batches, index.last_batch)):
+        if not same or (last is not None and _facts(*last) != (index.batches, index.last_batch)):
             raise ArgumentError.about(
                 "batches",
                 expected=f"the batches of {index.samples} samples, with these weights, in {str(self.sink.folder)!r}",
@@ -202,18 +199,19 @@ class SinkRun:
         Raises:
             ArgumentError: if the batches are not those of the run in the folder.
         """
+        passed = Accumulator()
 
         def pass_over() -> None:
             for batch in batches:
-                call = self._pass_over(batch)
+                call = self._pass_over(batch, passed)
                 if self.template is None:
                     self.begin(call, self.lift.without_samples(call)[0])
 
         self.lift.random.seed(self.processes)  # as the run did, from the numbers that batches may be drawn from
         self.processes.together(pass_over)
-        counts = self.processes.gather_objects((self._samples, self._passed.total))
+        samples, weights = zip(*self.processes.gather_objects((passed.samples, passed.weight.total)), strict=True)
         last = self._last if self.processes.size == 1 and self.sink.index.batches else None
-        self._check_passed(*map(sum, zip(*counts, strict=True)), *(last or ()))
+        self._check_passed(sum(samples), sum(weights), last)
         return self.results()
 
     def results(self, *, verify: bool = True) -> Any:
