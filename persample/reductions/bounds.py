@@ -15,9 +15,8 @@ from persample.utils.norms import root
 from persample.utils.tracing import is_hidden
 
 Bound = float | Tensor
-_KEY = re.compile(
-    r"""\[(?:'(.*?)'|"(.*?)"|(.*?))\]|\.(\w+)"""
-)  # of a path such as params['fc.weight'] or params.layers[0]
+# Of a path such as params['fc.weight'] or params.layers[0].
+_KEY = re.compile(r"""\[(?:'(.*?)'|"(.*?)"|(.*?))\]|\.(\w+)""")
 
 
 def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
