@@ -70,7 +70,7 @@ LOOPED = {  # by torch.func: once for each sample
 @pytest.mark.usefixtures("_traced_only")
 @pytest.mark.parametrize("loss", LOOPED.values(), ids=LOOPED)
 def test_one_program_where_torch_loops_over_samples(loss):
-    for size in (5, 3, 40, 7):
+    for size in (5, 3, 41, 7):  # odd: clipped to equal lengths, an even number of them may sum up to nothing
         batch = torch.randn(size, 6, dtype=F64), torch.randint(6, (size, 6))
         agree(loss, torch.tensor(0.7, dtype=F64), batch)
     assert compilations() == 2
@@ -81,7 +81,7 @@ def test_one_program_where_torch_loops_over_samples(loss):
 def test_a_loop_over_samples_is_not_traced_for_a_thousand_of_them(monkeypatch):
     sizes = []
     monkeypatch.setattr(compiled_sizes, "unified", lambda graphs, *_: sizes.append(graphs))
-    for size in (5, 3, 4):  # no rule: a program for each
+    for size in (5, 3, 7):  # odd, as above; no rule: a program for each
         agree(
             lambda w, x: (w * x).unfold(0, 2, 1).sin().sum(),
             torch.tensor(0.7, dtype=F64),

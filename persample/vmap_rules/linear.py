@@ -40,7 +40,7 @@ def is_small(samples: int, weight: Tensor) -> bool:
         samples: the number of vectors.
         weight: the matrix.
     """
-    return samples > 1 and samples * max(weight.shape) <= _SMALL
+    return not is_traced(unwrapped(weight)) and samples > 1 and samples * max(weight.shape) <= _SMALL
 
 
 def _is_small_vector(x: Tensor, weight: Tensor) -> bool:

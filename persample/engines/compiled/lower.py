@@ -22,6 +22,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.few_rows import with_parts
 from persample.engines.compiled.kernels import with_torch_kernels
+from persample.engines.compiled.tanh import tanh
 from persample.engines.compiled.writes import Pure
 from persample.errors import TorchVersionError
 from persample.utils.heap import keep_freed_memory
@@ -72,7 +73,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = with_torch_kernels(decompositions())
+    table = with_torch_kernels({**decompositions(), _aten.tanh.default: tanh})
     if all(isinstance(size, int) for x in inputs for size in x.shape):
         table = with_parts(table)
     else:  # those of products branch on sizes
