@@ -17,7 +17,7 @@ from torch import Tensor
 from persample._torch import schema
 
 _aten = torch.ops.aten
-_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # float32 keeps Inductor's tanh, which is faster
+_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # tanh.py has that of float32
 _ALWAYS = {
     *(_aten.hardsigmoid_backward.default, _aten.soft_margin_loss_backward.default),
     _aten.binary_cross_entropy_backward.default,

@@ -22,6 +22,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.few_rows import with_parts
 from persample.engines.compiled.kernels import with_torch_kernels
+from persample.engines.compiled.quotients import divide_operands
 from persample.engines.compiled.tanh import tanh
 from persample.engines.compiled.writes import Pure
 from persample.errors import TorchVersionError
@@ -83,6 +84,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         if pure.needs_functionalization:  # with its views: a `reshape` that copies would lose writes through them
             pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
         flat = make_fx(pure.run, decomposition_table=table)(*inputs)
+        divide_operands(flat)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat

@@ -16,14 +16,14 @@ _P = (-0.3333306908607483, 0.13326521217823029, -0.0533902570605278, 0.019664909
 def tanh(x: Tensor) -> Any:
     """Return the hyperbolic tangent of float32 on a CPU, to 1.3 units in the last place; leave others to Inductor.
 
-    Beyond ``_SMALL`` it is 1 − 2 / (exp(2 |x|) + 1), with the sign of x. That rounds to 1 where it should: an error of a
-    few units would be all that is left of the derivative 1 − tanh² there.
+    Beyond ``_SMALL`` its size is 1 − 2 / (exp(2 |x|) + 1). That rounds to 1 where it should: an error of a few units
+    would be all that is left of the derivative 1 − tanh² there.
     """
     if x.dtype != torch.float32 or x.device.type != "cpu":
         return NotImplemented
-    square = x * x
+    size, square = x.abs(), x * x
     correction: Any = _P[-1]
     for coefficient in _P[-2::-1]:
         correction = correction * square + coefficient
-    large = 1 - 2 / ((2 * x.abs()).exp() + 1)
-    return torch.where(square < _SMALL**2, x + x * (square * correction), torch.copysign(large, x))
+    small, large = size + size * (square * correction), 1 - 2 / ((2 * size).exp() + 1)
+    return torch.copysign(torch.where(size < _SMALL, small, large), x)
