@@ -49,13 +49,13 @@ def _in_parts(left: Tensor, right: Tensor) -> Tensor | None:
     """Return ``left @ right`` as products with parts of the larger operand, or None where one product is as fast."""
     if left.device.type != "cpu" or left.dtype != torch.float32:
         return None
-    if left.numel() > right.numel():
-        product = _in_parts(right.t(), left.t())
-        return None if product is None else product.t()
-    (rows, inner), columns = left.shape, right.shape[1]
+    is_left = left.numel() > right.numel()
+    matrix, rows, columns = (left, right.shape[1], left.shape[0]) if is_left else (right, left.shape[0], right.shape[1])
     parts = math.gcd(columns, torch.get_num_threads())
-    is_large = right.numel() >= _SMALLEST_MATRIX and min(inner, columns // parts) >= _SHORTEST_SIDE
+    is_large = matrix.numel() >= _SMALLEST_MATRIX and min(left.shape[1], columns // parts) >= _SHORTEST_SIDE
     if parts == 1 or rows > _MOST_ROWS or not is_large:
         return None
+    if is_left:  # laid out as the whole product
+        return torch.bmm(left.unflatten(0, (parts, -1)), right.expand(parts, -1, -1)).flatten(0, 1)
     matrices = right.unflatten(1, (parts, -1)).transpose(0, 1)
     return torch.bmm(left.expand(parts, -1, -1), matrices).transpose(0, 1).flatten(1)
