@@ -45,13 +45,14 @@ def test_what_is_no_number(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [False, True])
-def test_rounding(columns):
-    x = torch.rand(8, 1000) + 0.5
+@pytest.mark.parametrize("equal", [False, True])
+def test_rounding(equal, columns):
+    x = torch.linspace(1, 2, 2048)[:, None].repeat(1, 1000) if equal else torch.rand(8, 1000) + 0.5
     exact = x.double().square().sum(1).sqrt()
     if columns:  # compiled code adds strided numbers one after the other
-        x = x.view(8, 8, 125).mT.contiguous().mT
+        x = x.view(-1, 8, 125).mT.contiguous().mT
     got = per_sample_grads(product, torch.ones(x.shape[1:]), x, Norm(), engine="compiled")
-    torch.testing.assert_close(got, exact.float(), rtol=3e-7, atol=0)
+    torch.testing.assert_close(got, exact.float(), rtol=6e-7 if equal else 3e-7, atol=0)
 
 
 def test_only_sums_of_blocks_are_in_float64(monkeypatch):
@@ -59,4 +60,4 @@ def test_only_sums_of_blocks_are_in_float64(monkeypatch):
     norms(torch.randn(3, 1000))
     values = [node.meta["val"] for graph in graphs for node in graph.graph.nodes if "val" in node.meta]
     assert max(x.numel() for x in values if x.dtype == torch.float32) == 3 * 1000
-    assert max(x.numel() for x in values if x.dtype == torch.float64) <= 3 * 4
+    assert max(x.numel() for x in values if x.dtype == torch.float64) <= 3 * 16

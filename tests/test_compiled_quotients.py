@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from traced import lowered
 
-from persample import ClippedMean, Mean, clear_cache, per_sample_grads
+from persample import Aux, ClippedMean, Mean, clear_cache, per_sample_grads
 from persample.engines.compiled.quotients import divide_operands
 
 aten = torch.ops.aten
@@ -28,11 +29,14 @@ KEPT = {
     "whose view is used elsewhere": lambda a, b, n: (y := (a.t() @ b).view(50, 40)) / n + y,
     "by a row": lambda a, b, n: (a.t() @ b) / b[0],
     "no product": lambda a, b, n: (a.exp() + 1) / n,
+    "in a loss": lambda a, b, n: ((a.t() @ b) / n).floor(),
+    "in a loss, and a result": lambda a, b, n: ((y := (a.t() @ b) / n), y.floor()),
     "by a complex number": lambda a, b, n: (a.t() @ b) / torch.complex(n, n),
 }
 
 
 def divided(graph):
+    graph.graph.eliminate_dead_code()
     return [node.meta["val"].numel() for node in graph.graph.find_nodes(op="call_function", target=aten.div.Tensor)]
 
 
@@ -54,6 +58,26 @@ def test_others_stay(function):
     divide_operands(graph)
     graph.recompile()
     assert graph.code == before
+
+
+def test_sizes_that_no_trace_knows_are_not_compared():
+    graph = make_fx(lambda a, b: ((a @ b.t()) / 7.0, (a @ b.t()) / len(a)), tracing_mode="symbolic")(A.t(), B.t())
+    env = graph.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode.shape_env
+    guards = len(env.guards)
+    divide_operands(graph)
+    assert len(env.guards) == guards
+    assert all(isinstance(size, torch.SymInt) for size in divided(graph))
+
+
+def test_losses_round_as_they_are_written(monkeypatch):
+    """In float32, 41 / 41 is 1, and 41 times 1 / 41 is less."""
+    graphs = lowered(monkeypatch)
+    w, x = torch.tensor([[41.0, 0.0]]).repeat(50, 1), torch.tensor([1.0, 0.0]).repeat(3, 2, 1)
+    loss = lambda w, x: (w.sum(), (F.linear(x, w) / 41).floor())
+    _, floors = per_sample_grads(loss, w, x, (Mean(), Aux()), engine="compiled")
+    assert torch.equal(floors, torch.ones(3, 2, 50))
+    assert 300 in [size for graph in graphs for size in divided(graph)]
+    clear_cache()
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([1.0, 0.5, 0.0])])

@@ -127,6 +127,15 @@ def test_the_program_is_that_of_the_row(output, params, x, monkeypatch):
     assert "aten.mm.default" in of_row
 
 
+def test_products_of_vectors_have_a_row_for_each_sample(monkeypatch):
+    graphs = lowered(monkeypatch)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    per_sample_grads(lambda m, x: m(x).sum(), model, torch.randn(7, 5), Stack(), engine="compiled")
+    products = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert products
+    assert all(node.meta["val"].shape[0] == 7 for node in products)
+
+
 def test_keep_batch_dim(params, x):
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
     expected, found = (

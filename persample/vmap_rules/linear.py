@@ -34,7 +34,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def is_small(samples: int, weight: Tensor) -> bool:
     """Return whether the products of a matrix and one vector per sample are small.
 
-    Small products are best computed in few operations, even if the result has an inconvenient layout.
+    Small products are best computed in few operations, even if the result has an inconvenient layout. Compiled code
+    (traced weights) has no price for an operation: there, none is small.
 
     Args:
         samples: the number of vectors.

@@ -17,7 +17,7 @@ from torch import Tensor
 from persample._torch import schema
 
 _aten = torch.ops.aten
-_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # tanh.py has that of float32
+_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # in float32 tanh is a formula, see tanh.py
 _ALWAYS = {
     *(_aten.hardsigmoid_backward.default, _aten.soft_margin_loss_backward.default),
     _aten.binary_cross_entropy_backward.default,

@@ -1,6 +1,7 @@
-"""Products that are divided by a number: the smaller operand is divided instead, where that is a pass over less memory.
+"""Averages: a product that is divided by a number, and is then a result of the program.
 
-Averages are sums of products, divided by the number of samples.
+The smaller operand of the product is divided instead, which is a pass over less memory. Quotients inside of a loss stay
+as they are: they would be rounded differently.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 _aten = torch.ops.aten
@@ -15,23 +17,28 @@ _VIEWS = {_aten.view.default, _aten.permute.default}
 
 
 def divide_operands(graph: GraphModule) -> None:
-    """Replace ``(a @ b) / n`` by ``(a / n) @ b``, or by ``a @ (b / n)``, in place.
+    """Replace results ``(a @ b) / n`` by ``(a / n) @ b``, or by ``a @ (b / n)``, in place.
 
     Args:
-        graph: a flat graph of aten operations without writes, whose nodes have fake values.
+        graph: a flat graph of aten operations whose nodes have fake values. What is replaced is left as dead code.
     """
     for quotient in graph.graph.find_nodes(op="call_function", target=_aten.div.Tensor):
-        product, views = _under_views(quotient.args[0])
-        if product.target is not _aten.mm.default or any(len(x.users) > 1 for x in (product, *views)):
+        if any(user.op != "output" for user in quotient.users) or not _is_number(quotient.args[1]):
             continue
-        smaller: Any = min(product.args, key=lambda x: x.meta["val"].numel())
-        if _is_by_a_number(quotient) and _is_smaller(smaller.meta["val"], product.meta["val"], quotient.meta["val"]):
-            _divide(smaller, [product, *views], quotient)
-    graph.graph.eliminate_dead_code()
+        steps = _product_and_views(quotient.args[0])
+        product = steps[0]
+        if product.target is not _aten.mm.default or any(len(x.users) > 1 for x in steps):
+            continue
+        # Sizes that no trace knows cannot be compared: the comparison would hold for every later call.
+        is_static = all(isinstance(x.meta["val"].numel(), int) for x in (product, *product.args))
+        if is_static and product.meta["val"].dtype == quotient.meta["val"].dtype:
+            smaller = min(product.args, key=_size)
+            if _size(smaller) < _size(product):
+                _divide(smaller, steps, quotient)
 
 
 def _divide(operand: Node, steps: list[Node], quotient: Node) -> None:
-    """Replace a quotient by the steps from a product to it, of which one operand is divided."""
+    """Compute the steps again in place of a quotient, with another operand: the given one, divided."""
     with quotient.graph.inserting_before(quotient):  # the divisor may come after the product
         new = {operand: _quotient(operand, quotient.args[1])}
         for step in steps:
@@ -39,25 +46,21 @@ def _divide(operand: Node, steps: list[Node], quotient: Node) -> None:
     quotient.replace_all_uses_with(new[steps[-1]])
 
 
-def _under_views(x: Any) -> tuple[Any, list[Any]]:
-    """Return what a node is a view of, and the views, from the first to the last."""
-    views: list[Any] = []
-    while x.target in _VIEWS:
-        views.insert(0, x)
-        x = x.args[0]
-    return x, views
+def _product_and_views(x: Any) -> list[Any]:
+    """Return what a node is a view of, and every view on the way to it."""
+    steps = [x]
+    while steps[-1].target in _VIEWS:
+        steps.append(steps[-1].args[0])
+    return steps[::-1]
 
 
-def _is_by_a_number(quotient: Node) -> bool:
-    divisor = quotient.args[1]
-    return not isinstance(divisor, Node) or divisor.meta["val"].ndim == 0
+def _is_number(divisor: Any) -> bool:
+    value = divisor.meta["val"] if isinstance(divisor, Node) else divisor
+    return value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
-def _is_smaller(operand: Any, product: Any, quotient: Any) -> bool:
-    """Return whether an operand has fewer numbers than the product, in any case; the quotient must have its dtype."""
-    sizes = operand.numel(), product.numel()
-    is_static = all(isinstance(size, int) for size in sizes)
-    return is_static and sizes[0] < sizes[1] and product.dtype == quotient.dtype
+def _size(node: Any) -> int:
+    return int(node.meta["val"].numel())
 
 
 def _quotient(operand: Node, divisor: Any) -> Node:
