@@ -440,6 +440,7 @@ def compile_graph(
         "layout_optimization": config.layout_optimization and prefers_channels_last,
         "cpp_wrapper": calls_in_cpp,
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
+        "_post_fusion_custom_pass": _without_shared_buffers(),
         # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.
         "unsafe_marked_cacheable_functions": {f"{x.__module__}.{x.__name__}": "body in key" for x in (scan, cond)},
     }
@@ -453,6 +454,49 @@ def compile_graph(
         compiler = private("torch._inductor.compile_fx:compile_fx_inner")
         code = compiler(graph, list(inputs), is_inference=True, cpp_wrapper=calls_in_cpp)
     return code.current_callable  # a call of ``code`` itself looks for tools of torch's developers each time
+
+
+def _without_shared_buffers() -> Any:
+    """Return the pass of Inductor's scheduler that parts fused loops whose steps would overwrite one another's values.
+
+    On a CPU, fused loops over the same steps hand values on in a buffer of one step. Where a vector holds sixteen steps
+    rather than sixteen columns of one, sixteen steps use that buffer at once, and the results are wrong:
+    https://github.com/pytorch/pytorch/issues/185702, mended after torch 2.13.
+    """
+
+    class Pass(private("torch._inductor.custom_graph_pass:CustomSchedulerPass")):  # type: ignore[misc]
+        def __call__(self, kernels: list[Any]) -> list[Any]:
+            return [part for kernel in kernels for part in _parted(kernel)]
+
+        def uuid(self) -> str:
+            return "persample: loops without shared buffers"  # in the key of Inductor's cache on disk
+
+        def __reduce__(self) -> tuple[Any, ...]:  # the key has the settings, too
+            return _without_shared_buffers, ()
+
+    return Pass()
+
+
+def _parted(kernel: Any) -> list[Any]:
+    fused = private("torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode")
+    if not isinstance(kernel, fused) or not _has_buffer(kernel) or all(map(_is_by_columns, kernel.get_nodes())):
+        return [kernel]
+    parts = kernel.get_outer_nodes()
+    kernel.scheduler.name_to_fused_node.update({loop.get_name(): part for part in parts for loop in part.get_nodes()})
+    return list(parts)
+
+
+def _has_buffer(kernel: Any) -> bool:
+    """Return whether a value is computed and used within fused loops alone."""
+    inside = set(kernel.get_nodes())
+    outputs = [x.get_outputs() for x in inside if not x.is_reduction()]
+    return any(all(user.node in inside for x in some for user in x.users) for some in outputs)
+
+
+def _is_by_columns(loop: Any) -> bool:
+    """Return whether every access moves by one number or none in the innermost loop, so that vectors run along it."""
+    places = [(x.index, x.var_names[-1]) for x in loop.read_writes.reads_and_writes() if getattr(x, "var_names", ())]
+    return all(innermost not in (index - innermost).free_symbols for index, innermost in places)
 
 
 def keep_kernel(node: torch.fx.Node) -> None:
