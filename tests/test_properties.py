@@ -149,6 +149,15 @@ def test_the_bound_holds_for_a_million_parameters():
     assert abs(got.double().norm().item() - 1) <= 4 * EPS[torch.float32]
 
 
+@pytest.mark.parametrize("size", [64, 511, 1000, 4096])
+def test_the_bound_holds_for_equal_numbers(size):
+    """The roundings of their squares add up, those of random numbers do not."""
+    for value in torch.linspace(0.05, 5, 40):
+        x = value.expand(1, size)
+        got = per_sample_grads(linear, torch.zeros(size), (x,), ps.ClippedSum(0.01))
+        assert got.double().norm() <= 0.01 * (1 + 4 * EPS[torch.float32])
+
+
 @given(seed=seeds, bound=st.floats(0.01, 10))
 def test_sensitivity(seed, bound):
     """Replacing one sample moves the clipped sum by at most 2C, adding or removing one by at most C."""
