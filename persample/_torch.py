@@ -10,6 +10,7 @@ they are used, because importing Inductor takes seconds.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import operator
@@ -456,47 +457,44 @@ def compile_graph(
     return code.current_callable  # a call of ``code`` itself looks for tools of torch's developers each time
 
 
+@functools.cache
 def _without_shared_buffers() -> Any:
-    """Return the pass of Inductor's scheduler that parts fused loops whose steps would overwrite one another's values.
+    """Return a pass of Inductor's scheduler, after which fused loops never share a buffer of one step among several.
 
-    On a CPU, fused loops over the same steps hand values on in a buffer of one step. Where a vector holds sixteen steps
-    rather than sixteen columns of one, sixteen steps use that buffer at once, and the results are wrong:
-    https://github.com/pytorch/pytorch/issues/185702, mended after torch 2.13.
+    On a CPU, fused loops over the same steps hand values on in a buffer of one step. Where vectors run along the steps,
+    several of them use that buffer at once, and results are wrong. torch 2.13 has this fault, later ones do not:
+    https://github.com/pytorch/pytorch/issues/185702.
     """
+    passes = private("torch._inductor.custom_graph_pass")
+    fused = private("torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode")
 
-    class Pass(private("torch._inductor.custom_graph_pass:CustomSchedulerPass")):  # type: ignore[misc]
-        def __call__(self, kernels: list[Any]) -> list[Any]:
-            return [part for kernel in kernels for part in _parted(kernel)]
+    class Checked(fused):  # type: ignore[misc, valid-type]
+        def check_outer_fusion_loop_level_attr(self, kernels: list[Any], depth: int) -> bool:
+            """Return whether the loops can be fused; if not, each is compiled alone, and buffers hold all steps."""
+            if private("torch._inductor.virtualized:V").local_buffer_context.local_buffers and any(
+                loop.steps != 1 for kernel in kernels for loop in kernel.loop_nest.loops[:depth]
+            ):
+                return False
+            return bool(super().check_outer_fusion_loop_level_attr(kernels, depth))
 
-        def uuid(self) -> str:
-            return "persample: loops without shared buffers"  # in the key of Inductor's cache on disk
+    def checked(node: Any) -> Any:
+        if type(node) is not fused:
+            return node
+        new = Checked(node.scheduler, node.get_outer_nodes(), node.outer_loop_fusion_depth)
+        node.scheduler.name_to_fused_node.update({loop.get_name(): new for loop in new.get_nodes()})
+        return new
+
+    class Pass(getattr(passes, "CustomSchedulerPass", object)):  # type: ignore[misc]  # torch 2.12 takes any function
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return [checked(node) for node in nodes]
+
+        def uuid(self) -> Any:  # in the key of Inductor's cache on disk
+            return passes.get_hash_for_files((__file__,))
 
         def __reduce__(self) -> tuple[Any, ...]:  # the key has the settings, too
             return _without_shared_buffers, ()
 
     return Pass()
-
-
-def _parted(kernel: Any) -> list[Any]:
-    fused = private("torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode")
-    if not isinstance(kernel, fused) or not _has_buffer(kernel) or all(map(_is_by_columns, kernel.get_nodes())):
-        return [kernel]
-    parts = kernel.get_outer_nodes()
-    kernel.scheduler.name_to_fused_node.update({loop.get_name(): part for part in parts for loop in part.get_nodes()})
-    return list(parts)
-
-
-def _has_buffer(kernel: Any) -> bool:
-    """Return whether a value is computed and used within fused loops alone."""
-    inside = set(kernel.get_nodes())
-    outputs = [x.get_outputs() for x in inside if not x.is_reduction()]
-    return any(all(user.node in inside for x in some for user in x.users) for some in outputs)
-
-
-def _is_by_columns(loop: Any) -> bool:
-    """Return whether every access moves by one number or none in the innermost loop, so that vectors run along it."""
-    places = [(x.index, x.var_names[-1]) for x in loop.read_writes.reads_and_writes() if getattr(x, "var_names", ())]
-    return all(innermost not in (index - innermost).free_symbols for index, innermost in places)
 
 
 def keep_kernel(node: torch.fx.Node) -> None:

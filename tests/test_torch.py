@@ -898,18 +898,36 @@ def test_fused_loops_over_rows_and_columns_share_no_buffer(steps, calls_in_cpp):
     torch.testing.assert_close(code(given), expected)
 
 
-def test_loops_without_columns_stay_fused():
-    """Parted where no buffer is shared, they would pass over memory again."""
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_fused_loops_whose_steps_run_one_by_one_stay_fused():
     from torch._inductor import metrics
 
     mode = _torch.FakeTensorMode()
     with mode:
         inputs = [torch.ones(64, 32), torch.ones(64, 32)]
-        graph = make_fx(lambda x, y: [torch.softmax(x + y, 1)], decomposition_table=_torch.decompositions())(*inputs)
+        scaled = lambda x, y: [torch.softmax((x + y) * y[:, :1], 1)]
+        graph = make_fx(scaled, decomposition_table=_torch.decompositions())(*inputs)
     metrics.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
     assert [x.local_buffer_number for x in metrics.cpp_outer_loop_fused_inner_counts] == [1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_programs_are_found_in_the_cache_on_disk():
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    counters.clear()
+    with fresh_cache():
+        for _ in range(2):
+            mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
+            with mode:
+                inputs = [torch.ones(4)]
+                graph = make_fx(lambda x: [x.sin()])(*inputs)
+            _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
+    found = counters["inductor"]
+    assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
