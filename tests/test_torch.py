@@ -839,15 +839,20 @@ def test_fake_tensor_log(caplog):
     assert {record.name for record in caplog.records} == {_torch.fake_tensor_log.name}
 
 
+def graph_of(function, *shapes, table=None):
+    """Return what compile_graph takes of a function: its graph, the mode, and fake inputs of these shapes."""
+    mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        inputs = [torch.ones(shape) for shape in shapes]
+        return make_fx(function, decomposition_table=table)(*inputs), mode, inputs
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @torch._inductor.config.patch(fx_graph_cache=False)  # cached programs are not lowered, and log nothing
 def test_inductor_log(caplog):
-    mode = _torch.FakeTensorMode()
-    with mode:
-        inputs = [torch.eye(2)]
-        graph = make_fx(lambda x: [torch.linalg.cholesky_ex(x)[0]])(*inputs)
+    graph = graph_of(lambda x: [torch.linalg.cholesky_ex(x)[0]], (2, 2))
     with caplog.at_level("WARNING"):
-        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=True)
+        code = _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=True)
     assert _torch.inductor_log.name in {record.name for record in caplog.records}
     torch.testing.assert_close(code([4 * torch.eye(2)])[0], 2 * torch.eye(2))
 
@@ -862,13 +867,10 @@ def test_decompositions():
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("calls_in_cpp", [False, True])
 def test_compile_graph(calls_in_cpp):
-    mode = _torch.FakeTensorMode()
-    with mode:
-        inputs = [torch.ones(4), torch.ones(4)]
-        graph = make_fx(lambda x, y: [x.sin() + y])(*inputs)
+    graph = graph_of(lambda x, y: [x.sin() + y], (4,), (4,))
     settings = {"prefers_channels_last": True, "calls_in_cpp": calls_in_cpp}
     with torch._inductor.config.patch(force_disable_caches=True):  # cached code has no source
-        code, (source,) = run_and_get_code(_torch.compile_graph, graph, mode, inputs, **settings)
+        code, (source,) = run_and_get_code(_torch.compile_graph, *graph, **settings)
     assert ("inductor_entry" in source) == calls_in_cpp
     assert not torch._inductor.config.cpp_wrapper
     given = [torch.rand(4), torch.rand(4)]
@@ -886,13 +888,10 @@ def test_fused_loops_over_rows_and_columns_share_no_buffer(steps, calls_in_cpp):
     def weights_of(rows, columns):
         return [torch.softmax(rows + columns.t(), 1) + columns.t() + rows]
 
-    mode = _torch.FakeTensorMode()
     shapes = (steps, 32), (32, steps)
-    with mode:
-        inputs = [torch.ones(shape) for shape in shapes]
-        graph = make_fx(weights_of, decomposition_table=_torch.decompositions())(*inputs)
+    graph = graph_of(weights_of, *shapes, table=_torch.decompositions())
     with torch._inductor.config.patch(force_disable_caches=True):
-        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
+        code = _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
     given = [torch.randn(shape) for shape in shapes]
     expected = weights_of(*given)
     torch.testing.assert_close(code(given), expected)
@@ -902,14 +901,11 @@ def test_fused_loops_over_rows_and_columns_share_no_buffer(steps, calls_in_cpp):
 def test_fused_loops_whose_steps_run_one_by_one_stay_fused():
     from torch._inductor import metrics
 
-    mode = _torch.FakeTensorMode()
-    with mode:
-        inputs = [torch.ones(64, 32), torch.ones(64, 32)]
-        scaled = lambda x, y: [torch.softmax((x + y) * y[:, :1], 1)]
-        graph = make_fx(scaled, decomposition_table=_torch.decompositions())(*inputs)
+    scaled = lambda x, y: [torch.softmax((x + y) * y[:, :1], 1)]
+    graph = graph_of(scaled, (64, 32), (64, 32), table=_torch.decompositions())
     metrics.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
-        _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
+        _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False)
     assert [x.local_buffer_number for x in metrics.cpp_outer_loop_fused_inner_counts] == [1]
 
 
@@ -921,11 +917,8 @@ def test_programs_are_found_in_the_cache_on_disk():
     counters.clear()
     with fresh_cache():
         for _ in range(2):
-            mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
-            with mode:
-                inputs = [torch.ones(4)]
-                graph = make_fx(lambda x: [x.sin()])(*inputs)
-            _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
+            graph = graph_of(lambda x: [x.sin()], (4,))
+            _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False)
     found = counters["inductor"]
     assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"]) == (1, 1, 0)
 
@@ -943,12 +936,9 @@ def test_compile_graph_tries_no_vector_instructions_that_torch_itself_uses(chose
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    mode = _torch.FakeTensorMode()
-    with mode:
-        inputs = [torch.ones(4)]
-        graph = make_fx(lambda x: [x.sin()])(*inputs)
+    graph = graph_of(lambda x: [x.sin()], (4,))
     with config.patch({"cpp.vec_isa_ok": chosen}):  # as TORCHINDUCTOR_VEC_ISA_OK does
-        _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
+        _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False)
         assert config.cpp.vec_isa_ok is chosen
     assert found == [True if chosen is None and capability == "AVX2" else chosen]
 
@@ -992,11 +982,8 @@ def test_cached_programs_differ_by_the_bodies_of_their_loops():
 
     results = []
     for sign in (1, -1, 1):
-        mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
-        with mode:
-            inputs = [torch.ones(1), torch.ones(12, 1)]
-            graph = make_fx(running_sum(sign))(*inputs)
-        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=False)
+        graph = graph_of(running_sum(sign), (1,), (12, 1))
+        code = _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False)
         results.append(code([torch.zeros(1), torch.ones(12, 1)])[0].item())
     assert results == [12.0, -12.0, 12.0]
 
@@ -1008,11 +995,8 @@ def test_cached_programs_differ_by_the_bodies_of_their_branches(calls_in_cpp):
 
     results = []
     for factor in (2.0, 3.0, 2.0):
-        mode = _torch.FakeTensorMode(shape_env=ShapeEnv())
-        with mode:
-            inputs = [torch.ones(3)]
-            graph = make_fx(opposite_or_multiple(factor))(*inputs)
-        code = _torch.compile_graph(graph, mode, inputs, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
+        graph = graph_of(opposite_or_multiple(factor), (3,))
+        code = _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=calls_in_cpp)
         results.append([code([sign * torch.ones(3)])[0].tolist() for sign in (1, -1)])
     assert results == [[[-1.0] * 3, [-factor] * 3] for factor in (2.0, 3.0, 2.0)]
 
