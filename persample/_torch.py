@@ -421,6 +421,10 @@ def _may_use_vectors() -> bool | None:
     return None if torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "NO AVX"} else True
 
 
+# The fewest numbers for which a loop takes another thread: waiting for it takes as long as torch's own 512.
+_LEAST_PER_THREAD = 1024
+
+
 def compile_graph(
     graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, prefers_channels_last: bool, calls_in_cpp: bool
 ) -> Any:
@@ -440,6 +444,7 @@ def compile_graph(
     settings = {
         "layout_optimization": config.layout_optimization and prefers_channels_last,
         "cpp_wrapper": calls_in_cpp,
+        "cpp.min_chunk_size": max(config.cpp.min_chunk_size, _LEAST_PER_THREAD),
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
         "_post_fusion_custom_pass": _without_shared_buffers(),
         # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.

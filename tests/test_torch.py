@@ -910,6 +910,20 @@ def test_fused_loops_whose_steps_run_one_by_one_stay_fused():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("size", "least", "runs_in_threads"), [(2047, 512, False), (2048, 512, True), (2048, 4096, False)]
+)
+def test_short_loops_run_in_one_thread(size, least, runs_in_threads):
+    """A larger setting of the user's stays."""
+    settings = {"force_disable_caches": True, "cpp.threads": 2, "cpp.min_chunk_size": least}
+    with torch._inductor.config.patch(settings):
+        graph = graph_of(lambda x: [x.sin()], (size,))
+        options = {"prefers_channels_last": True, "calls_in_cpp": False}
+        _, (source,) = run_and_get_code(_torch.compile_graph, *graph, **options)
+    assert ("omp parallel" in source) == runs_in_threads
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_programs_are_found_in_the_cache_on_disk():
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
