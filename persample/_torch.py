@@ -421,7 +421,7 @@ def _may_use_vectors() -> bool | None:
     return None if torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "NO AVX"} else True
 
 
-# The fewest numbers for which a loop takes another thread: waiting for it takes as long as torch's own 512.
+# The fewest numbers of a loop for each of its threads: torch's own 512 take less time than waiting for a thread.
 _LEAST_PER_THREAD = 1024
 
 
