@@ -23,6 +23,7 @@ from persample._torch import (
 from persample.engines.compiled.few_rows import with_parts
 from persample.engines.compiled.kernels import with_torch_kernels
 from persample.engines.compiled.quotients import divide_operands
+from persample.engines.compiled.sums import part_sums
 from persample.engines.compiled.tanh import tanh
 from persample.engines.compiled.writes import Pure
 from persample.errors import TorchVersionError
@@ -106,7 +107,9 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     in_cpp = on_cpu and not has_loops
     if on_cpu:
         keep_freed_memory()
-    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
+    code: Any = compile_graph(
+        graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp, rewrite=part_sums
+    )
     return code
 
 
