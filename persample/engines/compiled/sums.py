@@ -1,8 +1,8 @@
 """Sums of a matrix product and another tensor, as two operations.
 
-torch's ``addmm`` first copies the other tensor, and adds the product to the copy: each step of a recurrent layer has one.
-A sum of its own is computed in the loop that reads it, without a copy. Inductor makes ``addmm`` of both operations, and
-parts it on GPUs only.
+torch's ``addmm``, of which each step of a recurrent layer has one, first copies the other tensor, and adds the product
+to the copy. A sum of its own is computed in the loop that reads it, without a copy. Inductor makes ``addmm`` of both
+operations, and parts it on GPUs only.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from persample._torch import OpOverload, schema
 from persample.engines.deferred.context import DeferralContext
-from persample.engines.deferred.placeholder import Placeholder, values_of
+from persample.engines.deferred.factorize import terms_of
+from persample.engines.deferred.placeholder import Placeholder, defer, values_of
 from persample.engines.deferred.producers import PRODUCERS, index_put
 from persample.engines.deferred.rules import apply
+from persample.factors.base import Factor
 from persample.factors.cost_model import Plan
 from persample.vmap_rules.kernel_call import DeferringMode
 
@@ -34,6 +36,15 @@ class Deferral(DeferringMode):
     def __init__(self, plan: Plan, params: Iterable[Tensor]) -> None:
         super().__init__()
         self._context = DeferralContext(plan, params)
+
+    def deferred(self, factor: Factor) -> Placeholder:
+        """Return the gradients of a factor as if this backward pass had deferred them.
+
+        Args:
+            factor: the gradients of one parameter.
+        """
+        shape = (len(factor), *factor.shape)
+        return defer(terms_of(factor), shape, factor.dtype, factor.device, self._context.pending)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer a product, apply a rule to placeholders, or call the operation.

@@ -2,8 +2,8 @@
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
 vmap. Linear and recurrent layers, convolutions and embeddings record their inputs and output gradients, which are the
-factors of their weights. All other parameters are expanded to one copy per sample. A loss that uses a matrix in any
-other way is refused.
+factors of their weights. Vectors are expanded to one copy per sample, and what the loss computes of parameters alone is
+a parameter of the rest. A loss that uses a matrix in any other way is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from persample._torch import (
     transforms,
     vmap_increment_nesting,
 )
+from persample.engines.layers.computed import pull_back
 from persample.engines.layers.guard import LayerGuard
 from persample.engines.layers.interceptor import LayerInterceptor
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.errors import LossError, TorchVersionError
+from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.derivatives import NestedCallError
@@ -89,8 +91,8 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 
 def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
-    recorder = LayerRecorder(call.params, call.size, call.plan(required_ops))
-    params, losses, aux, has_aux = _forward(call, recorder)
+    plan = call.plan(required_ops)
+    params, recorder, losses, aux, has_aux = _forward(call, plan)
     if not losses.requires_grad:
         raise NotConnectedError
     inputs = [*params.plain, *params.copies.values()]
@@ -102,20 +104,23 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     if not recorder and all(grad is None for grad in of_copies):
         raise NotLayersError("no parameter has a gradient")
     rest = dict(zip(params.copies, of_copies, strict=True))
+    if params.computed:
+        pull_back(params, recorder, rest, plan)
     factors = tuple(recorder.factor(place, rest.get(place)) for place in range(len(call.params)))
     return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 
 
-def _forward(call: Call, recorder: LayerRecorder) -> tuple[SharedParams, Tensor, Any, bool]:
-    """Return the parameters, the losses with their graph, aux, and whether the loss returned any."""
+def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Any, bool]:
+    """Return the parameters, the recorder, the losses with their graph, aux, and whether the loss returned any."""
     lazy_load_decompositions()  # of operations for vmap, once
     with torch.enable_grad(), vmap_increment_nesting(call.size, "error") as level:
         pairs = zip(call.leaves, call.leaves_batched, strict=True)
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
         params = SharedParams(call.params, call.size, level)
+        recorder = LayerRecorder(params.plain, call.size, plan)
         with LayerGuard(LayerInterceptor(params, level, call.size, recorder), leaves):
             value, (aux, has_aux) = call.loss(params.given, leaves)
         losses = remove_batch_dim(value, level, call.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: remove_batch_dim(x, level, call.size, 0).detach().clone(), aux)
-    return params, losses, aux, has_aux
+    return params, recorder, losses, aux, has_aux

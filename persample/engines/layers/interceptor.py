@@ -1,4 +1,4 @@
-"""The functions that a loss may call with shared parameters: layers, views and additions."""
+"""The functions that a loss may call with shared parameters: layers, additions, and any of parameters alone."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ class LayerInterceptor:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
+        try:
+            return self._layer(func, args, kwargs)
+        except NotLayersError:
+            return self.params.compute(func, *args, **kwargs)
+
+    def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in _READS:
             return func(*args, **kwargs)
         if is_addition(func):
@@ -181,8 +187,8 @@ class LayerInterceptor:
     ) -> Tensor:
         """Compute ``F.embedding`` of a shared parameter."""
         param = self.params.get(weight)
-        if param is None or param.place is None or param.transposed or weight.ndim != 2:
-            raise NotLayersError("the loss calls F.embedding with a view of a parameter")
+        if param is None or param.transposed or weight.ndim != 2:
+            raise NotLayersError("the loss calls F.embedding with a table that is no parameter")
         fits = padding_idx is None or -len(weight) <= padding_idx < len(weight)
         fits &= isinstance(input, Tensor) and input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
@@ -232,5 +238,4 @@ _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),
     torch.einsum: LayerInterceptor.einsum,
     **dict.fromkeys((torch.t, Tensor.t, *_getters("T", "mT")), lambda self, x: self.params.transpose(x)),
-    Tensor.__getitem__: lambda self, x, index: self.params.part(x, index),
 }

@@ -75,6 +75,14 @@ class LayerRecorder:
         self._num_calls.update(weights)
         return functools.partial(self._record_recurrence, weights, biases)
 
+    def add(self, place: int, factor: Factor) -> None:
+        """Add to the gradients of the parameter at a place."""
+        self._products[place].append(factor)
+
+    def __contains__(self, place: int) -> bool:
+        """Return whether a layer has reported gradients of the parameter at a place."""
+        return place in self._products or place in self._bias_grads
+
     def factor(self, place: int, rest: Tensor | None) -> Factor:
         """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
         param = self._params[place]

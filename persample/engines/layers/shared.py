@@ -1,4 +1,4 @@
-"""Parameters that all samples share, and views of them."""
+"""Parameters that all samples share, their transposes, and what the loss computes of them alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from persample._torch import add_batch_dim, temporarily_clear_interpreter_stack
+from persample.utils.tracing import is_wrapped
+from persample.utils.trees import flatten, unflatten
+from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched
 
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
-_CONSTANT_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
 class NotLayersError(Exception):
@@ -19,16 +21,16 @@ class NotLayersError(Exception):
 
 
 class SharedParam(NamedTuple):
-    """A parameter that all samples share, or a view of one.
+    """A parameter that all samples share, or its transpose.
 
     Args:
-        tensor: the parameter or view, plain, or a part of its copies.
-        place: the parameter's place among all, or None: the view is a part.
-        transposed: whether the view is the parameter's transpose.
+        tensor: the parameter or its transpose, plain.
+        place: the parameter's place among all.
+        transposed: whether the tensor is the transpose.
     """
 
     tensor: Tensor
-    place: int | None
+    place: int
     transposed: bool = False
 
 
@@ -36,8 +38,8 @@ class SharedParams:
     """The parameters of one call, as the loss is given them.
 
     Small vectors are given as one copy per sample, for any use. Matrices and large vectors are shared by all samples:
-    layers may have them as parameters, and they may be added to tensors of one value per sample. Any other use would
-    cost B copies.
+    layers may have them as parameters, and they may be added to tensors of one value per sample. What a function
+    computes of parameters alone is computed once, and is a further parameter. Any other use would cost B copies.
 
     Args:
         params: the parameters.
@@ -47,14 +49,13 @@ class SharedParams:
 
     def __init__(self, params: Sequence[Tensor], size: int, level: int) -> None:
         self._size, self._level = size, level
+        self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
         self.copies: dict[int, Tensor] = {}  # by place, ``[B, *shape]``, made where the loss needs them
         self._shared: dict[int, SharedParam] = {}
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
-            self.given = [
-                self._keep(SharedParam(x, place)) if x.ndim > 1 or x.numel() > _SMALL else self._copy(place)
-                for place, x in enumerate(self.plain)
-            ]
+            self.given = [self._give(place) for place in range(len(self.plain))]
+        self._further: list[Tensor] = []  # kept, because an object made later may have the id of one that is gone
         self.places = {id(x): place for place, x in enumerate(self.given)}
 
     def get(self, x: Any) -> SharedParam | None:
@@ -77,18 +78,11 @@ class SharedParams:
     def transpose(self, x: Tensor) -> Tensor:
         """Return the transpose of a shared matrix."""
         param = self._shared[id(x)]
-        if param.place is None or x.ndim != 2:
+        if x.ndim != 2:
             raise NotLayersError("the loss transposes a parameter that is no matrix")
         return (
             self.plain[param.place] if param.transposed else self._keep(SharedParam(x.T, param.place, transposed=True))
         )
-
-    def part(self, x: Tensor, index: Any) -> Tensor:
-        """Return ``x[index]`` of a shared parameter, one copy per sample."""
-        indices = index if isinstance(index, tuple) else (index,)
-        if self.get(x) is None or not all(isinstance(i, _CONSTANT_INDICES) for i in indices):
-            raise NotLayersError("the loss indexes a parameter with a tensor, or with a parameter")
-        return self._keep(SharedParam(self._copy_of(x)[index], None))
 
     def add(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Add shared parameters to a tensor that has one value per sample anyway."""
@@ -97,12 +91,49 @@ class SharedParams:
             raise NotLayersError("the loss adds a parameter to a tensor that all samples share")
         return func(*[x if self.get(x) is None else self._copy_of(x) for x in args], **kwargs)
 
+    def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of parameters alone, whose results are further parameters."""
+        leaves, structure = flatten((args, kwargs))
+        args, kwargs = unflatten([self._with_graph(x) for x in leaves], structure)
+        with VmapRules(differentiated_by="any"):  # its backward pass will be batched
+            results, structure = flatten(func(*args, **kwargs))
+        return unflatten(
+            [self._add_param(x) if isinstance(x, Tensor) and x.requires_grad else x for x in results], structure
+        )
+
+    def _with_graph(self, x: Any) -> Any:
+        """Return an argument of a function as plain autograd is given it."""
+        param, place = self.get(x), self.places.get(id(x))
+        place = place if param is None else param.place
+        if place is None:
+            if isinstance(x, Tensor) and (x.requires_grad or is_wrapped(x)):
+                raise NotLayersError("the loss calls a function with a parameter and other tensors, and it is no layer")
+            return x
+        plain = self.computed.get(place, self.plain[place])
+        return plain.T if param is not None and param.transposed else plain
+
+    def _add_param(self, value: Tensor) -> Tensor:
+        if value.is_complex():
+            raise NotLayersError("the loss computes complex numbers of a parameter")
+        place = len(self.plain)
+        self.computed[place] = value
+        with temporarily_clear_interpreter_stack():
+            self.plain.append(value.detach().requires_grad_())
+            given = self._give(place)
+        self._further.append(given)
+        self.places[id(given)] = place
+        return given
+
+    def _give(self, place: int) -> Tensor:
+        x = self.plain[place]
+        return self._keep(SharedParam(x, place)) if x.ndim > 1 or x.numel() > _SMALL else self._copy(place)
+
     def _copy_of(self, x: Tensor) -> Tensor:
         param = self._shared[id(x)]
         if param.transposed:
-            raise NotLayersError("the loss adds or indexes the transpose of a parameter")
+            raise NotLayersError("the loss adds the transpose of a parameter")
         with temporarily_clear_interpreter_stack():
-            return x if param.place is None else self._copy(param.place)
+            return self._copy(param.place)
 
     def _copy(self, place: int) -> Tensor:
         if place not in self.copies:
