@@ -97,6 +97,14 @@ BAD = {
 }
 
 
+def test_a_loss_that_is_differentiated_twice_refuses_negative_powers():
+    def loss(w, x):
+        return grad(lambda v: torch.cdist(w * v.sum(), w, -1.0).sum())(x[None]).sum()
+
+    with pytest.raises(RuntimeError, match="non-negative p"):
+        per_sample_grads(loss, draw(5, 3), draw(4))
+
+
 @pytest.mark.parametrize("engine", ["eager", "loop"])
 @pytest.mark.parametrize("case", BAD)
 def test_what_torch_refuses(case, engine):

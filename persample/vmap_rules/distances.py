@@ -25,7 +25,7 @@ def _cdist(
     p: float = 2.0,
     compute_mode: str = _IF_MANY,
 ) -> Tensor:
-    if not _fits(x1, x2, compute_mode) or _is_product(x1, x2, p, compute_mode):
+    if p < 0 or not _fits(x1, x2, compute_mode) or _is_product(x1, x2, p, compute_mode):
         return torch.cdist(x1, x2, p, compute_mode)  # raises, or is composed of operations that vmap batches rightly
     if is_autocast(x1.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
         with full_precision(x1.device):
