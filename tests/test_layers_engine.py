@@ -671,6 +671,19 @@ def test_scaled_parameters_keep_their_factors(found, loss, params, x, kind):
     assert_trees_close(factor.materialize(), expected(loss, params, (x,))["stack"]["w"], rtol=1e-9)
 
 
+def test_a_computed_kernel_of_two_unlike_convolutions(found):
+    """Their gradients are a sum of products of patches."""
+
+    def loss(p, x):
+        kernel = p["w"] / 2
+        return F.conv1d(x, kernel).sin().sum() + F.conv1d(x, kernel, dilation=2).tanh().sum()
+
+    params, x = {"w": draw(32, 32, 3)}, draw(4, 32, 9)
+    assert_trees_close(per_sample_grads(loss, params, x, REDUCTIONS), expected(loss, params, (x,)), rtol=1e-9)
+    per_sample_grads(loss, params, x, Norm())
+    assert None not in found
+
+
 def test_random_numbers_beside_parameters_are_refused():
     with pytest.raises(LossError, match="draws random numbers"):
         per_sample_grads(lambda p, x: two_layers(p, x, F.dropout(p["a"]), p["b"]), WEIGHTS, draw(5, 3), Mean())

@@ -54,7 +54,7 @@ def terms_of(factor: Factor) -> list[DeferredTerm]:
     match factor:
         case SumFactor(parts=parts):
             return [term for part in parts for term in terms_of(part)]
-        case Outer(left=left, right=right) if factor.layout == Layout.of_matrix(*factor.shape):
+        case Outer(left=left, right=right) if len(shape) == 3 and factor.layout == Layout.of_matrix(*factor.shape):
             return [ProductTerm.of(left[:, 0].mT.unsqueeze(2), right[:, 0].mT.unsqueeze(1))]
         case Embedding(signals=signals, index=index) if len(shape) == 3:
             return [EmbeddingTerm(shape, signals, index, shape[1])]

@@ -2,8 +2,8 @@
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
 vmap. Linear and recurrent layers, convolutions and embeddings record their inputs and output gradients, which are the
-factors of their weights. Vectors are expanded to one copy per sample, and what the loss computes of parameters alone is
-a parameter of the rest. A loss that uses a matrix in any other way is refused.
+factors of their weights. Small vectors are expanded to one copy per sample, and what the loss computes of other
+parameters alone is a parameter of the rest. A loss that uses a matrix in any other way is refused.
 """
 
 from __future__ import annotations

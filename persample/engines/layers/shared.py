@@ -59,7 +59,7 @@ class SharedParams:
         self.places = {id(x): place for place, x in enumerate(self.given)}
 
     def get(self, x: Any) -> SharedParam | None:
-        """Return a shared parameter or view, or None for any other value."""
+        """Return a shared parameter or its transpose, or None for any other value."""
         return self._shared.get(id(x))
 
     def place_of(self, x: Any) -> int:
