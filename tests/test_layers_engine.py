@@ -809,7 +809,7 @@ def test_which_parameters_may_be_of_layers(found, params, tried):
         return sum(x.sum() * leaf.sum() for leaf in leaves)
 
     per_sample_grads(loss, params, draw(4, 3), Mean())
-    assert len(found) == tried
+    assert [result is None for result in found] == [False] * tried
 
 
 def test_chunks_take_the_short_way(found):

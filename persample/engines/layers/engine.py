@@ -104,8 +104,7 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     if not recorder and all(grad is None for grad in of_copies):
         raise NotLayersError("no parameter has a gradient")
     rest = dict(zip(params.copies, of_copies, strict=True))
-    if params.computed:
-        pull_back(params, recorder, rest, plan)
+    pull_back(params, recorder, rest, plan)
     factors = tuple(recorder.factor(place, rest.get(place)) for place in range(len(call.params)))
     return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 

@@ -134,7 +134,7 @@ class LayerRecorder:
     def _add(self, place: int, factor: Factor) -> None:
         # If no other call adds to the gradients, choose their storage now, while they are in cache.
         only = self._num_calls[place] == 1
-        self._products[place].append(choose_storage(factor, self._plan) if only else factor)
+        self.add(place, choose_storage(factor, self._plan) if only else factor)
 
     def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool = False) -> Factor:
         if of_vectors and 1 in param.shape and is_small(self._size, param):

@@ -52,11 +52,11 @@ class SharedParams:
         self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
         self.copies: dict[int, Tensor] = {}  # by place, ``[B, *shape]``, made where the loss needs them
         self._shared: dict[int, SharedParam] = {}
+        self.places: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # because an object made later may have the id of one that is gone
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
             self.given = [self._give(place) for place in range(len(self.plain))]
-        self._further: list[Tensor] = []  # kept, because an object made later may have the id of one that is gone
-        self.places = {id(x): place for place, x in enumerate(self.given)}
 
     def get(self, x: Any) -> SharedParam | None:
         """Return a shared parameter or its transpose, or None for any other value."""
@@ -119,14 +119,14 @@ class SharedParams:
         self.computed[place] = value
         with temporarily_clear_interpreter_stack():
             self.plain.append(value.detach().requires_grad_())
-            given = self._give(place)
-        self._further.append(given)
-        self.places[id(given)] = place
-        return given
+            return self._give(place)
 
     def _give(self, place: int) -> Tensor:
         x = self.plain[place]
-        return self._keep(SharedParam(x, place)) if x.ndim > 1 or x.numel() > _SMALL else self._copy(place)
+        given = self._keep(SharedParam(x, place)) if x.ndim > 1 or x.numel() > _SMALL else self._copy(place)
+        self.places[id(given)] = place
+        self._alive.append(given)
+        return given
 
     def _copy_of(self, x: Tensor) -> Tensor:
         param = self._shared[id(x)]
