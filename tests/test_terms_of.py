@@ -31,6 +31,12 @@ FACTORS = {
     "a number": lambda: Dense(draw(2)),
     "products": lambda: outer(5),
     "one product": lambda: outer(1),
+    "transposed products": lambda: Outer(
+        draw(2, 1, 5, 4), draw(2, 1, 5, 3), Layout((), (4,), (3,), (1, 0), (3, 4)), F64
+    ),
+    "products of groups": lambda: Outer(
+        draw(2, 2, 5, 4), draw(2, 2, 5, 6), Layout((2,), (4,), (3, 2), (1, 0, 3, 2), (8, 2, 3)), F64
+    ),
     "lookups": lambda: Embedding(draw(2, 5, 3), torch.randint(7, (2, 5)), (7, 3)),
     "a convolution": conv,
     "a convolution of groups": lambda: conv(groups=2),

@@ -169,6 +169,31 @@ def test_a_padded_row_that_is_nan_adds_nothing():
     assert_eager_is_loop(loss, draw(3), (ROWS,))
 
 
+@pytest.mark.parametrize("padding", [0, 2, -1])
+@pytest.mark.parametrize("by_frequency", [True, False])
+def test_padding_of_tables_of_the_samples(padding, by_frequency):
+    def loss(w, i):
+        table = w["table"] * w["scale"].exp() * i.sum()
+        rows = F.embedding(i, table, padding_idx=padding, scale_grad_by_freq=by_frequency)
+        return rows.tanh().sum()
+
+    assert_eager_is_loop(
+        loss, {"table": draw(5, 3), "scale": draw(1)}, (torch.tensor([[0, 2, 2], [4, 4, 2], [0, 1, 0]]),)
+    )
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 has no linear_cross_entropy")
+@pytest.mark.parametrize("options", [{}, {"batch_chunk_size": 2}], ids=str)
+def test_linear_cross_entropy_in_parts(options):
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    def loss(w, x):
+        labels, settings = torch.arange(len(x)) % 7, LinearCrossEntropyOptions(**options)
+        return F.linear_cross_entropy((x @ w["v"]).tanh(), w["w"], labels, options=settings)
+
+    assert_eager_is_loop(loss, {"w": draw(7, 3), "v": draw(3, 3)}, (draw(2, 6, 3),))
+
+
 def test_cross_entropy_differentiated_by_the_loss_first():
     def loss(w, x):
         logits = x @ w

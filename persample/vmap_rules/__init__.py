@@ -43,6 +43,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **attention.RULES,
     **autograd.RULES,
     **copies.RULES,
+    **cross_entropy.RULES,
     **distances.RULES,
     **einsum.RULES,
     **embedding.RULES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from persample._torch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from persample._torch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, maybe_get_bdim
 
 
 def is_batched(x: Tensor) -> bool:
@@ -29,3 +29,13 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def batch_first(x: Tensor) -> Tensor:
+    """Return the tensor inside of the wrapper of a vmap, with the batch axis first.
+
+    Args:
+        x: a tensor that a vmap batches.
+    """
+    inside, axis = get_unwrapped(x), maybe_get_bdim(x)
+    return inside.movedim(axis, 0) if axis else inside

@@ -1,4 +1,7 @@
-"""``F.cross_entropy`` over many classes: its gradient takes one pass less than torch.func's own decomposition."""
+"""``F.cross_entropy`` and ``F.linear_cross_entropy``.
+
+The gradient of the first over many classes takes one pass less than torch.func's own decomposition.
+"""
 
 from __future__ import annotations
 
@@ -50,4 +53,13 @@ def _gradients(_needed: Any, grad: Tensor, target: Tensor, _: Tensor, log_p: Ten
     return signals.scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1)), None
 
 
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:  # noqa: ARG001
+    """Compute it at once: torch 2.13 batches the gradients of its parts wrongly, without an error."""
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+# torch 2.12 does not have it.
+RULES: dict[Any, Callable[..., Any]] = (
+    {F.linear_cross_entropy: _linear_cross_entropy} if hasattr(F, "linear_cross_entropy") else {}
+)
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {F.cross_entropy: _cross_entropy}

@@ -14,7 +14,6 @@ from persample.factors.conv import Conv
 from persample.factors.cost_model import Plan
 from persample.factors.dense import Dense
 from persample.factors.embedding import Embedding
-from persample.factors.layout import Layout
 from persample.factors.outer import Outer
 from persample.factors.storage import choose_storage
 from persample.factors.sum import SumFactor, sum_factors
@@ -54,8 +53,8 @@ def terms_of(factor: Factor) -> list[DeferredTerm]:
     match factor:
         case SumFactor(parts=parts):
             return [term for part in parts for term in terms_of(part)]
-        case Outer(left=left, right=right) if len(shape) == 3 and factor.layout == Layout.of_matrix(*factor.shape):
-            return [ProductTerm.of(left[:, 0].mT.unsqueeze(2), right[:, 0].mT.unsqueeze(1))]
+        case Outer():
+            return [_product_of(factor)]
         case Embedding(signals=signals, index=index) if len(shape) == 3:
             return [EmbeddingTerm(shape, signals, index, shape[1])]
         case Conv(signals=signals, inputs=inputs) if shape[1] == signals.shape[2]:
@@ -64,3 +63,12 @@ def terms_of(factor: Factor) -> list[DeferredTerm]:
             kernels = (shape[0] * shape[1], *shape[2:])
             return [ConvTerm(shape, sides[0], sides[1], kernels, settings, shape[0] * factor.groups)]
     return [ComputedTerm.of(factor.materialize())]
+
+
+def _product_of(factor: Outer) -> ProductTerm:
+    layout, (size, _, num_terms, _) = factor.layout, factor.left.shape
+    wide = (size, *layout.groups, *layout.rows, *[1] * len(layout.columns), num_terms)
+    long = (size, *layout.groups, *[1] * len(layout.rows), *layout.columns, num_terms)
+    dims = (0, *(axis + 1 for axis in layout.order), len(wide) - 1)
+    left, right = factor.left.mT.reshape(wide).permute(dims), factor.right.mT.reshape(long).permute(dims)
+    return ProductTerm.of(left, right).reshape((size, *layout.shape))

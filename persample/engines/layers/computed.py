@@ -12,26 +12,23 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from persample.engines.deferred import Deferral, factor_of
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import SharedParams
-from persample.factors.cost_model import Plan
 
 
-def pull_back(params: SharedParams, recorder: LayerRecorder, rest: Mapping[int, Tensor | None], plan: Plan) -> None:
+def pull_back(params: SharedParams, recorder: LayerRecorder, rest: Mapping[int, Tensor | None]) -> None:
     """Add the gradients of computed parameters to those of the parameters that they were computed of.
 
     Args:
         params: the parameters.
         recorder: has the gradients of layers' parameters, and is given the new ones.
         rest: the gradients of copies, by place.
-        plan: how gradients are stored.
     """
     places = [place for place in params.computed if place in recorder or rest.get(place) is not None]
     if not places:
         return
     values, given = [params.computed[place] for place in places], params.plain[: len(params.given)]
-    mode = Deferral(plan, params.plain)
+    mode = recorder.deferral()
     signals = [mode.deferred(recorder.factor(place, rest.get(place))) for place in places]
     used: list[int] = []
 
@@ -41,6 +38,4 @@ def pull_back(params: SharedParams, recorder: LayerRecorder, rest: Mapping[int, 
         used[:] = [place for place, grad in enumerate(grads) if grad is not None]
         return [grads[place] for place in used]
 
-    found = vmap(of_sample)(*signals)
-    for place, grad in zip(used, found, strict=True):
-        recorder.add(place, factor_of(grad, plan))
+    recorder.record(used, vmap(of_sample)(*signals))

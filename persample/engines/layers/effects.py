@@ -19,7 +19,6 @@ _AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
 }
 _HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
-_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
 
 @functools.cache
@@ -31,17 +30,6 @@ def is_pure(func: Any) -> bool:
         (True, False, False)
     """
     return not (uses_autograd(func) or _writes(func) or _write_options(func))
-
-
-@functools.cache
-def is_addition(func: Any) -> bool:
-    """Return whether a function of torch adds two tensors, in place or not.
-
-    Examples:
-        >>> is_addition(Tensor.add), is_addition(Tensor.__radd__), is_addition(Tensor.matmul)
-        (True, True, False)
-    """
-    return _name(func) in _ADDITIONS
 
 
 @functools.cache

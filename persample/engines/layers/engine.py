@@ -1,13 +1,14 @@
-"""Per-sample gradients of a loss made of layers: one vmap, and one backward pass of plain autograd.
+"""Per-sample gradients of a loss with layers: one vmap, and one backward pass of plain autograd.
 
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
 vmap. Linear and recurrent layers, convolutions and embeddings record their inputs and output gradients, which are the
-factors of their weights. Small vectors are expanded to one copy per sample, and what the loss computes of other
-parameters alone is a parameter of the rest. A loss that uses a matrix in any other way is refused.
+factors of their weights. What the loss computes of parameters alone is a parameter of the rest. Any other function is
+given small parameters as one copy per sample; with large ones, it has a backward pass of its own.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -95,16 +96,17 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     params, recorder, losses, aux, has_aux = _forward(call, plan)
     if not losses.requires_grad:
         raise NotConnectedError
-    inputs = [*params.plain, *params.copies.values()]
-    grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    inputs = [*params.plain, *params.expanded.values()]
+    with recorder.deferral() if params.defers else nullcontext():
+        grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
     of_plain, of_copies = grads[: len(params.plain)], grads[len(params.plain) :]
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
     if any(grad is not None for grad in of_plain):
         raise NotLayersError("a parameter of a layer has another use")
     if not recorder and all(grad is None for grad in of_copies):
         raise NotLayersError("no parameter has a gradient")
-    rest = dict(zip(params.copies, of_copies, strict=True))
-    pull_back(params, recorder, rest, plan)
+    rest = dict(zip(params.expanded, of_copies, strict=True))
+    pull_back(params, recorder, rest)
     factors = tuple(recorder.factor(place, rest.get(place)) for place in range(len(call.params)))
     return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.engines.layers.effects import is_pure, uses_autograd, written_tensors
-from persample.engines.layers.interceptor import LayerInterceptor
+from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.shared import NotLayersError
 from persample.outputs import memory
 from persample.vmap_rules import VmapRules
@@ -37,13 +37,18 @@ class LayerGuard(VmapRules):
         try:
             if not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
+            params = self._interceptor.params
             # Without grad mode, results are constants, whatever a parameter is used for.
-            if torch.is_grad_enabled() and self._interceptor.params.are_among((*args, *kwargs.values())):
+            recorded = torch.is_grad_enabled()
+            if (recorded and params.are_among((*args, *kwargs.values()))) or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            return super().__torch_function__(func, types, args, kwargs)
+            result = super().__torch_function__(func, types, args, kwargs)
         except NotLayersError:
             self._has_refused = True
             raise
+        if recorded and not kwargs:
+            params.note(func, args, result)
+        return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -52,8 +57,11 @@ class LayerGuard(VmapRules):
             raise NotLayersError("the loss caught a refusal") from error
 
     def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
-        if uses_autograd(func) or not all(map(self._is_computed, written_tensors(func, args, kwargs))):
+        written = written_tensors(func, args, kwargs)
+        if uses_autograd(func) or not all(map(self._is_computed, written)):
             raise NotLayersError(f"the loss calls {func}, which uses autograd or writes into a given tensor")
+        if written:
+            self._interceptor.params.forget_results()
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, with one value per sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,22 +14,31 @@ from persample._torch import (
     add_batch_dim,
     get_unwrapped,
     is_batchedtensor,
-    maybe_get_bdim,
     maybe_get_level,
+    peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
 )
 from persample.engines.layers.convolutions import Geometry, convolved_images, geometry_of, transposed_geometry_of
-from persample.engines.layers.effects import is_addition
+from persample.engines.layers.effects import written_tensors
+from persample.engines.layers.mixed import Vmap, mixed
+from persample.engines.layers.pointwise import is_pointwise
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.recurrences import scanned_sequences
 from persample.engines.layers.rows import linear_rows, lookup_rows
 from persample.engines.layers.shared import NotLayersError, SharedParams
 from persample.utils.dtypes import is_autocast
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import TreeSpec, flatten, unflatten
+from persample.vmap_rules import VmapRules
+from persample.vmap_rules.batched import batch_first, unwrapped
 from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.linear import linear
 from persample.vmap_rules.recurrent import recurrent_rule
 from persample.vmap_rules.recurrent_cells import Cell
+
+# Functions are given copies of matrices of up to so many numbers for all samples. That is more work than a product with
+# one matrix, and less time than a backward pass of the function's own.
+_FEW = 2**20
 
 
 class LayerInterceptor:
@@ -46,16 +56,80 @@ class LayerInterceptor:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
-        try:
-            return self._layer(func, args, kwargs)
-        except NotLayersError:
-            return self.params.compute(func, *args, **kwargs)
+        with suppress(NotLayersError):
+            if (result := self._layer(func, args, kwargs)) is not NotImplemented:
+                return result
+        # Under one vmap alone, autocast gives some functions (cross_entropy) another precision.
+        if peek_interpreter_stack().level() != self._level or is_autocast(self.params.plain[0].device):
+            raise NotLayersError("the loss calls a function of parameters inside of a transform, or under autocast")
+        leaves, structure = flatten((args, kwargs))
+        if all(self.params.is_of_params(x) or not self._is_other(x) for x in leaves):
+            return self.params.compute(func, leaves, structure)
+        leaves = self._with_copies(func, leaves)
+        args, kwargs = unflatten(leaves, structure)
+        if self.params.are_among(leaves) or func in WITHIN_A_DERIVATIVE:
+            if written_tensors(func, args, kwargs):
+                raise NotLayersError("the loss writes into a tensor what is computed of a matrix")
+            return self._mixed(func, leaves, structure)
+        with VmapRules(differentiated_by="autograd"):
+            return func(*args, **kwargs)
+
+    def _is_other(self, x: Any) -> bool:
+        """Return whether a value is a tensor that may be computed of the samples."""
+        return isinstance(x, Tensor) and self.params.get(x) is None and (x.requires_grad or is_wrapped(x))
+
+    def _with_copies(self, func: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Return the arguments of a function, with copies in place of parameters where these take no longer."""
+        largest = max(unwrapped(x).numel() for x in leaves if self._is_other(x))
+        pointwise = is_pointwise(func)
+
+        def copied(x: Any) -> Any:
+            param = self.params.get(x)
+            if param is None:
+                return x
+            numbers = self._size * param.tensor.numel()
+            if pointwise and numbers <= largest:
+                return self.params.copy(param)
+            if numbers <= _FEW and func not in _UNLIKE_COPIES:
+                return self.params.copy(param, deferred=True)
+            if pointwise:
+                raise NotLayersError("the loss computes a large tensor per sample, which is better deferred")
+            return x
+
+        return list(map(copied, leaves))
+
+    def _mixed(self, func: Any, leaves: Sequence[Any], structure: TreeSpec) -> Any:
+        """Call a function of parameters and of values of the samples that is no layer."""
+        shared = {number: param for number, x in enumerate(leaves) if (param := self.params.get(x)) is not None}
+        others = {number: x for number, x in enumerate(leaves) if self._is_other(x)}
+        places = [param.place for param in shared.values()]
+        if not all(map(self._is_batched, others.values())):
+            raise NotLayersError("the loss calls a function with a parameter and tensors that are not one per sample")
+        known = dict(enumerate(leaves)) | {number: x.detach() for number, x in others.items()}
+        all_of_them = func in WITHIN_A_DERIVATIVE
+        wanted = [number for number, x in others.items() if get_unwrapped(x).requires_grad or all_of_them]
+        structures: list[TreeSpec] = []
+
+        def function(params: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+            turned = [x.mT if param.transposed else x for x, param in zip(params, shared.values(), strict=True)]
+            found = known | dict(zip([*shared, *wanted], [*turned, *values], strict=True))
+            args, kwargs = unflatten(list(found.values()), structure)
+            with VmapRules():
+                results, results_structure = flatten(func(*args, **kwargs))
+            if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in results):
+                raise NotLayersError("the loss calls a function with a parameter whose results have no gradients")
+            structures.append(results_structure)
+            return results
+
+        plain = [self.params.plain[place] for place in places]
+        values = [others[number] for number in wanted]
+        results = mixed(function, plain, values, Vmap(self._level, self._size), self._recorder.function(places))
+        return unflatten(results, structures[0])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a layer, or return ``NotImplemented`` for any other function."""
         if func in _READS:
             return func(*args, **kwargs)
-        if is_addition(func):
-            return self.params.add(func, *args, **kwargs)
         if func in _LAYERS:
             return _LAYERS[func](self, *args, **kwargs)
         if func in _CONVOLUTIONS:
@@ -63,13 +137,11 @@ class LayerInterceptor:
         if func in _OPERATORS and not kwargs:
             return _OPERATORS[func](self, *args)
         rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
-        if rule is not None:
-            return rule(*args, **kwargs)
-        raise NotLayersError(f"the loss calls {func} with a parameter")
+        return NotImplemented if rule is None else rule(*args, **kwargs)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Compute ``F.linear``, whose weight and bias may be parameters or not."""
-        param, bias_place = self.params.get(weight), self.params.places.get(id(bias))
+        param, bias_place = self.params.get(weight), self.params.place_of(bias)
         place = None if param is None else param.place
         plain_bias = bias if bias_place is None else self.params.plain[bias_place]
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
@@ -84,7 +156,7 @@ class LayerInterceptor:
         return linear(input, weight, bias)
 
     def _on_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerParams) -> Tensor:  # noqa: A002
-        rows = _batch_first(input)
+        rows = batch_first(input)
         callback = None if layer.weight is layer.bias is None else self._recorder.linear(layer)
         with temporarily_clear_interpreter_stack():
             # Unflattened outside of the function: a view that a function returns could not be written in place.
@@ -102,7 +174,7 @@ class LayerInterceptor:
         **named: Any,
     ) -> Tensor:
         """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel is a parameter."""
-        place, bias_place = self.params.place_of(weight), self.params.places.get(id(bias))
+        place, bias_place = self._parameter(weight), self.params.place_of(bias)
         plain_bias = bias if bias_place is None else self.params.plain[bias_place]
         is_frozen = isinstance(bias, Tensor) and not (bias.requires_grad or is_wrapped(bias))
         is_layer = bias is None or bias_place is not None or is_frozen
@@ -113,7 +185,7 @@ class LayerInterceptor:
         geometry = _CONVOLUTIONS[func](weight, *settings, **named)
         if geometry is None:
             raise NotLayersError("the loss calls a convolution whose kernel gradient is no convolution")
-        images = _batch_first(input)
+        images = batch_first(input)
         callback = self._recorder.convolution(place, bias_place, geometry)
         with temporarily_clear_interpreter_stack():
             one_each = input.ndim < weight.ndim
@@ -129,11 +201,11 @@ class LayerInterceptor:
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Compute one recurrent layer of parameters."""
-        places = list(map(self.params.place_of, weights))
+        places = list(map(self._parameter, weights))
         if len(weights) % 2 or x.dtype != weights[0].dtype or not x.numel() or is_autocast(x.device):
             raise NotLayersError("the loss calls a recurrent layer with a projection, or inputs unlike those of layers")
         callback = self._recorder.recurrence(places[:2], places[2:])
-        *state, sequences = (_batch_first(self._one_each(y)) for y in (*initial, x))
+        *state, sequences = (batch_first(self._one_each(y)) for y in (*initial, x))
         w_ih, w_hh, *biases = (self.params.plain[place] for place in places)
         with temporarily_clear_interpreter_stack():
             tensors = *state, *biases, sequences, w_ih, w_hh
@@ -141,8 +213,18 @@ class LayerInterceptor:
             results = out, out[:, -1], *others
         return tuple(add_batch_dim(y, 0, self._level) for y in results)
 
+    def _parameter(self, x: Any) -> int:
+        """Return the place of a parameter, which is given to a layer as it is."""
+        place = self.params.place_of(x)
+        if place is None:
+            raise NotLayersError("the loss calls a layer with a weight or bias that is no parameter")
+        return place
+
     def _one_each(self, x: Tensor) -> Tensor:
-        """Return a tensor with one value per sample; a constant is expanded, without memory."""
+        """Return a tensor with one value per sample; a parameter or a constant is expanded, without memory."""
+        param = self.params.get(x)
+        if param is not None:
+            return self.params.copy(param)
         if self._is_batched(x):
             return x
         if not isinstance(x, Tensor) or is_wrapped(x) or x.requires_grad:
@@ -193,7 +275,7 @@ class LayerInterceptor:
         fits &= isinstance(input, Tensor) and input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
             raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
-        index = _batch_first(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
+        index = batch_first(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
         callback = self._recorder.embedding(param.place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
             out = lookup_rows(weight, index, callback)
@@ -203,11 +285,6 @@ class LayerInterceptor:
         """Return whether the vmap around the loss, and no other level, batches a tensor."""
         batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._level
         return batched and not is_wrapped(get_unwrapped(x))
-
-
-def _batch_first(x: Tensor) -> Tensor:
-    plain, axis = get_unwrapped(x), maybe_get_bdim(x)
-    return plain.movedim(axis, 0) if axis else plain
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
@@ -227,10 +304,21 @@ _READS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
     *(Tensor.detach, torch.detach, Tensor.data_ptr),
 }
+# Functions that torch batches within a derivative alone; outside of one it computes sample after sample.
+WITHIN_A_DERIVATIVE = {
+    *(F.kl_div, F.margin_ranking_loss, F.triplet_margin_loss, torch.stft, Tensor.stft, torch.column_stack),
+    *(torch.kl_div, torch.margin_ranking_loss, torch.triplet_margin_loss, torch.diagflat, Tensor.diagflat),
+    *(torch.linalg.tensorsolve, torch.lu_solve, Tensor.lu_solve),
+}
 _LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
 _CONVOLUTIONS: dict[Any, Callable[..., Geometry | None]] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), geometry_of),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_geometry_of),
+}
+# Of copies, these would be a convolution of B groups, or lookups in one table of all copies.
+_UNLIKE_COPIES = {
+    *(*_CONVOLUTIONS, F.embedding, F.embedding_bag, Tensor.__getitem__),
+    *(torch.index_select, Tensor.index_select),
 }
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from persample.engines.deferred import Deferral, factor_of
+from persample.engines.deferred.placeholder import values_of
 from persample.engines.layers import recurrences
 from persample.engines.layers.convolutions import Geometry
+from persample.engines.layers.mixed import Grads
 from persample.engines.layers.rows import Callback
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
@@ -58,26 +61,36 @@ class LayerRecorder:
     def linear(self, layer: LayerParams) -> Callback:
         """Register a linear layer; return the callback its backward pass invokes with (output gradients, inputs)."""
         self._num_calls[layer.weight] += 1
-        return functools.partial(self._record_linear, layer)
+        return _computed(functools.partial(self._record_linear, layer))
 
     def embedding(self, place: int, padding: int | None) -> Callback:
         """Register a lookup in the table at a place; return the callback for (output gradients, indices)."""
         self._num_calls[place] += 1
-        return functools.partial(self._record_lookup, place, padding)
+        return _computed(functools.partial(self._record_lookup, place, padding))
 
     def convolution(self, weight: int, bias: int | None, geometry: Geometry) -> Callback:
         """Register a convolution; return the callback for (output gradients, images)."""
         self._num_calls[weight] += 1
-        return functools.partial(self._record_convolution, weight, bias, geometry)
+        return _computed(functools.partial(self._record_convolution, weight, bias, geometry))
 
     def recurrence(self, weights: Sequence[int], biases: Sequence[int]) -> recurrences.Callback:
         """Register a recurrent layer; return the callback for the gradients of its biases and weights."""
         self._num_calls.update(weights)
-        return functools.partial(self._record_recurrence, weights, biases)
+        return _computed(functools.partial(self._record_recurrence, weights, biases))
 
-    def add(self, place: int, factor: Factor) -> None:
-        """Add to the gradients of the parameter at a place."""
-        self._products[place].append(factor)
+    def function(self, places: Sequence[int]) -> Callable[[Callable[[], Grads]], Sequence[Tensor]]:
+        """Register any other function of the parameters at some places; return what runs its backward pass."""
+        self._num_calls.update(places)
+        return functools.partial(self._record_function, places)
+
+    def record(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Add to the gradients of the parameters at some places what a backward pass under ``deferral`` returned."""
+        for place, grad in zip(places, grads, strict=True):
+            self._products[place].append(factor_of(grad, self._plan))
+
+    def deferral(self) -> Deferral:
+        """Return the context of a backward pass whose gradients are recorded."""
+        return Deferral(self._plan, self._params)
 
     def __contains__(self, place: int) -> bool:
         """Return whether a layer has reported gradients of the parameter at a place."""
@@ -86,12 +99,15 @@ class LayerRecorder:
     def factor(self, place: int, rest: Tensor | None) -> Factor:
         """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
         param = self._params[place]
-        dense = [*self._bias_grads.get(place, ()), *([] if rest is None else [rest])]
-        products = self._products.get(place, [])
-        if not (dense or products):
+        found = list(self._products.get(place, ()))
+        if place in self._bias_grads:
+            found.append(Dense(functools.reduce(torch.add, self._bias_grads[place])))
+        if rest is not None:
+            found.append(factor_of(rest, self._plan))
+        if not found:
             return Dense.zeros(self._size, param.shape, param.dtype, param.device)
-        total = [Dense(functools.reduce(torch.add, dense))] if dense else []
-        return choose_storage(sum_factors([*products, *total]), self._plan) if products else total[0]
+        total = sum_factors(found)
+        return total if isinstance(total, Dense) else choose_storage(total, self._plan)
 
     def _record_linear(self, layer: LayerParams, signals: Tensor, rows: Tensor) -> None:
         if layer.weight is not None:
@@ -124,6 +140,12 @@ class LayerRecorder:
         for place, (left, right) in zip(weights, of_weights, strict=True):
             self._add(place, self._product(self._params[place], left.flatten(0, 2), right.flatten(0, 2)))
 
+    def _record_function(self, places: Sequence[int], backward: Callable[[], Grads]) -> Sequence[Tensor]:
+        with self.deferral():
+            grads = backward()
+        self.record(places, grads.of_params)
+        return grads.of_values
+
     def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
         shape = self._params[place].shape
         if padding is not None:
@@ -134,10 +156,15 @@ class LayerRecorder:
     def _add(self, place: int, factor: Factor) -> None:
         # If no other call adds to the gradients, choose their storage now, while they are in cache.
         only = self._num_calls[place] == 1
-        self.add(place, choose_storage(factor, self._plan) if only else factor)
+        self._products[place].append(choose_storage(factor, self._plan) if only else factor)
 
     def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool = False) -> Factor:
         if of_vectors and 1 in param.shape and is_small(self._size, param):
             return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
         left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))
         return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
+
+
+def _computed(record: Callable[..., None]) -> Callable[..., None]:
+    """Return a callback that computes what the backward pass around it has deferred."""
+    return lambda *reported: record(*values_of(reported, "a layer"))

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from persample._torch import add_batch_dim, temporarily_clear_interpreter_stack
+from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
 from persample.utils.tracing import is_wrapped
-from persample.utils.trees import flatten, unflatten
+from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
-from persample.vmap_rules.batched import is_batched
 
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
 
@@ -34,12 +33,28 @@ class SharedParam(NamedTuple):
     transposed: bool = False
 
 
+class _Result(NamedTuple):
+    """One result of a function of copies alone.
+
+    Args:
+        func: the function.
+        leaves: its arguments, flat.
+        structure: how the arguments are nested.
+        number: which of its results.
+    """
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    structure: TreeSpec
+    number: int
+
+
 class SharedParams:
     """The parameters of one call, as the loss is given them.
 
-    Small vectors are given as one copy per sample, for any use. Matrices and large vectors are shared by all samples:
-    layers may have them as parameters, and they may be added to tensors of one value per sample. What a function
-    computes of parameters alone is computed once, and is a further parameter. Any other use would cost B copies.
+    Small vectors are given as one copy per sample, for any use. Matrices and large vectors are shared by all samples,
+    and are expanded to copies only where that takes no longer. What a function computes of them alone is computed once,
+    and is a further parameter. Beside them, copies stand for the vector, and so do results of copies alone.
 
     Args:
         params: the parameters.
@@ -50,10 +65,13 @@ class SharedParams:
     def __init__(self, params: Sequence[Tensor], size: int, level: int) -> None:
         self._size, self._level = size, level
         self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
-        self.copies: dict[int, Tensor] = {}  # by place, ``[B, *shape]``, made where the loss needs them
+        self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
+        self.defers = False  # whether the backward pass of the loss defers products
         self._shared: dict[int, SharedParam] = {}
-        self.places: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # because an object made later may have the id of one that is gone
+        self._copies: dict[int, int] = {}  # the places of copies that the loss was given
+        self._results: dict[int, _Result] = {}  # of copies alone
+        self._with_graphs: dict[int, Any] = {}  # the same results, of the vectors that are copied
+        self._alive: list[Any] = []  # because an object made later may have the id of one that is gone
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
             self.given = [self._give(place) for place in range(len(self.plain))]
@@ -62,11 +80,14 @@ class SharedParams:
         """Return a shared parameter or its transpose, or None for any other value."""
         return self._shared.get(id(x))
 
-    def place_of(self, x: Any) -> int:
-        """Return the place of a parameter, which is given to a layer as it is."""
-        if id(x) not in self.places:
-            raise NotLayersError("the loss calls a layer with a weight or bias that is no parameter")
-        return self.places[id(x)]
+    def place_of(self, x: Any) -> int | None:
+        """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
+        param = self.get(x)
+        return self._copies.get(id(x)) if param is None or param.transposed else param.place
+
+    def is_of_params(self, x: Any) -> bool:
+        """Return whether a value is a parameter, its transpose, its copies, or a result of copies alone."""
+        return id(x) in self._shared or self._is_of_copies(x)
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
@@ -84,62 +105,101 @@ class SharedParams:
             self.plain[param.place] if param.transposed else self._keep(SharedParam(x.T, param.place, transposed=True))
         )
 
-    def add(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Add shared parameters to a tensor that has one value per sample anyway."""
-        others = [x for x in args if isinstance(x, Tensor) and id(x) not in self.places and self.get(x) is None]
-        if not any(map(is_batched, others)):
-            raise NotLayersError("the loss adds a parameter to a tensor that all samples share")
-        return func(*[x if self.get(x) is None else self._copy_of(x) for x in args], **kwargs)
+    def copy(self, param: SharedParam, *, deferred: bool = False) -> Tensor:
+        """Return one copy of a shared parameter per sample.
 
-    def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        Args:
+            param: the parameter.
+            deferred: whether the gradients of the copies may be products that are better deferred.
+        """
+        self.defers = self.defers or deferred
+        with temporarily_clear_interpreter_stack():
+            copy = self._copy(param.place)
+        return copy.mT if param.transposed else copy
+
+    def compute(self, func: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
         """Call a function of parameters alone, whose results are further parameters."""
-        leaves, structure = flatten((args, kwargs))
-        args, kwargs = unflatten([self._with_graph(x) for x in leaves], structure)
-        with VmapRules(differentiated_by="any"):  # its backward pass will be batched
-            results, structure = flatten(func(*args, **kwargs))
-        return unflatten(
-            [self._add_param(x) if isinstance(x, Tensor) and x.requires_grad else x for x in results], structure
-        )
+        results, results_structure = flatten(self._call([self._with_graph(x) for x in leaves], func, structure))
+        computed = [isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in results]  # no deep copies
+        given = [self._add(x) if yes else x for x, yes in zip(results, computed, strict=True)]
+        return unflatten(given, results_structure)
+
+    def note(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        """Remember a result of a function if its arguments are copies and constants alone."""
+        if self._are_of_copies(args) and peek_interpreter_stack().level() == self._level:
+            leaves, structure = flatten((args, {}))
+            for number, x in enumerate(flatten(result)[0]):
+                self._results[id(x)] = _Result(func, leaves, structure, number)
+                self._alive.append(x)
+
+    def forget_results(self) -> None:
+        """Forget the results of copies, one of which may be written into."""
+        self._results.clear()
+        self._with_graphs.clear()
+
+    def _are_of_copies(self, values: Iterable[Any]) -> bool:
+        found = False
+        for x in values:
+            if isinstance(x, Tensor):
+                if self._is_of_copies(x):
+                    found = True
+                elif x.requires_grad or is_wrapped(x):
+                    return False
+            elif isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+                if not self._are_of_copies(x):
+                    return False
+                found = True
+        return found
+
+    def _is_of_copies(self, x: Any) -> bool:
+        return id(x) in self._copies or id(x) in self._results
 
     def _with_graph(self, x: Any) -> Any:
         """Return an argument of a function as plain autograd is given it."""
-        param, place = self.get(x), self.places.get(id(x))
-        place = place if param is None else param.place
+        if id(x) in self._results:
+            return self._result_with_graph(x)
+        param = self.get(x)
+        place = self._copies.get(id(x)) if param is None else param.place
         if place is None:
-            if isinstance(x, Tensor) and (x.requires_grad or is_wrapped(x)):
-                raise NotLayersError("the loss calls a function with a parameter and other tensors, and it is no layer")
             return x
         plain = self.computed.get(place, self.plain[place])
-        return plain.T if param is not None and param.transposed else plain
+        return plain.mT if param is not None and param.transposed else plain
 
-    def _add_param(self, value: Tensor) -> Tensor:
+    def _result_with_graph(self, x: Any) -> Any:
+        if id(x) not in self._with_graphs:
+            func, leaves, structure, number = self._results[id(x)]
+            results, _ = flatten(self._call([self._with_graph(y) for y in leaves], func, structure))
+            self._with_graphs[id(x)] = results[number]
+        return self._with_graphs[id(x)]
+
+    @staticmethod
+    def _call(leaves: list[Any], func: Callable[..., Any], structure: TreeSpec) -> Any:
+        args, kwargs = unflatten(leaves, structure)
+        with VmapRules(differentiated_by="any"):  # its backward pass will be batched
+            return func(*args, **kwargs)
+
+    def _add(self, value: Tensor) -> Tensor:
         if value.is_complex():
             raise NotLayersError("the loss computes complex numbers of a parameter")
-        place = len(self.plain)
-        self.computed[place] = value
+        self.computed[len(self.plain)] = value
         with temporarily_clear_interpreter_stack():
             self.plain.append(value.detach().requires_grad_())
-            return self._give(place)
+            return self._give(len(self.plain) - 1)
 
     def _give(self, place: int) -> Tensor:
         x = self.plain[place]
-        given = self._keep(SharedParam(x, place)) if x.ndim > 1 or x.numel() > _SMALL else self._copy(place)
-        self.places[id(given)] = place
-        self._alive.append(given)
-        return given
-
-    def _copy_of(self, x: Tensor) -> Tensor:
-        param = self._shared[id(x)]
-        if param.transposed:
-            raise NotLayersError("the loss adds the transpose of a parameter")
-        with temporarily_clear_interpreter_stack():
-            return self._copy(param.place)
+        if x.ndim > 1 or x.numel() > _SMALL:
+            return self._keep(SharedParam(x, place))
+        copy = self._copy(place)
+        self._copies[id(copy)] = place
+        self._alive.append(copy)
+        return copy
 
     def _copy(self, place: int) -> Tensor:
-        if place not in self.copies:
+        if place not in self.expanded:
             plain = self.plain[place].detach()
-            self.copies[place] = plain.expand(self._size, *plain.shape).requires_grad_()
-        return add_batch_dim(self.copies[place], 0, self._level)
+            self.expanded[place] = plain.expand(self._size, *plain.shape).requires_grad_()
+        return add_batch_dim(self.expanded[place], 0, self._level)
 
     def _keep(self, param: SharedParam) -> Tensor:
         self._shared[id(param.tensor)] = param
