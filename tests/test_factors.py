@@ -407,7 +407,7 @@ def test_blocks_of_any_size(name, monkeypatch):
 
 def test_blocks_of_other_devices_are_larger():
     sizes = [cost_model.rows_per_block(10**6, 2**10, torch.device(name), 2) for name in ("cpu", "meta")]
-    assert sizes == [2**10, 2**14]
+    assert sizes == [2**11, 2**14]
 
 
 def test_blocks_of_copies(monkeypatch):

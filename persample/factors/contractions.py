@@ -11,8 +11,9 @@ from torch import Tensor
 from persample.factors import cost_model
 from persample.utils import dtypes, tracing
 
-# For so few columns MKL takes up to 5 times as long as for as many rows (measured, torch 2.13, AMD EPYC).
-_FEW_COLUMNS = 8
+# For so few columns MKL takes up to 5 times as long as for as many rows (torch 2.13, AMD EPYC); for the second number
+# up to 3 times as long, if the sums have many terms (Intel Xeon).
+_FEW_COLUMNS, _FEW_COLUMNS_OF_MANY_TERMS, _MANY_TERMS = 8, 24, 256
 # Blocks of what is converted to another dtype: it is read once, and takes memory of its own.
 _CONVERTED = 1 / 4
 
@@ -27,7 +28,8 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
 
 def has_few_columns(left: Tensor, right: Tensor) -> bool:
     """Return whether ``left.mT @ right`` is better computed as its transpose."""
-    return left.device.type == "cpu" and right.shape[-1] <= _FEW_COLUMNS < left.shape[-1]
+    few = _FEW_COLUMNS_OF_MANY_TERMS if left.shape[-2] >= _MANY_TERMS else _FEW_COLUMNS
+    return left.device.type == "cpu" and right.shape[-1] <= few < left.shape[-1]
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:

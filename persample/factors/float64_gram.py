@@ -101,7 +101,7 @@ def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None
 
 def _in_float64(x: Tensor) -> Tensor:
     """Convert an operand, unless a copy of it is too large to exist."""
-    return x.double() if x.numel() <= cost_model.block_size(x.device) else x
+    return x.double() if x.numel() <= cost_model.block_size(x.device) // 2 else x
 
 
 def _added(total: Tensor | None, product: Tensor, factor: Tensor | None = None) -> Tensor:

@@ -87,7 +87,7 @@ class SharedParams:
 
     def is_of_params(self, x: Any) -> bool:
         """Return whether a value is a parameter, its transpose, its copies, or a result of copies alone."""
-        return id(x) in self._shared or self._is_of_copies(x)
+        return any(id(x) in known for known in (self._shared, self._copies, self._results))
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
@@ -139,20 +139,17 @@ class SharedParams:
 
     def _are_of_copies(self, values: Iterable[Any]) -> bool:
         found = False
-        for x in values:
+        for x in values:  # called for each function of the loss: most stop at the first value
             if isinstance(x, Tensor):
-                if self._is_of_copies(x):
+                if id(x) in self._copies or id(x) in self._results:
                     found = True
-                elif x.requires_grad or is_wrapped(x):
+                elif is_wrapped(x) or x.requires_grad:
                     return False
             elif isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
                 if not self._are_of_copies(x):
                     return False
                 found = True
         return found
-
-    def _is_of_copies(self, x: Any) -> bool:
-        return id(x) in self._copies or id(x) in self._results
 
     def _with_graph(self, x: Any) -> Any:
         """Return an argument of a function as plain autograd is given it."""
