@@ -704,18 +704,6 @@ def test_complex_numbers_computed_of_parameters():
     assert_trees_close(per_sample_grads(loss, WEIGHTS, x, REDUCTIONS), expected(loss, WEIGHTS, (x,)), rtol=1e-9)
 
 
-def halved_in_place(p, x):
-    y = torch.tensordot(x, p["a"], ([0], [1]))
-    y /= 2
-    return y.tanh().sum()
-
-
-def halved_view(p, x):
-    y = torch.tensordot(x * p["t"], p["a"], ([0], [1]))
-    y[:2] /= 2
-    return y.tanh().sum()
-
-
 def views_of_values(p, x):
     hidden = p["a"] @ x
     table, same = torch.broadcast_tensors(p["b"], hidden)
@@ -741,8 +729,6 @@ OF_BOTH = {
     "twice the same matrix": lambda p, x: torch.einsum("i,oi,oi->o", x, p["a"], p["a"]).tanh().sum(),
     "no gradients of the samples": lambda p, x: torch.tensordot((x > 0).double(), p["a"], ([0], [1])).tanh().sum(),
     "a constant part": lambda p, x: torch.einsum("i,oi,o->o", x, p["a"], torch.arange(5.0, dtype=F64)).tanh().sum(),
-    "written in place": halved_in_place,
-    "a written view": halved_view,
     "a number of a matrix": lambda p, x: two_layers(p, x, p["a"] / (p["a"].norm() + 1e-6), p["b"]),
     "a vector across": lambda p, x: two_layers(p, x, p["a"] * p["v"][:, None], p["b"] * p["t"]),
     "a function of a number": lambda p, x: (p["a"] @ x * p["t"].exp()).tanh().sum() + p["t"].exp() * p["v"].exp().sum(),
@@ -770,6 +756,59 @@ def test_functions_of_parameters_and_samples(found, are_small, case, chunk_size)
     truth = expected(loss, WEIGHTS, (x,))
     assert_trees_close(per_sample_grads(loss, WEIGHTS, x, REDUCTIONS, chunk_size=chunk_size), truth, rtol=1e-9)
     assert (None in found) == (case in POINTWISE and not are_small)
+
+
+def halved_in_place(p, x):
+    y = torch.tensordot(x, p["a"], ([0], [1]))
+    y /= 2
+    return y.tanh().sum()
+
+
+def halved_view(p, x):
+    y = torch.tensordot(x * p["t"], p["a"], ([0], [1]))
+    y[:2] /= 2
+    return y.tanh().sum()
+
+
+def tripled_alias(p, x):
+    hidden = x * p["t"]
+    same = hidden.type_as(p["a"])
+    same.mul_(3)
+    return (p["a"] @ hidden).square().sum()
+
+
+@pytest.mark.parametrize("loss", [halved_in_place, halved_view, tripled_alias], ids=lambda f: f.__name__)
+def test_writes_into_results_of_functions_of_matrices(are_small, loss):
+    x = draw(5, 3)
+    assert_trees_close(per_sample_grads(loss, WEIGHTS, x, REDUCTIONS), expected(loss, WEIGHTS, (x,)), rtol=1e-9)
+
+
+def zeroed_index(p, x):
+    index = x.argsort()
+    y = p["a"][index]
+    index.zero_()
+    return (y * x).sin().sum()
+
+
+def scaled_solution(p, x):
+    triangle = (p["a"][:3] + 9 * torch.eye(3, dtype=F64)).tril()
+    y = torch.linalg.solve_triangular(triangle, torch.outer(x, x), upper=False)
+    y.mul_(2)
+    return y.sin().sum()
+
+
+def raised_operand(p, x):
+    hidden = x * 1
+    y = torch.einsum("i,oi,i->", hidden, p["a"], hidden)
+    hidden.add_(1)
+    return y.sin()
+
+
+@pytest.mark.parametrize("engine", ["loop", "eager"])
+@pytest.mark.parametrize("loss", [zeroed_index, scaled_solution, raised_operand], ids=lambda f: f.__name__)
+def test_writes_that_autograd_refuses(are_small, loss, engine):
+    with pytest.raises((RuntimeError, LossError), match="modified by an inplace operation"):
+        per_sample_grads(loss, WEIGHTS, draw(5, 3), Mean(), engine=engine)
 
 
 def products_as_signals(p, x):
@@ -808,7 +847,23 @@ def joined_numbers(p, x):
     return two_layers(p, x, p["a"] * both[1] + low, p["b"] / high) + both.detach().sum() * p["t"]
 
 
-@pytest.mark.parametrize("loss", [written_later, squared_many_times, joined_numbers], ids=lambda f: f.__name__)
+def without_grad_first(p, x):
+    scale = p["v"].exp()
+    with torch.no_grad():
+        F.kl_div(scale, scale, reduction="sum")
+    return two_layers(p, x, p["a"] * scale[:, None], p["b"])
+
+
+def sizes(p, x):
+    """Return numbers, and vectors as they are, from functions of vectors."""
+    column = p["v"].unsqueeze(1).contiguous()
+    return two_layers(p, x, p["a"] * column, p["b"].sum(column.size(1), keepdim=True) * p["v"].contiguous())
+
+
+ON_RESULTS = [written_later, squared_many_times, joined_numbers, without_grad_first, sizes]
+
+
+@pytest.mark.parametrize("loss", ON_RESULTS, ids=lambda f: f.__name__)
 def test_matrices_computed_with_results_of_small_vectors(found, loss):
     x = draw(5, 3, seed=5)
     assert_trees_close(per_sample_grads(loss, WEIGHTS, x, REDUCTIONS), expected(loss, WEIGHTS, (x,)), rtol=1e-9)
@@ -819,6 +874,7 @@ def test_matrices_computed_with_results_of_small_vectors(found, loss):
 WITHIN_A_DERIVATIVE = {
     "kl_div": lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1).expand(2, 3), reduction="batchmean"),
     "margin_ranking_loss": lambda y, x: F.margin_ranking_loss(y, x.expand(2, 3), torch.ones(2, 3)),
+    "margin_ranking_loss, whole numbers": lambda y, x: F.margin_ranking_loss(y[0], x, 2 * (x > 0).long() - 1),
     "triplet_margin_loss": lambda y, x: F.triplet_margin_loss(y, x.expand(2, 3), y.detach() + 1),
     "stft": lambda y, x: torch.stft(y, 4, 1, window=torch.ones(4, dtype=F64), return_complex=True).abs().square().sum(),
     "column_stack": lambda y, x: torch.column_stack([y.T, x]).tanh().sum(),

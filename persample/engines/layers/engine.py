@@ -45,7 +45,7 @@ _NOT_LAYERS = (nn.MultiheadAttention, nn.EmbeddingBag)
 def suits(call: Call) -> bool:
     """Return whether a loss may be made of layers, as far as its parameters and modules tell.
 
-    A wrong guess costs time, never correctness: ``gradients`` refuses the loss at the first other use of a matrix.
+    A wrong guess costs time, never correctness: ``gradients`` refuses the loss.
 
     Args:
         call: the chunk, not empty.
@@ -72,7 +72,7 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         The gradients.
 
     Raises:
-        NotLayersError: if the loss is not made of layers alone, or if torch raises a ``RuntimeError`` or a warning: its
+        NotLayersError: if the loss does what is not known here, or if torch raises a ``RuntimeError`` or a warning: its
             types for what autograd or vmap cannot do, which may differ under ``vmap(vjp)``.
         LossError: if the loss depends on no parameter, or returns no scalar.
         Exception: what the loss itself raises, and any other error of torch's (an index out of range).

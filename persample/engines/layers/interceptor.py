@@ -1,4 +1,4 @@
-"""The functions that a loss may call with shared parameters: layers, additions, and any of parameters alone."""
+"""The functions that a loss calls with shared parameters: layers, any of parameters alone, and others."""
 
 from __future__ import annotations
 
@@ -62,6 +62,13 @@ class LayerInterceptor:
         # Under one vmap alone, autocast gives some functions (cross_entropy) another precision.
         if peek_interpreter_stack().level() != self._level or is_autocast(self.params.plain[0].device):
             raise NotLayersError("the loss calls a function of parameters inside of a transform, or under autocast")
+        try:
+            return self._other(func, args, kwargs)
+        except RuntimeError as error:  # perhaps of this way alone: the loss must not go on with it
+            raise NotLayersError(str(error)) from error
+
+    def _other(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that is no layer."""
         leaves, structure = flatten((args, kwargs))
         if all(self.params.is_of_params(x) or not self._is_other(x) for x in leaves):
             return self.params.compute(func, leaves, structure)
@@ -105,15 +112,12 @@ class LayerInterceptor:
         places = [param.place for param in shared.values()]
         if not all(map(self._is_batched, others.values())):
             raise NotLayersError("the loss calls a function with a parameter and tensors that are not one per sample")
-        known = dict(enumerate(leaves)) | {number: x.detach() for number, x in others.items()}
-        all_of_them = func in WITHIN_A_DERIVATIVE
-        wanted = [number for number, x in others.items() if get_unwrapped(x).requires_grad or all_of_them]
         structures: list[TreeSpec] = []
 
-        def function(params: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        def function(params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
             turned = [x.mT if param.transposed else x for x, param in zip(params, shared.values(), strict=True)]
-            found = known | dict(zip([*shared, *wanted], [*turned, *values], strict=True))
-            args, kwargs = unflatten(list(found.values()), structure)
+            found = dict(zip([*shared, *others], [*turned, *values], strict=True))
+            args, kwargs = unflatten([found.get(number, x) for number, x in enumerate(leaves)], structure)
             with VmapRules():
                 results, results_structure = flatten(func(*args, **kwargs))
             if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in results):
@@ -121,9 +125,8 @@ class LayerInterceptor:
             structures.append(results_structure)
             return results
 
-        plain = [self.params.plain[place] for place in places]
-        values = [others[number] for number in wanted]
-        results = mixed(function, plain, values, Vmap(self._level, self._size), self._recorder.function(places))
+        plain, vmap = [self.params.plain[place] for place in places], Vmap(self._level, self._size)
+        results = mixed(function, plain, list(others.values()), vmap, self._recorder.function(places))
         return unflatten(results, structures[0])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

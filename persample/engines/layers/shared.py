@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
-from persample.utils.tracing import is_wrapped
+from persample.engines.layers.results import ResultsOfCopies, call
 from persample.utils.trees import TreeSpec, flatten, unflatten
-from persample.vmap_rules import VmapRules
 
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
 
 
 class NotLayersError(Exception):
-    """The loss is not made of layers alone: ``vmap(vjp(loss))`` differentiates it."""
+    """The loss is left to ``vmap(vjp(loss))``."""
 
 
 class SharedParam(NamedTuple):
@@ -31,22 +30,6 @@ class SharedParam(NamedTuple):
     tensor: Tensor
     place: int
     transposed: bool = False
-
-
-class _Result(NamedTuple):
-    """One result of a function of copies alone.
-
-    Args:
-        func: the function.
-        leaves: its arguments, flat.
-        structure: how the arguments are nested.
-        number: which of its results.
-    """
-
-    func: Callable[..., Any]
-    leaves: list[Any]
-    structure: TreeSpec
-    number: int
 
 
 class SharedParams:
@@ -69,12 +52,11 @@ class SharedParams:
         self.defers = False  # whether the backward pass of the loss defers products
         self._shared: dict[int, SharedParam] = {}
         self._copies: dict[int, int] = {}  # the places of copies that the loss was given
-        self._results: dict[int, _Result] = {}  # of copies alone
-        self._with_graphs: dict[int, Any] = {}  # the same results, of the vectors that are copied
+        self._results = ResultsOfCopies()
         self._alive: list[Any] = []  # because an object made later may have the id of one that is gone
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
-            self.given = [self._give(place) for place in range(len(self.plain))]
+        self.given = [self._give(place) for place in range(len(self.plain))]
 
     def get(self, x: Any) -> SharedParam | None:
         """Return a shared parameter or its transpose, or None for any other value."""
@@ -87,7 +69,7 @@ class SharedParams:
 
     def is_of_params(self, x: Any) -> bool:
         """Return whether a value is a parameter, its transpose, its copies, or a result of copies alone."""
-        return any(id(x) in known for known in (self._shared, self._copies, self._results))
+        return id(x) in self._shared or id(x) in self._copies or x in self._results
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
@@ -113,38 +95,33 @@ class SharedParams:
             deferred: whether the gradients of the copies may be products that are better deferred.
         """
         self.defers = self.defers or deferred
-        with temporarily_clear_interpreter_stack():
-            copy = self._copy(param.place)
+        copy = self._copy(param.place)
         return copy.mT if param.transposed else copy
 
     def compute(self, func: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
         """Call a function of parameters alone, whose results are further parameters."""
-        results, results_structure = flatten(self._call([self._with_graph(x) for x in leaves], func, structure))
-        computed = [isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in results]  # no deep copies
+        results, results_structure = flatten(call(func, [self._with_graph(x) for x in leaves], structure))
+        # A leaf is no result: the deep copy of a parameter.
+        computed = [isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in results]
         given = [self._add(x) if yes else x for x, yes in zip(results, computed, strict=True)]
         return unflatten(given, results_structure)
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Remember a result of a function if its arguments are copies and constants alone."""
+        """Remember the results of a function if no tensors are among its arguments but copies and results of them."""
         if self._are_of_copies(args) and peek_interpreter_stack().level() == self._level:
-            leaves, structure = flatten((args, {}))
-            for number, x in enumerate(flatten(result)[0]):
-                self._results[id(x)] = _Result(func, leaves, structure, number)
-                self._alive.append(x)
+            self._results.note(func, args, result)
 
     def forget_results(self) -> None:
-        """Forget the results of copies, one of which may be written into."""
-        self._results.clear()
-        self._with_graphs.clear()
+        """Forget results of copies, one of which may be written into."""
+        self._results.forget()
 
     def _are_of_copies(self, values: Iterable[Any]) -> bool:
         found = False
-        for x in values:  # called for each function of the loss: most stop at the first value
+        for x in values:  # of each function of the loss: most stop at the first value
             if isinstance(x, Tensor):
-                if id(x) in self._copies or id(x) in self._results:
-                    found = True
-                elif is_wrapped(x) or x.requires_grad:
+                if id(x) not in self._copies and x not in self._results:
                     return False
+                found = True
             elif isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
                 if not self._are_of_copies(x):
                     return False
@@ -153,8 +130,8 @@ class SharedParams:
 
     def _with_graph(self, x: Any) -> Any:
         """Return an argument of a function as plain autograd is given it."""
-        if id(x) in self._results:
-            return self._result_with_graph(x)
+        if x in self._results:
+            return self._results.of_vectors(x, self._with_graph)
         param = self.get(x)
         place = self._copies.get(id(x)) if param is None else param.place
         if place is None:
@@ -162,26 +139,13 @@ class SharedParams:
         plain = self.computed.get(place, self.plain[place])
         return plain.mT if param is not None and param.transposed else plain
 
-    def _result_with_graph(self, x: Any) -> Any:
-        if id(x) not in self._with_graphs:
-            func, leaves, structure, number = self._results[id(x)]
-            results, _ = flatten(self._call([self._with_graph(y) for y in leaves], func, structure))
-            self._with_graphs[id(x)] = results[number]
-        return self._with_graphs[id(x)]
-
-    @staticmethod
-    def _call(leaves: list[Any], func: Callable[..., Any], structure: TreeSpec) -> Any:
-        args, kwargs = unflatten(leaves, structure)
-        with VmapRules(differentiated_by="any"):  # its backward pass will be batched
-            return func(*args, **kwargs)
-
     def _add(self, value: Tensor) -> Tensor:
         if value.is_complex():
             raise NotLayersError("the loss computes complex numbers of a parameter")
         self.computed[len(self.plain)] = value
         with temporarily_clear_interpreter_stack():
             self.plain.append(value.detach().requires_grad_())
-            return self._give(len(self.plain) - 1)
+        return self._give(len(self.plain) - 1)
 
     def _give(self, place: int) -> Tensor:
         x = self.plain[place]
@@ -194,8 +158,9 @@ class SharedParams:
 
     def _copy(self, place: int) -> Tensor:
         if place not in self.expanded:
-            plain = self.plain[place].detach()
-            self.expanded[place] = plain.expand(self._size, *plain.shape).requires_grad_()
+            with temporarily_clear_interpreter_stack():
+                plain = self.plain[place].detach()
+                self.expanded[place] = plain.expand(self._size, *plain.shape).requires_grad_()
         return add_batch_dim(self.expanded[place], 0, self._level)
 
     def _keep(self, param: SharedParam) -> Tensor:
