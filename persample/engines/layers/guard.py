@@ -30,6 +30,7 @@ class LayerGuard(VmapRules):
     def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
         super().__init__({F.linear: interceptor.linear}, differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
+        self._of_copies = interceptor.params.copies.known
         self._has_refused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +47,7 @@ class LayerGuard(VmapRules):
         except NotLayersError:
             self._has_refused = True
             raise
-        if recorded and not kwargs:
+        if args and id(args[0]) in self._of_copies and recorded and not kwargs:
             params.note(func, args, result)
         return result
 
@@ -61,7 +62,7 @@ class LayerGuard(VmapRules):
         if uses_autograd(func) or not all(map(self._is_computed, written)):
             raise NotLayersError(f"the loss calls {func}, which uses autograd or writes into a given tensor")
         if written:
-            self._interceptor.params.forget_results()
+            self._interceptor.params.copies.forget_results()
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, with one value per sample."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
-from persample.engines.layers.results import ResultsOfCopies, call
+from persample.engines.layers.copies import Copies, call
 from persample.utils.trees import TreeSpec, flatten, unflatten
 
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
@@ -51,9 +51,7 @@ class SharedParams:
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
         self.defers = False  # whether the backward pass of the loss defers products
         self._shared: dict[int, SharedParam] = {}
-        self._copies: dict[int, int] = {}  # the places of copies that the loss was given
-        self._results = ResultsOfCopies()
-        self._alive: list[Any] = []  # because an object made later may have the id of one that is gone
+        self.copies = Copies()
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
         self.given = [self._give(place) for place in range(len(self.plain))]
@@ -65,11 +63,11 @@ class SharedParams:
     def place_of(self, x: Any) -> int | None:
         """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
         param = self.get(x)
-        return self._copies.get(id(x)) if param is None or param.transposed else param.place
+        return self.copies.place_of(x) if param is None or param.transposed else param.place
 
     def is_of_params(self, x: Any) -> bool:
         """Return whether a value is a parameter, its transpose, its copies, or a result of copies alone."""
-        return id(x) in self._shared or id(x) in self._copies or x in self._results
+        return id(x) in self._shared or id(x) in self.copies.known
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
@@ -107,35 +105,16 @@ class SharedParams:
         return unflatten(given, results_structure)
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Remember the results of a function if no tensors are among its arguments but copies and results of them."""
-        if self._are_of_copies(args) and peek_interpreter_stack().level() == self._level:
-            self._results.note(func, args, result)
-
-    def forget_results(self) -> None:
-        """Forget results of copies, one of which may be written into."""
-        self._results.forget()
-
-    def _are_of_copies(self, values: Iterable[Any]) -> bool:
-        found = False
-        for x in values:  # of each function of the loss: most stop at the first value
-            if isinstance(x, Tensor):
-                if id(x) not in self._copies and x not in self._results:
-                    return False
-                found = True
-            elif isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
-                if not self._are_of_copies(x):
-                    return False
-                found = True
-        return found
+        """Remember the results of a function of copies, unless it is called inside of another transform."""
+        if peek_interpreter_stack().level() == self._level:
+            self.copies.note(func, args, result)
 
     def _with_graph(self, x: Any) -> Any:
         """Return an argument of a function as plain autograd is given it."""
-        if x in self._results:
-            return self._results.of_vectors(x, self._with_graph)
         param = self.get(x)
-        place = self._copies.get(id(x)) if param is None else param.place
+        place = self.copies.place_of(x) if param is None else param.place
         if place is None:
-            return x
+            return self.copies.of_vectors(x, self._with_graph) if id(x) in self.copies.known else x
         plain = self.computed.get(place, self.plain[place])
         return plain.mT if param is not None and param.transposed else plain
 
@@ -152,8 +131,7 @@ class SharedParams:
         if x.ndim > 1 or x.numel() > _SMALL:
             return self._keep(SharedParam(x, place))
         copy = self._copy(place)
-        self._copies[id(copy)] = place
-        self._alive.append(copy)
+        self.copies.add(copy, place)
         return copy
 
     def _copy(self, place: int) -> Tensor:

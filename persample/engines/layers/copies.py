@@ -1,4 +1,4 @@
-"""Results of copies: what a loss computes of small vectors alone, of each of which it is given one copy per sample."""
+"""Copies of small vectors, one per sample, and what a loss computes of copies alone."""
 
 from __future__ import annotations
 
@@ -24,27 +24,44 @@ class _Result:
     of_vectors: Tensor | None = None
 
 
-class ResultsOfCopies:
-    """Remembers how results were computed, so that they can be computed once more, of the vectors themselves."""
+class Copies:
+    """Knows which tensors are copies, and how others were computed of them, so that vectors can stand for both.
+
+    Attributes:
+        known: the ids of copies and results.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Result] = {}
+        self.known: set[int] = set()
+        self._places: dict[int, int] = {}
+        self._results: dict[int, _Result] = {}
+        self._alive: list[Tensor] = []
 
-    def __contains__(self, x: Any) -> bool:
-        """Return whether a value is a result of copies alone."""
-        return id(x) in self._known
+    def add(self, copy: Tensor, place: int) -> None:
+        """Add the copies of the vector at a place."""
+        self._places[id(copy)] = place
+        self.known.add(id(copy))
+        self._alive.append(copy)
+
+    def place_of(self, x: Any) -> int | None:
+        """Return the place of the vector that is copied, or None for any other value."""
+        return self._places.get(id(x))
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Remember the results of a function of copies, or of such results."""
+        """Remember the results of a function if all tensors among its arguments are copies and results of copies."""
         leaves, structure = flatten((args, {}))
-        given = set(map(id, leaves))
+        given = {id(x) for x in leaves if isinstance(x, Tensor)}
+        if not given <= self.known:
+            return
         for number, x in enumerate(flatten(result)[0]):
             if isinstance(x, Tensor) and unwrapped(x).requires_grad and id(x) not in given:
-                self._known[id(x)] = _Result(x, func, leaves, structure, number)
+                self._results[id(x)] = _Result(x, func, leaves, structure, number)
+                self.known.add(id(x))
 
-    def forget(self) -> None:
+    def forget_results(self) -> None:
         """Forget all results: one of them, or a view of it, is written into."""
-        self._known.clear()
+        self.known.difference_update(self._results)
+        self._results.clear()
 
     def of_vectors(self, x: Tensor, vector_of: Callable[[Any], Any]) -> Tensor:
         """Return a result computed of the vectors, for all samples at once.
@@ -53,12 +70,12 @@ class ResultsOfCopies:
             x: the result.
             vector_of: from an argument to what stands for it.
         """
-        known = self._known[id(x)]
-        if known.of_vectors is None:
+        result = self._results[id(x)]
+        if result.of_vectors is None:
             with torch.enable_grad():
-                results = call(known.func, list(map(vector_of, known.leaves)), known.structure)
-            known.of_vectors = flatten(results)[0][known.number]
-        return known.of_vectors
+                results = call(result.func, list(map(vector_of, result.leaves)), result.structure)
+            result.of_vectors = flatten(results)[0][result.number]
+        return result.of_vectors
 
 
 def call(func: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> Any:
