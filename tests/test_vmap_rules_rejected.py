@@ -6,7 +6,7 @@ from agreement import assert_eager_is_loop
 from torch import nn
 from torch.nn import functional as F
 
-from persample import Norm, Stack, per_sample_grads
+from persample import LossError, Norm, Stack, per_sample_grads
 
 D = torch.float64
 
@@ -192,6 +192,19 @@ def test_linear_cross_entropy_in_parts(options):
         return F.linear_cross_entropy((x @ w["v"]).tanh(), w["w"], labels, options=settings)
 
     assert_eager_is_loop(loss, {"w": draw(7, 3), "v": draw(3, 3)}, (draw(2, 6, 3),))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 has no linear_cross_entropy")
+def test_linear_cross_entropy_in_parts_with_weights_of_classes():
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    def loss(w, x):
+        labels = torch.arange(len(x)) % 7
+        options = LinearCrossEntropyOptions(batch_chunk_size=2)
+        return F.linear_cross_entropy(x, w["w"], labels, weight=w["c"], options=options)
+
+    with pytest.raises(LossError, match="expected weights of classes that depend on no parameter"):
+        per_sample_grads(loss, {"w": draw(7, 3), "c": draw(7)}, draw(2, 6, 3))
 
 
 def test_cross_entropy_differentiated_by_the_loss_first():

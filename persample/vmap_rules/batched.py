@@ -31,6 +31,19 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def is_differentiated(x: Tensor) -> bool:
+    """Return whether autograd, or a derivative of torch.func at any level, differentiates a tensor.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return x.requires_grad
+
+
 def batch_first(x: Tensor) -> Tensor:
     """Return the tensor inside of the wrapper of a vmap, with the batch axis first.
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample.errors import LossError
 from persample.utils.dtypes import is_autocast
-from persample.vmap_rules.batched import is_batched
+from persample.vmap_rules.batched import is_batched, is_differentiated
 from persample.vmap_rules.kernel_call import call_kernel
 
 # With fewer logits per sample, the calls take longer than the passes.
@@ -53,9 +54,14 @@ def _gradients(_needed: Any, grad: Tensor, target: Tensor, _: Tensor, log_p: Ten
     return signals.scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1)), None
 
 
-def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:  # noqa: ARG001
+def _linear_cross_entropy(*args: Any, options: Any = None, weight: Tensor | None = None, **kwargs: Any) -> Tensor:
     """Compute it at once: torch 2.13 batches the gradients of its parts wrongly, without an error."""
-    return F.linear_cross_entropy(*args, **kwargs)
+    if options is not None and weight is not None and is_differentiated(weight):
+        raise LossError(
+            "loss_fn: linear_cross_entropy with options expected weights of classes that depend on no parameter, "
+            "received weights that do. Leave options out, or detach the weights."
+        )
+    return F.linear_cross_entropy(*args, weight=weight, **kwargs)
 
 
 # torch 2.12 does not have it.
