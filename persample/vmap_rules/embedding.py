@@ -29,23 +29,15 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
-def _embedding(  # noqa: PLR0917 - as torch's
-    input: Tensor,  # noqa: A002
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
     of_samples = is_batched(weight) and weight.ndim == 2
     # torch.func looks up the tables of all samples as one: an index beyond a table is a row of another sample's, and
     # the row of padding is that of the first sample's alone, if plain autograd differentiates the lookup.
     if of_samples and _has_outside(input, len(weight)):
         raise IndexError("index out of range in self")
     if not of_samples or padding_idx is None or not -len(weight) <= padding_idx < len(weight):
-        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    rows = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return F.embedding(input, weight, padding_idx, *args, **kwargs)
+    rows = F.embedding(input, weight, None, *args, **kwargs)
     return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
 
 

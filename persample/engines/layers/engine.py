@@ -25,7 +25,7 @@ from persample.engines.layers.computed import pull_back
 from persample.engines.layers.guard import LayerGuard
 from persample.engines.layers.interceptor import LayerInterceptor
 from persample.engines.layers.recorder import LayerRecorder
-from persample.engines.layers.shared import NotLayersError, SharedParams
+from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.errors import LossError, TorchVersionError
 from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
@@ -117,9 +117,10 @@ def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tenso
     with torch.enable_grad(), vmap_increment_nesting(call.size, "error") as level:
         pairs = zip(call.leaves, call.leaves_batched, strict=True)
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
-        params = SharedParams(call.params, call.size, level)
+        vmap = Vmap(level, call.size)
+        params = SharedParams(call.params, vmap)
         recorder = LayerRecorder(params.plain, call.size, plan)
-        with LayerGuard(LayerInterceptor(params, level, call.size, recorder), leaves):
+        with LayerGuard(LayerInterceptor(params, vmap, recorder), leaves):
             value, (aux, has_aux) = call.loss(params.given, leaves)
         losses = remove_batch_dim(value, level, call.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied

@@ -15,17 +15,16 @@ from persample._torch import (
     get_unwrapped,
     is_batchedtensor,
     maybe_get_level,
-    peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
 )
 from persample.engines.layers.convolutions import Geometry, convolved_images, geometry_of, transposed_geometry_of
 from persample.engines.layers.effects import written_tensors
-from persample.engines.layers.mixed import Vmap, mixed
+from persample.engines.layers.mixed import mixed
 from persample.engines.layers.pointwise import is_pointwise
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.recurrences import scanned_sequences
 from persample.engines.layers.rows import linear_rows, lookup_rows
-from persample.engines.layers.shared import NotLayersError, SharedParams
+from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.dtypes import is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import TreeSpec, flatten, unflatten
@@ -46,13 +45,12 @@ class LayerInterceptor:
 
     Args:
         params: the parameters.
-        level: the level of the vmap around the loss.
-        size: B.
+        vmap: the vmap around the loss.
         recorder: receives the inputs and output gradients of layers.
     """
 
-    def __init__(self, params: SharedParams, level: int, size: int, recorder: LayerRecorder) -> None:
-        self.params, self._level, self._size, self._recorder = params, level, size, recorder
+    def __init__(self, params: SharedParams, vmap: Vmap, recorder: LayerRecorder) -> None:
+        self.params, self._vmap, self._recorder = params, vmap, recorder
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
@@ -60,7 +58,7 @@ class LayerInterceptor:
             if (result := self._layer(func, args, kwargs)) is not NotImplemented:
                 return result
         # Under one vmap alone, autocast gives some functions (cross_entropy) another precision.
-        if peek_interpreter_stack().level() != self._level or is_autocast(self.params.plain[0].device):
+        if not self._vmap.is_innermost or is_autocast(self.params.plain[0].device):
             raise NotLayersError("the loss calls a function of parameters inside of a transform, or under autocast")
         try:
             return self._other(func, args, kwargs)
@@ -70,7 +68,7 @@ class LayerInterceptor:
     def _other(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that is no layer."""
         leaves, structure = flatten((args, kwargs))
-        if all(self.params.is_of_params(x) or not self._is_other(x) for x in leaves):
+        if all(id(x) in self.params.copies.known for x in leaves if self._is_other(x)):
             return self.params.compute(func, leaves, structure)
         leaves = self._with_copies(func, leaves)
         args, kwargs = unflatten(leaves, structure)
@@ -82,7 +80,7 @@ class LayerInterceptor:
             return func(*args, **kwargs)
 
     def _is_other(self, x: Any) -> bool:
-        """Return whether a value is a tensor that may be computed of the samples."""
+        """Return whether a value is a tensor with one value per sample, copies of vectors among them."""
         return isinstance(x, Tensor) and self.params.get(x) is None and (x.requires_grad or is_wrapped(x))
 
     def _with_copies(self, func: Any, leaves: Sequence[Any]) -> list[Any]:
@@ -94,7 +92,7 @@ class LayerInterceptor:
             param = self.params.get(x)
             if param is None:
                 return x
-            numbers = self._size * param.tensor.numel()
+            numbers = self._vmap.size * param.tensor.numel()
             if pointwise and numbers <= largest:
                 return self.params.copy(param)
             if numbers <= _FEW and func not in _UNLIKE_COPIES:
@@ -125,8 +123,8 @@ class LayerInterceptor:
             structures.append(results_structure)
             return results
 
-        plain, vmap = [self.params.plain[place] for place in places], Vmap(self._level, self._size)
-        results = mixed(function, plain, list(others.values()), vmap, self._recorder.function(places))
+        plain = [self.params.plain[place] for place in places]
+        results = mixed(function, plain, list(others.values()), self._vmap, self._recorder.function(places))
         return unflatten(results, structures[0])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -165,7 +163,7 @@ class LayerInterceptor:
             # Unflattened outside of the function: a view that a function returns could not be written in place.
             out = linear_rows(rows.flatten(0, -2), weight, bias, callback)
             out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
-        return add_batch_dim(out, 0, self._level)
+        return add_batch_dim(out, 0, self._vmap.level)
 
     def convolution(
         self,
@@ -198,7 +196,7 @@ class LayerInterceptor:
                 flat, weight, plain_bias, lambda *x: func(*x, *settings, **named), geometry, callback
             )
             out = out if one_each else out.view(*images.shape[:2], *out.shape[1:])
-        return add_batch_dim(out, 0, self._level)
+        return add_batch_dim(out, 0, self._vmap.level)
 
     def recurrence(
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
@@ -214,7 +212,7 @@ class LayerInterceptor:
             tensors = *state, *biases, sequences, w_ih, w_hh
             out, *others = scanned_sequences(cell, callback, len(state), *tensors)
             results = out, out[:, -1], *others
-        return tuple(add_batch_dim(y, 0, self._level) for y in results)
+        return tuple(add_batch_dim(y, 0, self._vmap.level) for y in results)
 
     def _parameter(self, x: Any) -> int:
         """Return the place of a parameter, which is given to a layer as it is."""
@@ -233,8 +231,8 @@ class LayerInterceptor:
         if not isinstance(x, Tensor) or is_wrapped(x) or x.requires_grad:
             raise NotLayersError("the loss calls a recurrent layer with inputs that are not one per sample")
         with temporarily_clear_interpreter_stack():
-            one_each = x.expand(self._size, *x.shape)
-        return add_batch_dim(one_each, 0, self._level)
+            one_each = x.expand(self._vmap.size, *x.shape)
+        return add_batch_dim(one_each, 0, self._vmap.level)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Compute ``left @ right`` as a linear layer of a parameter."""
@@ -278,15 +276,15 @@ class LayerInterceptor:
         fits &= isinstance(input, Tensor) and input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
             raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
-        index = batch_first(input) if is_wrapped(input) else input.expand(self._size, *input.shape)
+        index = batch_first(input) if is_wrapped(input) else input.expand(self._vmap.size, *input.shape)
         callback = self._recorder.embedding(param.place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
             out = lookup_rows(weight, index, callback)
-        return add_batch_dim(out, 0, self._level)
+        return add_batch_dim(out, 0, self._vmap.level)
 
     def _is_batched(self, x: Tensor) -> bool:
         """Return whether the vmap around the loss, and no other level, batches a tensor."""
-        batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._level
+        batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._vmap.level
         return batched and not is_wrapped(get_unwrapped(x))
 
 

@@ -21,21 +21,9 @@ from persample._torch import (
     vmap_increment_nesting,
 )
 from persample.engines.deferred.placeholder import values_of
-from persample.engines.layers.shared import NotLayersError
+from persample.engines.layers.shared import NotLayersError, Vmap
 from persample.outputs import memory
 from persample.vmap_rules.batched import batch_first, is_batched
-
-
-class Vmap(NamedTuple):
-    """The vmap around the loss.
-
-    Args:
-        level: its level.
-        size: B.
-    """
-
-    level: int
-    size: int
 
 
 class Grads(NamedTuple):

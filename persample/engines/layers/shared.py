@@ -18,6 +18,23 @@ class NotLayersError(Exception):
     """The loss is left to ``vmap(vjp(loss))``."""
 
 
+class Vmap(NamedTuple):
+    """The vmap around the loss.
+
+    Args:
+        level: its level.
+        size: B.
+    """
+
+    level: int
+    size: int
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether no other transform, which the loss has called, is active."""
+        return peek_interpreter_stack().level() == self.level
+
+
 class SharedParam(NamedTuple):
     """A parameter that all samples share, or its transpose.
 
@@ -41,12 +58,11 @@ class SharedParams:
 
     Args:
         params: the parameters.
-        size: B.
-        level: the level of the vmap around the loss.
+        vmap: the vmap around the loss.
     """
 
-    def __init__(self, params: Sequence[Tensor], size: int, level: int) -> None:
-        self._size, self._level = size, level
+    def __init__(self, params: Sequence[Tensor], vmap: Vmap) -> None:
+        self._vmap = vmap
         self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
         self.defers = False  # whether the backward pass of the loss defers products
@@ -64,10 +80,6 @@ class SharedParams:
         """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
         param = self.get(x)
         return self.copies.place_of(x) if param is None or param.transposed else param.place
-
-    def is_of_params(self, x: Any) -> bool:
-        """Return whether a value is a parameter, its transpose, its copies, or a result of copies alone."""
-        return id(x) in self._shared or id(x) in self.copies.known
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
@@ -106,7 +118,7 @@ class SharedParams:
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
         """Remember the results of a function of copies, unless it is called inside of another transform."""
-        if peek_interpreter_stack().level() == self._level:
+        if self._vmap.is_innermost:
             self.copies.note(func, args, result)
 
     def _with_graph(self, x: Any) -> Any:
@@ -138,8 +150,8 @@ class SharedParams:
         if place not in self.expanded:
             with temporarily_clear_interpreter_stack():
                 plain = self.plain[place].detach()
-                self.expanded[place] = plain.expand(self._size, *plain.shape).requires_grad_()
-        return add_batch_dim(self.expanded[place], 0, self._level)
+                self.expanded[place] = plain.expand(self._vmap.size, *plain.shape).requires_grad_()
+        return add_batch_dim(self.expanded[place], 0, self._vmap.level)
 
     def _keep(self, param: SharedParam) -> Tensor:
         self._shared[id(param.tensor)] = param
