@@ -9,7 +9,17 @@ tensor([-1., -1.])
 from persample import losses, naive
 from persample.composite import composite_grads
 from persample.engines import clear_cache
-from persample.errors import ArgumentError, FallbackWarning, LossError, SinkError
+from persample.errors import (
+    ArgumentError,
+    CompilerWarning,
+    ConditionWarning,
+    FallbackWarning,
+    LossError,
+    PersampleWarning,
+    RecompilationWarning,
+    SinkError,
+    WrapperWarning,
+)
 from persample.explain import explain
 from persample.fisher import fisher_vector_product
 from persample.inputs.modules import set_grads
@@ -45,6 +55,8 @@ __all__ = [
     "Aux",
     "ClippedMean",
     "ClippedSum",
+    "CompilerWarning",
+    "ConditionWarning",
     "CosineSimilarity",
     "Dot",
     "Factored",
@@ -57,13 +69,16 @@ __all__ = [
     "NaturalGradient",
     "NoiseScale",
     "Norm",
+    "PersampleWarning",
     "Project",
+    "RecompilationWarning",
     "SecondMoment",
     "SinkError",
     "Stack",
     "Sum",
     "Variance",
     "WeightedSum",
+    "WrapperWarning",
     "accumulate",
     "clear_cache",
     "composite_grads",

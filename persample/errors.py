@@ -41,8 +41,28 @@ class LossError(RuntimeError):
     """The user's loss returned or did something for which per-sample gradients cannot be computed."""
 
 
-class FallbackWarning(RuntimeWarning):
+class PersampleWarning(RuntimeWarning):
+    """The base of the library's warnings; each cause has a category of its own, so that one filter silences it."""
+
+
+class FallbackWarning(PersampleWarning):
     """A call was answered in a slower way than its engine's; the message says why, and what it costs."""
+
+
+class CompilerWarning(PersampleWarning):
+    """Torch's compiler failed, or there is none: the traced program runs operation by operation."""
+
+
+class RecompilationWarning(PersampleWarning):
+    """The same loss is compiled again and again; the message says what changes from call to call."""
+
+
+class ConditionWarning(PersampleWarning):
+    """A linear system is so ill-conditioned that less than half of the digits of its solution are right."""
+
+
+class WrapperWarning(PersampleWarning):
+    """The module inside of a wrapper is used, and what the wrapper adds does not run."""
 
 
 class SinkError(RuntimeError):

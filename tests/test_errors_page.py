@@ -8,18 +8,22 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+import persample
+from persample import PersampleWarning
 from persample.engines import diagnosis
 from persample.inputs.loss import NOT_CONNECTED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 START, END = "<!-- list: python tests/test_errors_page.py -->\n", "<!-- end of list -->\n"
-KINDS = ("ArgumentError", "LossError", "TorchVersionError", "FallbackWarning", "RuntimeWarning")
+WARNINGS = {PersampleWarning, *PersampleWarning.__subclasses__()}
+KINDS = ("ArgumentError", "LossError", "TorchVersionError", *(category.__name__ for category in WARNINGS))
 PARTS = {  # the folders of the package, in the order of a call
     "inputs": "Arguments",
     "engines": "Losses and engines",
@@ -40,7 +44,7 @@ PARTS = {  # the folders of the package, in the order of a call
 WRITERS = {  # functions that return the text of a message
     "_fault": "FallbackWarning",
     "_not_batchable": "FallbackWarning",
-    "_advice": "RuntimeWarning",
+    "_advice": "CompilerWarning",
     "_one_sample": "added to torch's message",
     "_tree": "added to torch's message",
 }
@@ -169,6 +173,26 @@ def test_every_part_that_raises_is_listed():
     raising = [file for file in (ROOT / "persample").rglob("*.py") if list(messages_of(file.read_text(), {}))]
     parts = {file.relative_to(ROOT / "persample").parts[0] for file in raising}
     assert parts - set(PARTS) - {"errors.py"} == set()
+
+
+def test_every_warning_is_of_the_family():
+    """One line silences each, or all of them."""
+    for file in (ROOT / "persample").rglob("*.py"):
+        calls = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Call)]
+        for call in calls:
+            if ast.unparse(call.func) in {"warnings.warn", "warn", "warnings.warn_explicit"}:
+                assert kind_of(call), f"{file}:{call.lineno}"
+
+
+@pytest.mark.parametrize("category", WARNINGS, ids=lambda category: category.__name__)
+def test_the_page_says_what_silences_a_warning(category):
+    (line,) = re.findall(rf"\| `(warnings.filterwarnings.*persample\.{category.__name__}\))` \|\n", PAGE.read_text())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        exec(line, {"warnings": warnings, "persample": persample})
+        warnings.warn("this", category, stacklevel=1)
+    assert not said
+    assert category.__name__ in persample.__all__
 
 
 @pytest.mark.parametrize(

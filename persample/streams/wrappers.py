@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from persample._torch import transforms
-from persample.errors import ArgumentError
+from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import check_outside
 from persample.utils import trees
 
@@ -20,7 +20,7 @@ def unwrapped(params: Any) -> Any:
         params: the user's parameters.
 
     Warns:
-        UserWarning: if there was one.
+        WrapperWarning: if there was one.
     """
     leaves, structure = trees.flatten(params)
     if not any(isinstance(leaf, DistributedDataParallel) for leaf in leaves):
@@ -28,6 +28,7 @@ def unwrapped(params: Any) -> Any:
     warnings.warn(
         "params: of a DistributedDataParallel module, accumulate uses the module inside, and names results by its "
         "parameters. Its own reduction of gradients does not run: pass group= for results of all processes.",
+        WrapperWarning,
         stacklevel=3,
     )
     inner = [leaf.module if isinstance(leaf, DistributedDataParallel) else leaf for leaf in leaves]

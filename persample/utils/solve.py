@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from persample.errors import ConditionWarning
 from persample.utils.tracing import holds, is_recorded, is_wrapped
 
 _EPS = torch.finfo(torch.float64).eps
@@ -33,7 +34,7 @@ def solve(
         X, ``[B, K]``, and whether λ counted as 0.
 
     Warns:
-        RuntimeWarning: if λ counts as 0 and less than half of the digits of X are right.
+        ConditionWarning: if λ counts as 0 and less than half of the digits of X are right.
 
     Examples:
         >>> matrix, right = torch.tensor([[3.0, 0.0], [0.0, 0.0]]).double(), torch.ones(2, 1).double()
@@ -96,6 +97,6 @@ def _warn_if_ill_conditioned(condition: Tensor, eps: float) -> None:
             f"damping: expected a positive number, received one that counts as 0 for a Gram matrix of condition number "
             f"{float(condition):.0e}; beyond {largest:.0e}, less than half of the digits of the result are right. "
             "Pass a larger damping, such as a thousandth of the mean of the squared gradient norms.",
-            RuntimeWarning,
+            ConditionWarning,
             stacklevel=2,
         )

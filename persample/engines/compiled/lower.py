@@ -26,7 +26,7 @@ from persample.engines.compiled.quotients import divide_operands
 from persample.engines.compiled.sums import part_sums
 from persample.engines.compiled.tanh import tanh
 from persample.engines.compiled.writes import Pure
-from persample.errors import TorchVersionError
+from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
 
@@ -61,7 +61,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         advice = _advice(error)
         if advice not in _warned:
             _warned.add(advice)
-            warnings.warn(advice, RuntimeWarning, stacklevel=2)
+            warnings.warn(advice, CompilerWarning, stacklevel=2)
         return lambda tensors: graph.forward(*tensors)
 
 

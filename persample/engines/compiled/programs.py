@@ -17,7 +17,7 @@ from persample.engines.compiled.program import Program, for_any_size, for_one_si
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import Format, TraceError
-from persample.errors import LossError, TorchVersionError
+from persample.errors import LossError, RecompilationWarning, TorchVersionError
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -165,6 +165,6 @@ def _notice(task: Task, family: Family, program: Program, seconds: float) -> Non
             f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: {reason}. "
             "Every compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a "
             "tensor, or use engine='eager'.",
-            RuntimeWarning,
+            RecompilationWarning,
             stacklevel=2,
         )
