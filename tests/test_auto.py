@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from oracle import assert_trees_close
+from torch.nn import functional as F
 
-from persample import ArgumentError, FallbackWarning, LossError, Mean, Norm, per_sample_grads
+from persample import ArgumentError, FallbackWarning, LossError, Mean, Norm, composite_grads, per_sample_grads
 
 F64 = torch.float64
 W = torch.randn(3, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -104,3 +109,129 @@ def test_no_samples():
 def test_bad_arguments():
     with pytest.raises(ArgumentError, match="'eager' or 'compiled' or 'loop' or 'auto', received 'automatic'"):
         per_sample_grads(branches, W, X, engine="automatic")
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "complex": lambda x: complex(x.sum()).real,
+    "bool": lambda x: 2.0 if x.sum() > 0 else 3.0,
+    "index": lambda x: len("abc"[x.argmax() :]),
+    "tolist": lambda x: x.tolist()[0],
+    "numpy": lambda x: x.numpy().sum(),
+    "asarray": lambda x: np.asarray(x).sum(),
+    "math": lambda x: math.sqrt(x.square().sum()),
+    "format": lambda x: float(f"{x.sum():.2f}"),
+    "in a list": lambda x: 2.0 + (x.sum() in [torch.tensor(0.0, dtype=F64)]),
+    "in a tensor": lambda x: 2.0 + (0.0 in x),
+    "equal": lambda x: 2.0 + torch.equal(x, x),
+    "allclose": lambda x: 2.0 + torch.allclose(x, 2 * x),
+    "is_nonzero": lambda x: 2.0 + torch.is_nonzero(x.sum()),
+    "nonzero": lambda x: 2.0 * len(x.nonzero()),
+    "mask": lambda x: x[x > 0].sum(),
+    "masked_select": lambda x: x.masked_select(x > 0).sum(),
+    "unique": lambda x: 2.0 * len(x.round().unique()),
+    "bincount": lambda x: torch.bincount((5 * x).long().abs()).amax(),
+    "repeat_interleave": lambda x: x.repeat_interleave((5 * x).long().abs()).sum(),
+    "slice": lambda x: x[: x.argmax() + 1].sum(),
+    "copy": lambda x: copy.deepcopy(x).sum(),
+    "storage": lambda x: x.clone().untyped_storage().nbytes(),
+    "factorization": lambda x: torch.linalg.cholesky(x[:1, None]).sum(),
+    "solution": lambda x: torch.linalg.inv(torch.diag(x.clamp_min(0))).sum(),
+    "index of each sample": lambda x: x[(5 * x[0]).long()],
+    "row of each sample": lambda x: F.embedding((5 * x[0]).long().abs(), torch.eye(3, dtype=F64)).sum() + 1,
+    "sparse": lambda x: torch.sparse.sum(x.to_sparse()),
+}
+
+
+def caught_by_except(read, x):
+    try:
+        return read(x)
+    except Exception:  # noqa: BLE001
+        return 1.0
+
+
+def caught_by_bare_except(read, x):
+    try:
+        return read(x)
+    except:  # noqa: E722
+        return 1.0
+
+
+def caught_by_suppress(read, x):
+    with contextlib.suppress(RuntimeError, IndexError):
+        return read(x)
+    return 1.0
+
+
+def caught_by_finally(read, x):
+    value = 1.0
+    try:
+        value = read(x)
+    finally:
+        return value  # noqa: B012
+
+
+@pytest.mark.parametrize("caught", [caught_by_except, caught_by_bare_except, caught_by_suppress, caught_by_finally])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("w", [W, torch.outer(W, W)], ids=["vector", "layer"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning", "ignore:Use of index_put_:UserWarning")
+def test_a_caught_error_of_vmap_is_no_error_of_one_sample(w, read, caught):
+    def loss(w, x):
+        return (w @ x).sin().sum() * caught(read, x)
+
+    with pytest.raises(LossError, match=r"(?s)error was caught that one sample .*engine='loop'.*The error was"):
+        per_sample_grads(loss, w, X)
+    with pytest.warns(FallbackWarning, match="6 samples one after another.*error was caught"):
+        found = per_sample_grads(loss, w, X, engine="auto")
+    assert_trees_close(found, per_sample_grads(loss, w, X, engine="loop"), 1e-12)
+
+
+def test_a_caught_refusal_comes_before_what_the_loss_raises_next():
+    def loss(w, x):
+        if caught_by_except(READS["float"], x) == 1.0:
+            raise ValueError("mine")
+        return (w @ x).sum()
+
+    with pytest.raises(LossError, match=r"error was caught .*\(.*test_auto.py:\d+\): `.float.: lambda"):
+        per_sample_grads(loss, W, X)
+    with pytest.warns(FallbackWarning, match="error was caught"):
+        found = per_sample_grads(loss, W, X, engine="auto")
+    assert_trees_close(found, X, 1e-12)
+
+
+def test_an_encoder_that_catches_is_refused():
+    def encode(w, x):
+        return w * x * caught_by_except(READS["float"], x)
+
+    with pytest.raises(LossError, match="error was caught"):
+        composite_grads(encode, lambda z: z.square().sum(), W, X, chunk_size=3)
+
+
+ALIKE = {
+    "sizes": lambda x: (x @ torch.ones(4, dtype=F64)).sum(),
+    "view": lambda x: x.expand(2, 3).T.view(-1),
+    "axis": lambda x: x.size(1),
+    "number as index": lambda x: x[7],
+    "number as index of integers": lambda x: x.long()[7],
+    "axis of integers": lambda x: x.long().size(1),
+    "stack": lambda x: torch.stack([x, x[:2]]),
+    "key": lambda x: {}["scale"],
+    "attribute": lambda x: x.scale,
+    "shared matrix": lambda x: torch.linalg.cholesky(-torch.eye(2)),
+    "shared index": lambda x: torch.ones(3)[torch.tensor(7)],
+    "type": lambda x: torch.sin("x"),
+}
+
+
+@pytest.mark.parametrize("fails", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("w", [W, torch.outer(W, W)], ids=["vector", "layer"])
+@pytest.mark.parametrize("engine", ["eager", "auto"])
+def test_an_error_of_every_sample_may_be_caught(w, fails, engine):
+    def loss(w, x):
+        return (w @ x).sin().sum() * caught_by_except(fails, x)
+
+    assert caught_by_except(fails, X[0]) == 1
+    found = per_sample_grads(loss, w, X, engine=engine)
+    assert_trees_close(found, per_sample_grads(loss, w, X, engine="loop"), 1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from coupled import EXACT, Residual, assert_same, build, draw, graph, uniformity
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import persample as ps
 from persample import ArgumentError, LossError, composite_grads
 
 
@@ -241,6 +243,19 @@ class TestOtherBuffers:
 
 
 class TestRefused:
+    @pytest.mark.parametrize("reduce", [ps.ClippedSum(1.0), ps.Norm(), None], ids=str)
+    @pytest.mark.parametrize("rule", ["refuse", "chunk", "full"])
+    @pytest.mark.parametrize("way", [{}, {"batched": True}, {"keep_batch_dim": True}], ids=str)
+    def test_no_advice_leads_to_another_error(self, way, rule, reduce):
+        """With its statistics no sample has a gradient of its own; each message but one names all ways out."""
+        with pytest.raises(ArgumentError) as error:
+            composite_grads(encode, uniformity, build(Residual), X, reduce=reduce, batch_norm=rule, **way)
+        said = str(error.value)
+        if rule == "refuse" and "batched" in way:
+            assert "Write encode_fn for one sample" in said
+        else:
+            assert re.search(r"batched=True, reduce=Sum\(\) and .*no meaning there.*\.eval\(\).*GroupNorm", said)
+
     @pytest.mark.parametrize("options", [{}, {"batched": True}], ids=["samples", "batched"])
     @pytest.mark.parametrize("make", [Residual, lambda: nn.BatchNorm1d(2, track_running_stats=False).eval()])
     def test_by_default_with_the_name_and_the_choice(self, make, options):

@@ -17,9 +17,10 @@ from persample.utils import trees
 
 RULES = ("refuse", "chunk", "full")
 _SIGNATURE = inspect.signature(F.batch_norm)
-_CHOOSE = (
-    "Call .eval() on it, replace it by GroupNorm, or pass batched=True and choose the statistics it normalizes with: "
-    "batch_norm='chunk' or batch_norm='full'."
+CHOOSE = (
+    "Pass batched=True, reduce=Sum() and batch_norm='chunk' or batch_norm='full' for the sum over the samples. What is "
+    "asked of each sample (clipping, norms) has no meaning there, since statistics of the batch make its output depend "
+    "on all others: for that call .eval() on the batch norm (running statistics), or replace it by GroupNorm."
 )
 _CHECKPOINTS = (
     "encode_fn checkpoints activations: their recomputation in the backward pass would not find the statistics and the "
@@ -68,7 +69,7 @@ def refuse_batch_statistics(params: Any) -> None:
                     "params",
                     expected="an encoder that treats every sample alike, whatever the chunk it is in",
                     received=f"{name!r} ({type(part).__name__}) {mode}",
-                    fix=_CHOOSE,
+                    fix=CHOOSE,
                 )
 
 

@@ -117,7 +117,7 @@ def composite_grads(
             batched=batched,
             keep_batch_dim=keep_batch_dim,
         )
-        requested, structure = check_reductions(reduce, batched=batched, accumulate=accumulate)
+        requested, structure = check_reductions(reduce, batched=batched, batch_norm=batch_norm, accumulate=accumulate)
         encoders, container = build_encoders(
             encode_fn,
             params,

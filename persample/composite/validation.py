@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from persample import inputs
-from persample.composite.batch_norm import RULES
+from persample.composite.batch_norm import CHOOSE, RULES
 from persample.errors import ArgumentError
 from persample.inputs.loss import SampleLoss
 from persample.inputs.modules import ParamTree
@@ -25,11 +25,12 @@ def check_options(*, engine: Any, chunk_size: Any, batch_norm: Any, batched: boo
         fix = "With batched=True encode_fn receives chunks of chunk_size samples; leave keep_batch_dim=False."
         raise ArgumentError.about("keep_batch_dim", expected="one of the two", received="batched=True, too", fix=fix)
     if batch_norm != "refuse" and not batched:
-        fix = "Pass batched=True, so that encode_fn receives whole chunks; one sample has no statistics."
-        raise ArgumentError.about("batch_norm", expected="'refuse' for single samples", received=batch_norm, fix=fix)
+        raise ArgumentError.about("batch_norm", expected="'refuse' for single samples", received=batch_norm, fix=CHOOSE)
 
 
-def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[list[Reduction], trees.TreeSpec]:
+def check_reductions(
+    reduce: Any, *, batched: bool, batch_norm: str, accumulate: bool
+) -> tuple[list[Reduction], trees.TreeSpec]:
     """Return the reductions as a list, and the structure of their container."""
     requested, container = inputs.reductions(reduce)
     for one in requested:
@@ -39,6 +40,7 @@ def check_reductions(reduce: Any, *, batched: bool, accumulate: bool) -> tuple[l
             raise ArgumentError.about("reduce", expected=expected, received=f"{type(one).__name__}()", fix=fix)
         if batched and type(one) is not Sum:
             fix = "Write encode_fn for one sample, or with keep_batch_dim=True for a batch of one."
+            fix = fix if batch_norm == "refuse" else CHOOSE
             expected = "Sum() with batched=True, which does not tell samples apart"
             raise ArgumentError.about("reduce", expected=expected, received=f"{type(one).__name__}()", fix=fix)
     if accumulate and not isinstance(reduce, SumOverSamples):

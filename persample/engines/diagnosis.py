@@ -14,7 +14,7 @@ from persample._torch import NormBase, version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.utils import trees
-from persample.utils.origin import OURS, handled_error, is_raised, is_users
+from persample.utils.origin import handled_error, is_raised, is_users, user_line
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
@@ -153,7 +153,7 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
                 "devices": _formats(call, "device"),
                 "dtype": call.params[0].dtype,
             }
-            where = _user_line(error.__traceback__)
+            where = user_line(error.__traceback__)
             raise LossError(
                 f"{call.loss.called} {happened.format(**facts)}{where}. {fix.format(**facts)} torch said: {error}"
             ) from error
@@ -227,15 +227,6 @@ def _named(call: Call) -> list[tuple[str, Tensor]]:
 def _names(call: Call) -> list[str]:
     """Return the names of the leaves of the batch."""
     return trees.paths(trees.unflatten(list(call.leaves), call.loss.batch), call.loss.given)
-
-
-def _user_line(tb: TracebackType | None) -> str:
-    """Return the innermost line that belongs neither to torch nor to this library."""
-    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(OURS)]
-    if not frames:
-        return ""
-    frame = frames[-1]
-    return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{(frame.line or '').strip()}`"
 
 
 def _norm_module(tb: TracebackType | None) -> str:

@@ -63,6 +63,15 @@ def users_depth() -> int:
     return depth
 
 
+def user_line(tb: TracebackType | None) -> str:
+    """Return the innermost line that belongs neither to torch nor to this library."""
+    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(OURS)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{(frame.line or '').strip()}`"
+
+
 def fold(error: BaseException, handled: BaseException | None) -> None:
     """Take the frames before the user's own out of the traceback of an error, and of those that led to it.
 

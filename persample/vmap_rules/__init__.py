@@ -37,6 +37,7 @@ from persample.vmap_rules import (
     vision,
 )
 from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
+from persample.vmap_rules.refusals import is_refusal, swallowed
 
 _RULES: dict[Any, Callable[..., Any]] = {
     **activation.RULES,
@@ -98,6 +99,7 @@ class VmapRules(TorchFunctionMode):
         super().__init__()
         self._rules = {**_RULES, **overrides} if overrides else _RULES
         self._differentiated_by = differentiated_by
+        self._refusal: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the rule of a function of torch, or the function itself if it has none.
@@ -111,11 +113,27 @@ class VmapRules(TorchFunctionMode):
         Returns:
             The result of the function.
         """
-        if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
-            kwargs = memory_layout.without_image_format(args[0], kwargs)
-        if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
-            kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
-        return self._rule(func)(*args, **(kwargs or {}))
+        try:
+            if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
+                kwargs = memory_layout.without_image_format(args[0], kwargs)
+            if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
+                kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
+            return self._rule(func)(*args, **(kwargs or {}))
+        except Exception as error:
+            if is_refusal(error, func, args, kwargs):
+                self._refusal = self._refusal or error
+            raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Leave the context.
+
+        Raises:
+            LossError: if the loss caught an error that torch raised because of vmap, and went on.
+        """
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        refusal, self._refusal = self._refusal, None  # its traceback refers to this mode
+        if refusal is not None and (wrong := swallowed(refusal, error)):
+            raise wrong from None
 
     def _rule(self, func: Any) -> Callable[..., Any]:
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from persample.engines.layers.effects import is_pure, uses_autograd, written_tensors
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.shared import NotLayersError
+from persample.errors import LossError
 from persample.outputs import memory
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched, unwrapped
+from persample.vmap_rules.refusals import is_refusal
 
 
 class LayerGuard(VmapRules):
@@ -31,7 +33,6 @@ class LayerGuard(VmapRules):
         super().__init__({F.linear: interceptor.linear}, differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
         self._of_copies = interceptor.params.copies.known
-        self._has_refused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,17 +45,21 @@ class LayerGuard(VmapRules):
             if (recorded and params.are_among((*args, *kwargs.values()))) or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
             result = super().__torch_function__(func, types, args, kwargs)
-        except NotLayersError:
-            self._has_refused = True
+        except Exception as error:
+            if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
+                self._refusal = self._refusal or error
             raise
         if args and id(args[0]) in self._of_copies and recorded and not kwargs:
             params.note(func, args, result)
         return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        interrupted = error is not None and not isinstance(error, Exception)
-        if self._has_refused and not interrupted and not isinstance(error, NotLayersError):
+        refusal = self._refusal
+        try:
+            super().__exit__(kind, error, trace)
+        except LossError as swallowed:
+            raise NotLayersError(str(swallowed)) from error
+        if isinstance(refusal, NotLayersError) and isinstance(error, Exception) and error is not refusal:
             raise NotLayersError("the loss caught a refusal") from error
 
     def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
