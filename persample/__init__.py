@@ -11,6 +11,7 @@ from persample.composite import composite_grads
 from persample.engines import clear_cache
 from persample.errors import (
     ArgumentError,
+    BatchStatisticsWarning,
     CompilerWarning,
     ConditionWarning,
     FallbackWarning,
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "Aux",
+    "BatchStatisticsWarning",
     "ClippedMean",
     "ClippedSum",
     "CompilerWarning",

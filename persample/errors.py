@@ -61,6 +61,10 @@ class ConditionWarning(PersampleWarning):
     """A linear system is so ill-conditioned that less than half of the digits of its solution are right."""
 
 
+class BatchStatisticsWarning(PersampleWarning):
+    """All gradients are 0 or NaN, because the loss takes a statistic of a batch that is one sample."""
+
+
 class WrapperWarning(PersampleWarning):
     """The module inside of a wrapper is used, and what the wrapper adds does not run."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from persample import inputs, pipeline
 from persample._torch import transforms
 from persample.engines import ENGINES, Asked, compiled, empty, repeated
+from persample.engines.batch_statistics import vanish, warn_of_statistics
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.inputs import Engine, Outputs, Randomness
@@ -184,7 +185,10 @@ def per_sample_grads(
         with unwritten(call):
             results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)
-        return result if out is None else write_into(out, result)
+        result = result if out is None else write_into(out, result)
+        if keep_batch_dim and call.size > 1 and vanish(trees.leaves_like(result, container), wanted):
+            warn_of_statistics(call, chunk_size or call.size)
+        return result
 
     handled = handled_error()
     try:

@@ -153,7 +153,7 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
                 "devices": _formats(call, "device"),
                 "dtype": call.params[0].dtype,
             }
-            where = user_line(error.__traceback__)
+            where = user_line(traceback.extract_tb(error.__traceback__))
             raise LossError(
                 f"{call.loss.called} {happened.format(**facts)}{where}. {fix.format(**facts)} torch said: {error}"
             ) from error

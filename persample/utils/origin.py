@@ -63,9 +63,9 @@ def users_depth() -> int:
     return depth
 
 
-def user_line(tb: TracebackType | None) -> str:
+def user_line(stack: traceback.StackSummary) -> str:
     """Return the innermost line that belongs neither to torch nor to this library."""
-    frames = [frame for frame in traceback.extract_tb(tb) if not frame.filename.startswith(OURS)]
+    frames = [frame for frame in stack if not frame.filename.startswith(OURS)]
     if not frames:
         return ""
     frame = frames[-1]

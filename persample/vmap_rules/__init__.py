@@ -125,11 +125,7 @@ class VmapRules(TorchFunctionMode):
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Leave the context.
-
-        Raises:
-            LossError: if the loss caught an error that torch raised because of vmap, and went on.
-        """
+        """Leave the context; raise a ``LossError`` if the loss caught an error that is due to vmap, and went on."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         refusal, self._refusal = self._refusal, None  # its traceback refers to this mode
         if refusal is not None and (wrong := swallowed(refusal, error)):

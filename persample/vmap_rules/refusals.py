@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from traceback import extract_tb
 from typing import Any
 
 from torch import Tensor, stack
-from torch.linalg import LinAlgError
 
 from persample.errors import LossError
 from persample.utils.origin import raised_since, user_line
@@ -28,8 +28,8 @@ def is_refusal(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
     if isinstance(error, IndexError):  # the index of one sample
         return "Dimension" not in said and any(not x.is_floating_point() for x in batched)
     # The matrix of one sample; no kernel for batches; torch's loop over samples, whose results differ in size.
-    by_sample = isinstance(error, LinAlgError | NotImplementedError) or "stack expects each tensor" in said
-    return by_sample and bool(batched) and func is not stack
+    by_sample = isinstance(error, NotImplementedError) or re.search(r"\(Batch element|stack expects each tensor", said)
+    return bool(by_sample and batched) and func is not stack
 
 
 def swallowed(refusal: Exception, error: BaseException | None) -> LossError | None:
@@ -37,8 +37,9 @@ def swallowed(refusal: Exception, error: BaseException | None) -> LossError | No
     is_interrupt = error is not None and not isinstance(error, Exception)
     if is_interrupt or refusal in raised_since(None, error):
         return None
+    line = user_line(extract_tb(refusal.__traceback__))
     return LossError(
-        f"An error was caught that one sample alone might not raise{user_line(refusal.__traceback__)}: the loss would "
+        f"An error was caught that one sample alone might not raise{line}: the loss would "
         "go on with other numbers. Use torch.where or a mask, without an error to catch, or pass engine='loop', which "
         f"takes any loss that autograd takes. The error was: {refusal}"
     )
