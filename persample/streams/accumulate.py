@@ -134,7 +134,7 @@ def accumulate(
         processes = Processes(group, lift.device, "accumulate")
         if sink is None:
             return lift, container, processes, None
-        run = SinkRun(Path(sink), lift, container, order, processes, resume=bool(resume))
+        run = SinkRun(sink, lift, container, order, processes, resume=bool(resume))
         return lift, container, processes, run
 
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
