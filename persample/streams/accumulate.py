@@ -140,7 +140,7 @@ def accumulate(
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
         lift, container, *_ = prepared
         options = {"order": order, "randomness": randomness, "sink": repr(sink)}
-        return {"reduce": described(lift.wanted, container), **options}
+        return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
 
     lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)
     if run is not None and run.is_finished:
