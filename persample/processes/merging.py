@@ -117,10 +117,8 @@ def _unpacked(data: Any, own: list[Any], processes: Processes) -> Any:
     try:
         return restored(torch.load(io.BytesIO(data), map_location=processes.device, weights_only=True))
     except (UnpicklingError, KeyError) as error:
-        raise LossError(
-            f"{processes.called}: expected results that are made of tensors and of factors known here from the other "
-            f"processes, received {error}. Run the same program on all."
-        ) from error
+        expected = "results made of tensors and of factors known here from the other processes"
+        raise LossError(f"{processes.called}: expected {expected}, received {error}. Run the same program.") from error
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

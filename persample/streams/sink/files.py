@@ -47,16 +47,7 @@ def kept(folder: Path) -> Iterator[None]:
 
 
 def opened(path: Path, mode: str = "rb") -> BinaryIO:
-    """Open a plain file of the folder, where others may have put something else; what it holds is kept.
-
-    Args:
-        path: the file.
-        mode: "rb", or "w+b" to make the file if there is none.
-
-    Raises:
-        SinkError: if it is no plain file, or cannot be read; if it is written to, but has another name, too.
-        OSError: if it cannot be written to.
-    """
+    """Open a file, where others may have put a link or a pipe: that is an error; "w+b" keeps what the file holds."""
     try:
         file = cast("BinaryIO", open(path, mode, opener=_guarded))  # noqa: SIM115
     except OSError as error:

@@ -7,6 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ class Sink:
             expected = f"the folder of a run with {other[0]} = {asked[other[0]]!r}"
             received = f"one with {self.index.asked.get(other[0])!r}"
             if other[0] == "params":  # a digest
-                expected, received = (
-                    "the folder of a run with these params",
-                    "one whose params had other names or values",
-                )
+                expected = "the folder of a run with these params"
+                received = "one whose params had other names or values"
             raise _rejected(expected, received, "Pass the folder of this run, or a new one.")
         self.columns = {name: Column.of(folder, record) for name, record in self.index.rows.items()}
         if not self.index.finished:  # whoever reads finished results checks them
@@ -183,19 +182,11 @@ class Sink:
 
 
 def named(folder: Any) -> Path:
-    """Return the path of a folder, which need not be there.
-
-    Args:
-        folder: the argument ``sink``.
-
-    Raises:
-        ArgumentError: if no folder can have this path.
-    """
+    """Return the argument ``sink`` as a path, at which there is a folder, or may be."""
     try:
         path = Path(folder)
-        any(path.iterdir())
-    except FileNotFoundError:
-        pass
+        with suppress(FileNotFoundError):
+            any(path.iterdir())
     except (OSError, TypeError, ValueError) as error:  # a name too long, a zero byte
         raise _unusable(folder, error) from error
     return path

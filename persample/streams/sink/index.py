@@ -92,16 +92,16 @@ def _seal(body: bytes) -> bytes:
 def _check(index: dict[str, Any]) -> None:
     """Reject an index with other fields, or other values in them, than are written."""
     _check_fields(index, _INDEX | {"checkpoint": type(index.get("checkpoint"))})
-    is_over = index["finished"] or not index["batches"]
+    is_over, values = index["finished"] or not index["batches"], index["values"].values()
     if index["format"] != _FORMAT or not math.isfinite(index["weight"]) or is_over != (index["checkpoint"] is None):
         raise ValueError(f"expected {_FORMAT!r}, a finite weight, and a checkpoint until all is done")
     if not is_over:
         _check_fields(index["checkpoint"], _CHECKPOINT, f"sums-{index['batches']:08d}.npz")
-    for kind, prefix in (("rows", "rows"), ("values", "value")):
-        for place, record in enumerate(index[kind].values()):
+    for prefix, records in (("rows", index["rows"].values()), ("value", values)):
+        for place, record in enumerate(records):
             _check_fields(record, _COLUMN, f"{prefix}-{place:04d}.npy")
-            if kind == "values" and record["count"] != 1:
-                raise ValueError(f"expected one result for all samples, received {reprlib.repr(record)}")
+    if any(record["count"] != 1 for record in values):
+        raise ValueError("expected one result for all samples")
 
 
 def _check_fields(found: Any, types: dict[str, type], file: str | None = None) -> None:

@@ -134,8 +134,8 @@ class SinkRun:
         if self.template is None:
             self.begin(chunk, self.lift.without_samples(chunk)[0])
         rows = self._tensors(lifted[0], rows=True)
-        if self.sink.columns:
-            check_rows(*({name: row_format(x) for name, x in one.items()} for one in (self.sink.columns, rows)))
+        columns, formats = self.sink.columns, {name: row_format(x) for name, x in rows.items()}
+        check_rows({name: row_format(x) for name, x in columns.items()} or formats, formats)
         self.sink.append(rows)
         return self._sums(lifted)
 
@@ -240,8 +240,7 @@ class SinkRun:
         if set(names) != set(found):
             expected = f"the loss of the run in {str(self.folder)!r}"
             received = f"another, as {sorted({*names} ^ {*found})} differ"
-            fix = "Return the same (aux) as in that run, or pass a new folder."
-            raise ArgumentError.about("loss_fn", expected=expected, received=received, fix=fix)
+            raise ArgumentError.about("loss_fn", expected=expected, received=received, fix="Return the same (aux).")
         return trees.unflatten([found[name] for name in names], trees.structure(template))
 
     def _tensors(self, leaves: Sequence[Any], *, rows: bool) -> dict[str, Tensor]:
