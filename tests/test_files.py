@@ -181,7 +181,10 @@ def test_a_module_without_a_package(module):
 def test_results_of_other_processes_are_not_unpickled(wrap, tmp_path):
     buffer = io.BytesIO()
     torch.save(wrap(Bomb(tmp_path / "ran")), buffer)
-    with pytest.raises(LossError, match="expected results that are made of tensors and of factors known here"):
+    with pytest.raises(
+        LossError,
+        match="expected results of tensors and of classes known here from the other processes, received Unpick",
+    ):
         merging._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
     assert not (tmp_path / "ran").exists()
 
@@ -190,7 +193,7 @@ def test_results_of_other_processes_are_not_unpickled(wrap, tmp_path):
 def test_results_of_other_processes_have_our_classes(name):
     buffer = io.BytesIO()
     torch.save([{"class": name, "args": "true"}], buffer)
-    with pytest.raises(LossError, match="of factors known here from the other processes, received"):
+    with pytest.raises(LossError, match="of classes known here from the other processes, received KeyError"):
         merging._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
 
 

@@ -117,8 +117,10 @@ def _unpacked(data: Any, own: list[Any], processes: Processes) -> Any:
     try:
         return restored(torch.load(io.BytesIO(data), map_location=processes.device, weights_only=True))
     except (UnpicklingError, KeyError) as error:
-        expected = "results made of tensors and of factors known here from the other processes"
-        raise LossError(f"{processes.called}: expected {expected}, received {error}. Run the same program.") from error
+        expected, received = "results of tensors and of classes known here from the other processes", repr(error)[:99]
+        raise LossError(
+            f"{processes.called}: expected {expected}, received {received}. Run the same program."
+        ) from error
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

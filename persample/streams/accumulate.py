@@ -76,7 +76,8 @@ def accumulate(
         engine: as in ``per_sample_grads``.
         group: a process group such as ``torch.distributed.group.WORLD``: each process goes through its own batches,
             and all return the result for the samples of all. The reductions, their options, and names, shapes and
-            dtypes of the parameters must be the same on all; functions are compared by name. None for this process alone.
+            dtypes of the parameters must be the same on all; functions are compared by name. None for this process
+            alone.
         order: how the samples of a data set are spread over the processes of a group, so that rows of results have its
             order: "interleaved" if process r has samples r, r + world, …, as ``DistributedSampler`` gives them without
             shuffling; "contiguous" if each has one piece, in the order of the ranks.
