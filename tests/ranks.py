@@ -144,7 +144,9 @@ def fails(where):
         def loss(w, x):
             if where == "loss" and rank == 1:
                 raise KeyError("mine")
-            return w @ x
+            if where in {"module dtype", "names"}:
+                return sum(p.sum() for p in (w.parameters() if where == "module dtype" else w.values())) * x.sum()
+            return (w[:3] @ x[:3], x) if where == "forms" else w @ x.to(w.dtype)
 
         def batches():
             for number in range(6):
@@ -153,8 +155,15 @@ def fails(where):
                 yield draw(2, 3)
 
         width = 3 + rank * (where == "forms")
-        params = {} if where == "params" and rank else draw(width)
-        others = {"reductions": ps.Norm(), "option": ps.ClippedSum(1.0 + rank), "tensor": ps.Dot(draw(3, seed=rank))}
+        params = {} if where == "params" and rank else draw(3 if where == "forms" else width)
+        if where in PARAMETERS:
+            params = PARAMETERS[where](rank)
+        others = {
+            "forms": ps.Aux(),
+            "reductions": ps.Norm(),
+            "option": ps.ClippedSum(1.0 + rank),
+            "tensor": ps.Dot(draw(3, seed=rank)),
+        }
         wanted = ps.Variance() if where == "reductions" and rank else others.get(where, ps.Variance())
         order = "interleaved" if where == "order" else "contiguous"
         many = [draw(2 + rank * (where == "order"), width)] * 3
@@ -170,8 +179,17 @@ def fails(where):
 
 
 DIFFERENT = ("reductions", "option", "tensor", "randomness")
+PARAMETERS = {  # that differ between two ranks
+    "dtype": lambda rank: draw(3).to((F64, torch.float32)[rank]),
+    "half": lambda rank: draw(3).to((torch.bfloat16, torch.float16)[rank]),
+    "shape": lambda rank: draw(3 + rank),
+    "device": lambda rank: draw(3).to(("cpu", "meta")[rank]),
+    "names": lambda rank: {"ab"[rank]: draw(3)},
+    "module dtype": lambda rank: nn.Linear(3, 1, dtype=(F64, torch.float32)[rank]),
+}
 FAILURES = {
-    name: fails(name) for name in ("loss", "source", "params", "chunk_size", "forms", "order", "average", *DIFFERENT)
+    name: fails(name)
+    for name in ("loss", "source", "params", "chunk_size", "forms", "order", "average", *DIFFERENT, *PARAMETERS)
 }
 
 

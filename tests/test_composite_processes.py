@@ -108,6 +108,20 @@ def other_reductions(rank, group):
     composite_grads(lambda w, x: w * x, uniformity, draw(5), draw(3, 5), reduce=wanted, group=group)
 
 
+def other_parameters(convert):
+    def step(rank, group):
+        w = convert(draw(5)) if rank else draw(5)
+        composite_grads(lambda w, x: w * x[: len(w)], uniformity, w, draw(3, 5), group=group)
+
+    return step
+
+
+def other_parameters_of_the_loss(rank, group):
+    scale = draw(1)[0].to((torch.float64, torch.float32)[rank]).requires_grad_()
+    loss = lambda scale, z: uniformity(z) * scale
+    composite_grads(lambda w, x: w * x, loss, draw(5), draw(3, 5), loss_params=scale, group=group)
+
+
 def second_pass_fails(rank, group):
     calls = []
 
@@ -126,6 +140,9 @@ FAILURES = {
     "shapes": other_shapes,
     "loss": a_loss_that_draws,
     "reductions": other_reductions,
+    "dtype": other_parameters(torch.Tensor.float),
+    "shape": other_parameters(lambda w: w[:4]),
+    "dtype of the loss": other_parameters_of_the_loss,
 }
 
 
@@ -206,6 +223,13 @@ def test_gradients_are_reduced_once(found):
         ("shapes", (0, "LossError: encode_fn: expected z of one structure"), (1, "rank 1: .*4")),
         ("reductions", (0, "ArgumentError: reduce: expected the same on all ranks"), (1, r"rank 1: ClippedSum\(max_n")),
         ("loss", (0, "LossError: loss_fn drew random numbers"), (1, "LossError: loss_fn drew random numbers")),
+        (
+            "dtype",
+            (0, "ArgumentError: params: expected the same"),
+            (1, "torch.float64 on cpu; rank 1: .*torch.float32"),
+        ),
+        ("shape", (0, "ArgumentError: params: expected the same"), (1, r"0: shape \[5\], .*; rank 1: shape \[4\], ")),
+        ("dtype of the loss", (0, "ArgumentError: loss_params: expected the same"), (1, "1: .*torch.float32 on cpu")),
     ],
 )
 def test_an_error_on_one_is_an_error_on_all(found, name, own, others):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +15,13 @@ from typer.testing import CliRunner
 from benchmarks import pages
 from benchmarks.report.files import read
 from benchmarks.report.page import save_report
-from persample import ArgumentError
+from persample import ArgumentError, LossError, Norm, SinkError, accumulate, read_sink
 from persample.cli.app import app
+from persample.cli.report import writable
+from persample.factors import Dense, Outer, SumFactor
+from persample.factors.layout import Layout
+from persample.merge import Stacked, Summed
+from persample.processes import Processes, merging
 from persample.rl.training import TD0, Trainer, TrainingConfig, load_checkpoint, save_checkpoint
 
 
@@ -66,6 +74,36 @@ def test_checkpoints_of_other_things_are_refused(name, value, tmp_path):
     resuming(path)
 
 
+@pytest.mark.parametrize("value", [None, 3, "x", [], [1], {"a": 1}, torch.ones(2), -1.0], ids=repr)
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("", "config", "config seed", "network", "network theta", "optimizer", "optimizer state", "streams", "steps"),
+        *("history", "history 0", "history 0 loss", "returns", "optimizer state 0", "optimizer state 0 exp_avg"),
+    ],
+)
+def test_checkpoints_with_values_of_other_kinds_are_refused(where, value, tmp_path):
+    """Nothing that is loaded fails in a later update."""
+    path, before = tmp_path / "checkpoint.pt", trainer()
+    before.update()
+    save_checkpoint(before, path)
+    state = {"": torch.load(path, weights_only=True)}
+    *way, last = ["", *where.split()] if where else [""]
+    place = state
+    for name in way:
+        place = place[int(name) if name.isdigit() else name]
+    last = int(last) if last.isdigit() else last
+    place[last if last != "theta" else next(iter(place))] = value
+    torch.save(state[""], path)
+    after = trainer()
+    try:
+        load_checkpoint(after, path)
+    except ArgumentError:
+        return
+    assert where.split()[0] in {"history", "returns", "optimizer", "steps"}
+    after.update()
+
+
 def test_a_training_with_a_hostile_checkpoint_says_so_and_writes_nothing(tmp_path):
     torch.save({"config": Bomb(tmp_path / "ran")}, tmp_path / "checkpoint.pt")
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -73,6 +111,100 @@ def test_a_training_with_a_hostile_checkpoint_says_so_and_writes_nothing(tmp_pat
     assert done.exit_code
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "directory"])
+@pytest.mark.parametrize("name", ["metrics.csv", "checkpoint.pt", "checkpoint.pt.partial", "learning_curve.png"])
+def test_a_training_writes_to_plain_files_alone(name, kind, tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_text("mine")
+    make = {"pipe": os.mkfifo, "directory": os.mkdir}.get(
+        kind, lambda path: path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
+    )
+    make(folder / name)
+    for options in ([], ["--resume"]):
+        command = [
+            "train",
+            "td0",
+            "--env",
+            "persample/RandomWalk-v0",
+            "--steps",
+            "1",
+            "--output",
+            str(folder),
+            *options,
+        ]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2
+        assert f"({name} is {'a directory' if kind == 'directory' else 'no plain file'})" in done.output
+    assert outside.read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "n" * 300, "a/" * 3000, "\ud800"], ids=["zero byte", "name", "path", "text"])
+def test_paths_that_cannot_be(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    batches, norm = [torch.ones(2, 3)], Norm()
+    with pytest.raises(ArgumentError, match="sink: expected a folder that can be written to, received"):
+        accumulate(lambda w, x: w @ x, torch.ones(3), batches, norm, sink=path)
+    with pytest.raises(SinkError, match="is no index of results"):
+        read_sink(path)
+    with pytest.raises(ArgumentError, match="--output: expected a directory that can be written to, received"):
+        writable(Path(path))
+    with pytest.raises(ArgumentError, match="--output: expected a directory that can be written to, received"):
+        writable(tmp_path, path)
+    resuming(Path(path))
+    assert CliRunner().invoke(app, ["baird", "--updates", "1", "--output", f"{path}.png"]).exit_code == 2
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sink", [3, b"run", [], torch.ones(1)], ids=repr)
+def test_what_is_no_path(sink):
+    with pytest.raises(ArgumentError, match="sink: expected a folder that can be written to, received"):
+        accumulate(lambda w, x: w @ x, torch.ones(3), [torch.ones(2, 3)], Norm(), sink=sink)
+
+
+@pytest.mark.parametrize("module", [".", "..", ".package"])
+def test_a_module_without_a_package(module):
+    done = CliRunner().invoke(app, ["stats", f"{module}:task"])
+    assert done.exit_code == 2
+    assert "MODULE:FUNCTION: expected two names" in done.output
+
+
+# Results of other processes
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: [x], lambda x: {"class": "persample.merge.Summed", "value": x}]
+)
+def test_results_of_other_processes_are_not_unpickled(wrap, tmp_path):
+    buffer = io.BytesIO()
+    torch.save(wrap(Bomb(tmp_path / "ran")), buffer)
+    with pytest.raises(
+        LossError,
+        match="expected results of tensors and of classes known here from the other processes, received Unpick",
+    ):
+        merging._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["subprocess.Popen", "builtins.eval", "persample.merge.Moments", None])
+def test_results_of_other_processes_have_our_classes(name):
+    buffer = io.BytesIO()
+    torch.save([{"class": name, "args": "true"}], buffer)
+    with pytest.raises(LossError, match="of classes known here from the other processes, received KeyError"):
+        merging._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
+
+
+def test_results_of_other_processes_are_restored():
+    outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5), Layout.of_matrix(4, 5), torch.float32)
+    rows = [Stacked(SumFactor((outer, Dense(torch.ones(2, 4, 5))))), Stacked(torch.ones(2), torch.float16)]
+    own = [Stacked(Dense(torch.ones(0, 4, 5))), Stacked(torch.ones(0))]
+    found = merging._unpacked(merging._packed(rows), own, Processes())
+    assert found[0].rows.parts[0].layout == outer.layout
+    assert torch.equal(found[0].rows.parts[0].right, outer.right)
+    assert found[1].dtype == torch.float16
 
 
 # Results of benchmarks

@@ -129,6 +129,12 @@ def test_sums_take_one_collective_for_each_dtype(found):
         ),
         ("tensor", (r"ArgumentError: reduce: expected the same on all ranks, received rank 0: Dot\(direction=",) * 2),
         ("randomness", (r"ArgumentError: randomness: expected the same .*rank 0: error; rank 1: same",) * 2),
+        ("dtype", (r"ArgumentError: params: expected the same .*0: shape \[3\], torch.float64.*torch.float32",) * 2),
+        ("half", (r"ArgumentError: params: expected the same .*torch.bfloat16 on cpu; .*torch.float16",) * 2),
+        ("shape", (r"ArgumentError: params: expected the same .*0: shape \[3\], .*1: shape \[4\], torch.float64",) * 2),
+        ("device", (r"ArgumentError: params: expected the same .*torch.float64 on cpu; .*torch.float64 on meta",) * 2),
+        ("names", (r"ArgumentError: params\['a'\]: expected the same .*rank 0: shape .*; rank 1: None",) * 2),
+        ("module dtype", (r"ArgumentError: params\['weight'\]: expected the same .*torch.float64.*torch.float32",) * 2),
     ],
 )
 def test_an_error_on_one_is_an_error_on_all(two, name, messages):

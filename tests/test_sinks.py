@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,12 +21,14 @@ import killed
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import assert_trees_close
 from torch import nn
 
 import persample as ps
 from persample import ArgumentError, SinkError, accumulate, per_sample_grads, read_sink
 from persample.streams.sink import folder as sink_folder
+from persample.streams.sink.index import Index
 
 F64 = torch.float64
 TESTS = Path(__file__).parent
@@ -304,6 +310,33 @@ def flip(place):
     return change
 
 
+MISSING = object()
+RECORD = ("file", "dtype", "shape", "count", "crc32")
+
+
+def reached(tree, where):
+    for name in where:
+        tree = tree[name]
+    return tree
+
+
+def forged(folder, where, value):
+    """Change the index of a folder, and its checksum; return whether that changes anything."""
+    index = json.loads((folder / "index.json").read_text())
+    del index["crc32"]
+    before = copy.deepcopy(index)
+    if value is MISSING:
+        del reached(index, where[:-1])[where[-1]]
+    else:
+        reached(index, where[:-1])[where[-1]] = value
+    sealed(folder, json.dumps(index, indent=1).removesuffix("\n}"))
+    return json.dumps(before) != json.dumps(index)
+
+
+def sealed(folder, text):
+    (folder / "index.json").write_text(f'{text},\n "crc32": {zlib.crc32(text.encode())}\n}}\n')
+
+
 def pickled(path):
     np.save(path, np.array([print] * 11, dtype=object), allow_pickle=True)
 
@@ -314,7 +347,7 @@ class TestAlteredFiles:
         "longer": (lengthen, "expected .* bytes, received"),
         "a bit of the rows": (flip(-3), "checksum"),
         "a bit of the header": (flip(20), "another header"),
-        "removed": (Path.unlink, "received 0"),
+        "removed": (Path.unlink, "expected a plain file, received No such file"),
         "pickled": (pickled, "expected"),
     }
 
@@ -348,10 +381,9 @@ class TestAlteredFiles:
         stopped_after(tmp_path / "run", 3)
         path = tmp_path / "run" / "sums-00000003.npz"
         np.savez(path, allow_pickle=True, weight=np.array([print], dtype=object))
-        index = json.loads((tmp_path / "run" / "index.json").read_text())
         data = path.read_bytes()
-        index["checkpoint"] |= {"size": len(data), "crc32": zlib.crc32(data)}
-        (tmp_path / "run" / "index.json").write_text(json.dumps(index))
+        forged(tmp_path / "run", ["checkpoint", "size"], len(data))
+        forged(tmp_path / "run", ["checkpoint", "crc32"], zlib.crc32(data))
         with pytest.raises(SinkError, match=r"sums-00000003.npz' was altered or cut short: expected arrays of numbers"):
             accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=tmp_path / "run", resume=True)
 
@@ -365,14 +397,63 @@ class TestAlteredFiles:
 
     @pytest.mark.parametrize(
         ("key", "value", "message"),
-        [("file", "../rows-0001.npy", "names files elsewhere"), ("dtype", "load", "dtypes of torch.*received 'load'")],
+        [
+            ("file", "../rows-0001.npy", r"expected the file 'rows-0004.npy' .*received .*\.\./rows-0001.npy"),
+            ("file", "rows-0001.npy", r"expected the file 'rows-0004.npy' .*received .*rows-0001.npy"),
+            ("dtype", "load", "a dtype of NumPy's, received .*'load'"),
+            ("dtype", "qint8", "a dtype of NumPy's, received .*'qint8'"),
+        ],
     )
     def test_index_that_names_something_else(self, finished, key, value, message):
-        index = json.loads((finished / "index.json").read_text())
-        index["rows"]["result['losses']"][key] = value
-        (finished / "index.json").write_text(json.dumps(index))
-        with pytest.raises(SinkError, match=message):
+        forged(finished, ["rows", "result['losses']", key], value)
+        with pytest.raises(SinkError, match=rf"index.json' is no index of results .*{message}"):
             read_sink(finished)
+
+    VALUES = (None, True, -1, 2**70, -(2**70), 1.5, float("nan"), float("inf"), "", "1", [], [1], [[1]], {}, {"a": 1})
+
+    @pytest.mark.parametrize(
+        "name", [*Index.__dataclass_fields__, *(f"rows/{x}" for x in RECORD), "rows/shape/0", "values/count"]
+    )
+    def test_index_with_a_value_of_another_kind(self, finished, name):
+        """Whoever forges its checksum gets an error, too, or a tensor of as many bytes."""
+        kind, *parts = name.split("/")
+        result = {"rows": "result['rows']['a']", "values": "result['sums'][0]['a']"}
+        where = [kind, result[kind], *parts] if parts else [kind]
+        where = [int(part) if part.isdigit() else part for part in where]
+        before = (finished / "index.json").read_bytes()
+        for value in self.VALUES:
+            if forged(finished, where, value):
+                with pytest.raises((SinkError, ArgumentError), match=r"^(sink|batches|loss_fn): "):
+                    accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=finished, resume=True)
+            (finished / "index.json").write_bytes(before)
+
+    @pytest.mark.parametrize("where", [[], ["rows", "result['losses']"]], ids=["index", "record"])
+    def test_index_with_other_fields(self, finished, where):
+        before = (finished / "index.json").read_bytes()
+        fields = dict(reached(json.loads(before), where))
+        if not where:
+            del fields["crc32"]
+        for name in [*fields, "another"]:
+            assert forged(finished, [*where, name], 1 if name == "another" else MISSING)
+            with pytest.raises(SinkError, match=r"index.json' is no index of results .*expected fields"):
+                read_sink(finished)
+            (finished / "index.json").write_bytes(before)
+
+    def test_index_that_is_nested_deeply(self, finished):
+        sealed(finished, '{\n "asked": ' + "[" * 100_000 + "]" * 100_000)
+        with pytest.raises(SinkError, match=r"is no index of results \(RecursionError"):
+            read_sink(finished)
+
+    def test_index_of_the_first_format(self, finished):
+        """It had no checksum; NumPy reads the files."""
+        index = json.loads((finished / "index.json").read_text())
+        del index["crc32"]
+        text = json.dumps(index | {"format": "persample results 1"}, indent=1)
+        (finished / "index.json").write_text(f"{text}\n")
+        with pytest.raises(SinkError, match=r"its checksum is not that .* or of an older version.*numpy.load reads"):
+            read_sink(finished)
+        record = index["rows"]["result['losses']"]
+        assert np.load(finished / record["file"]).shape == (11,)
 
     def test_folder_without_results(self, tmp_path):
         with pytest.raises(SinkError, match=r"index.json' is no index of results \(FileNotFoundError"):
@@ -382,6 +463,244 @@ class TestAlteredFiles:
         stopped_after(tmp_path / "run", 2)
         with pytest.raises(SinkError, match=r"holds 2 batches of a run that has not ended.*resume=True"):
             read_sink(tmp_path / "run")
+
+
+class TestDamage:
+    """Files that a disk, a network or a person has changed: the right rows, or an error of ours."""
+
+    ASKED = {"norms": ps.Norm(), "rows": None, "mean": ps.Mean()}  # noqa: RUF012
+    LAST = 4  # the batches of the run that has not ended
+
+    def run(self, folder, stop=None):
+        def source():
+            yield from X.split(SIZES)[:stop]
+            if stop:
+                raise OSError("the source has failed")
+
+        return accumulate(loss, PARAMS, source(), self.ASKED, sink=folder, resume=True)
+
+    @pytest.fixture
+    def whole(self, tmp_path):
+        """A finished folder, and one of a run that has not ended."""
+        self.run(tmp_path / "finished")
+        with pytest.raises(OSError, match="the source has failed"):
+            self.run(tmp_path / "stopped", self.LAST)
+        return tmp_path / "finished", tmp_path / "stopped"
+
+    def damage(self, folder, draws):
+        """Change a file, or two; say what was done."""
+        files = sorted(folder.iterdir())
+        path = draws.choice([*files, folder / "index.json", folder / "index.json"])
+        data, kind = bytearray(path.read_bytes()), draws.randrange(8)
+        place = draws.randrange(len(data))
+        if kind < 3:
+            data[place] ^= 1 << draws.randrange(8)
+        elif kind == 3:
+            del data[place:]
+        elif kind == 4:
+            data[place : place + draws.randrange(9)] = draws.randbytes(draws.randrange(9))
+        elif kind == 5:
+            data[place : place + 64] = bytes(64)
+        elif kind == 6:
+            path.unlink()
+            return f"{path.name} removed"
+        else:
+            other = draws.choice(files)
+            data, theirs = other.read_bytes(), data
+            other.write_bytes(theirs)
+        path.write_bytes(data)
+        return f"{path.name}: {kind} at {place}"
+
+    def check(self, whole, tmp_path, seed, rounds):
+        draws, ends = random.Random(seed), Counter()
+        expected, files = read_sink(whole[0]), contents(whole[0])
+        for _ in range(rounds):
+            for folder in whole:
+                damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+                what = self.damage(damaged, draws)
+                try:
+                    found = read_sink(damaged)
+                    assert list(found) == list(expected), what
+                    assert all(torch.equal(found[name], expected[name]) for name in found), what
+                    ends["right"] += 1
+                except SinkError:
+                    ends["read_sink"] += 1
+                try:
+                    self.run(damaged)
+                    assert contents(damaged) == files, what
+                    ends["right"] += 1
+                except (SinkError, ArgumentError):
+                    ends["resume"] += 1
+                shutil.rmtree(damaged)
+        assert min(ends["right"], ends["read_sink"], ends["resume"]) > rounds / 20, ends
+
+    def test_of_a_few_files(self, whole, tmp_path):
+        self.check(whole, tmp_path, 0, 40)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(1, 5))
+    def test_of_many_files(self, whole, tmp_path, seed):
+        self.check(whole, tmp_path, seed, 1000)
+
+    def test_of_a_bit_anywhere_in_the_index(self, whole):
+        for folder in whole:
+            path = folder / "index.json"
+            before = path.read_bytes()
+            for place in range(0, len(before), 17):
+                flip(place)(path)
+                with pytest.raises(SinkError, match=r"index.json' is no index of results"):
+                    read_sink(folder)
+                path.write_bytes(before)
+
+
+def link(path, outside):
+    path.symlink_to(outside)
+
+
+def hard_link(path, outside):
+    path.hardlink_to(outside)
+
+
+def pipe(path, _):
+    os.mkfifo(path)
+
+
+def directory(path, _):
+    path.mkdir()
+
+
+def bound_socket(path, _):
+    here = Path.cwd()
+    os.chdir(path.parent)  # the paths of sockets are short
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path.name)
+    os.chdir(here)
+
+
+def dangling(path, outside):
+    path.symlink_to(outside.with_name("nowhere"))
+
+
+def to_a_device(path, _):
+    path.symlink_to("/dev/zero")
+
+
+class TestWhatIsNoFile:
+    """A folder that others may write to: nothing outside of it changes, and nothing waits."""
+
+    KINDS = (link, hard_link, pipe, directory, bound_socket, dangling, to_a_device)
+
+    def replaced(self, path, kind, outside):
+        """Put something else in the place of a file, whose contents move out of the folder."""
+        outside.write_bytes((path.read_bytes() if path.exists() else b"") + b"the rest of it")
+        path.unlink(missing_ok=True)
+        kind(path, outside)
+        return outside.read_bytes()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("name", ["index.json", "index.json.tmp", "rows-0000.npy", "sums-00000003.npz"])
+    def test_is_not_written_through(self, tmp_path, name, kind):
+        folder, outside = tmp_path / "run", tmp_path / "outside"
+        stopped_after(folder, 3)
+        before = self.replaced(folder / name, kind, outside)
+        with pytest.raises((SinkError, ArgumentError), match=r"^sink: "):
+            accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=folder, resume=True)
+        assert outside.read_bytes() == before
+        assert not (tmp_path / "nowhere").exists()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_is_no_run_that_was_killed_as_it_began(self, tmp_path, kind):
+        folder, outside = tmp_path / "run", tmp_path / "outside"
+        folder.mkdir()
+        before = self.replaced(folder / "index.json.tmp", kind, outside)
+        with pytest.raises((SinkError, ArgumentError), match=r"index.json.tmp' was altered.*expected a plain file"):
+            accumulate(loss, PARAMS, X.split(SIZES), WANTED, sink=folder)
+        assert outside.read_bytes() == before
+        assert not (tmp_path / "nowhere").exists()
+
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not hard_link])
+    @pytest.mark.parametrize("name", ["index.json", "rows-0000.npy", "value-0000.npy"])
+    def test_is_not_read(self, finished, tmp_path, name, kind):
+        self.replaced(finished / name, kind, tmp_path / "outside")
+        for verify in (True, False):
+            with pytest.raises(SinkError, match=rf"{name}' was altered or cut short: expected a plain file"):
+                read_sink(finished, verify=verify)
+
+    def test_as_the_folder_of_a_process(self, tmp_path):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "elsewhere").mkdir()
+        dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
+        options = {"sink": tmp_path / "run", "group": dist.group.WORLD, "resume": True}
+        try:
+            (tmp_path / "run" / "rank-00000-of-00001").symlink_to(tmp_path / "elsewhere")
+            with pytest.raises(SinkError, match=r"rank-00000-of-00001' was altered .*: expected a folder, received a"):
+                accumulate(loss, PARAMS, X.split(SIZES), WANTED, **options)
+            (tmp_path / "run" / "rank-00000-of-00001").unlink()
+            accumulate(loss, PARAMS, X.split(SIZES), WANTED, **options)
+            (tmp_path / "run" / "rank-00000-of-00001").symlink_to(tmp_path / "elsewhere")
+            with pytest.raises(SinkError, match="could not be written to"):
+                accumulate(loss, PARAMS, X.split(SIZES), WANTED, **options)
+        finally:
+            dist.destroy_process_group()
+        assert not any((tmp_path / "elsewhere").iterdir())
+
+
+class TestRowsOfAnotherForm:
+    """What a loss returns (aux) has one form in all batches, as it has in memory."""
+
+    CHANGES = {  # noqa: RUF012
+        "name": lambda x: {"y": x["x"]},
+        "fewer": lambda x: {},
+        "more": lambda x: x | {"y": x["x"]},
+        "shape": lambda x: {"x": x["x"][:2]},
+        "axes": lambda x: {"x": x["x"][None]},
+        "dtype": lambda x: {"x": x["x"].float()},
+        "width": lambda x: {"x": x["x"].long()},
+    }
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_in_a_later_batch(self, tmp_path, change):
+        batches = list(X.split(4))
+
+        def loss(w, x):
+            aux = {"x": x}
+            return w @ x, self.CHANGES[change](aux) if seen else aux
+
+        seen = []
+
+        def source():
+            yield batches[0]
+            seen.append(1)
+            yield from batches[1:]
+
+        with pytest.raises(ps.LossError, match=r"batches\[1\]: expected rows like those of earlier batches, .*'\]"):
+            accumulate(loss, PARAMS["a"], source(), ps.Aux(), sink=tmp_path / "run")
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_in_a_run_that_goes_on(self, tmp_path, change):
+        def run(loss, stop, folder="run"):
+            def source():
+                yield from X.split(4)[:stop]
+                if stop:
+                    raise OSError("the source has failed")
+
+            return accumulate(loss, PARAMS["a"], source(), ps.Aux(), sink=tmp_path / folder, resume=True)
+
+        def loss(w, x):
+            return w @ x, {"x": x}
+
+        def other(w, x):
+            return w @ x, self.CHANGES[change]({"x": x})
+
+        other.__qualname__ = loss.__qualname__
+        with pytest.raises(OSError, match="the source has failed"):
+            run(loss, 2)
+        with pytest.raises(ps.LossError, match="expected rows like those of earlier batches"):
+            run(other, None)
+        run(loss, None, "finished")
+        if change in {"name", "fewer", "more"}:
+            with pytest.raises(ArgumentError, match=r"loss_fn: expected the loss of the run in .*another, as .*differ"):
+                run(other, None, "finished")
 
 
 class TestFolder:

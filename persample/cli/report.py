@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import stat
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,17 +106,20 @@ def writable(directory: Path, *names: str) -> Path:
         The directory.
 
     Raises:
-        ArgumentError: if the directory cannot be made or written to.
+        ArgumentError: if the directory cannot be made or written to, or has a link, a pipe, … in the place of a file.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
         for name in names:
-            if (directory / name).is_dir():
-                raise IsADirectoryError(errno.EISDIR, f"{name} is a directory")
-    except OSError as error:
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(mode := (directory / name).lstat().st_mode):
+                    kind = "a directory" if stat.S_ISDIR(mode) else "no plain file"
+                    raise FileExistsError(errno.EEXIST, f"{name} is {kind}")
+    except (OSError, ValueError) as error:
         fix = "Choose another one."
-        expected, received = "a directory that can be written to", f"{str(directory)!r} ({error.strerror})"
+        reason = getattr(error, "strerror", error)  # a zero byte is a ValueError
+        expected, received = "a directory that can be written to", f"{str(directory)!r} ({reason})"
         raise ArgumentError.about("--output", expected=expected, received=received, fix=fix) from error
     return directory

@@ -82,7 +82,7 @@ def stats(
 def _function(source: str) -> Callable[..., Any]:
     module, colon, name = source.partition(":")
     fix = "Name a module that Python finds from here, and a function in it: package.module:function."
-    if not (module and colon and name):
+    if not (module and colon and name) or module.startswith("."):
         raise ArgumentError.about("MODULE:FUNCTION", expected="two names", received=repr(source), fix=fix)
     if "" not in sys.path:
         sys.path.insert(0, "")  # as python -m has it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 from persample.cli.curve import save_curve
@@ -28,13 +29,14 @@ class TrainingFiles:
 
     def __init__(self, trainer: Trainer, directory: Path, *, resume: bool) -> None:
         self.trainer, self.directory = trainer, directory
+        if not resume or os.path.lexists(directory):
+            writable(directory, CHECKPOINT, f"{CHECKPOINT}.partial", METRICS, CURVE)
         if resume:
             load_checkpoint(trainer, directory / CHECKPOINT)
         elif (directory / CHECKPOINT).exists():
             fix = "Go on with it by --resume, or choose another directory."
             expected, received = "a directory without a checkpoint", repr(str(directory))
             raise ArgumentError.about("--output", expected=expected, received=received, fix=fix)
-        writable(directory, CHECKPOINT, METRICS, CURVE)
         # Drop rows that an interrupted training wrote after its last checkpoint.
         (directory / METRICS).write_text("", encoding="utf-8")
         self._append(trainer.history)

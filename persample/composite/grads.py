@@ -132,10 +132,13 @@ def composite_grads(
         check_parameters(encoders[0].call.loss, head.params, requested, accumulate=accumulate)
         return requested, structure, encoders, head
 
+    def alike(found: tuple[list[Reduction], trees.TreeSpec, list[Encoder], LossHead]) -> dict[str, str]:
+        requested, structure, encoders, head = found
+        of_loss = {} if head.params is None else head.params.formats
+        return {"reduce": described(requested, structure), **encoders[0].call.loss.params.formats, **of_loss}
+
     def compute() -> tuple[Tensor, Any]:
-        requested, structure, encoders, head = Processes(group).together(
-            normalized, lambda found: {"reduce": described(*found[:2])}
-        )
+        requested, structure, encoders, head = Processes(group).together(normalized, alike)
         own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(requested)
         processes = Processes(group, own[0].device)
         recorder = None if batch_norm == "refuse" else BufferRecorder()

@@ -205,6 +205,12 @@ class ParamTree:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, nn.Module))
 
     @property
+    def formats(self) -> dict[str, str]:
+        """The shape, the dtype and the kind of device of each parameter, in words, by path."""
+        pairs = zip(self.paths, self.tensors, strict=True)
+        return {path: f"shape {list(x.shape)}, {x.dtype} on {x.device.type}" for path, x in pairs}
+
+    @property
     def parts(self) -> Mapping[str, nn.Module]:
         """The modules and all their submodules, by index among the modules and name, such as "0.encoder.1"."""
         return self.inside.parts if self.inside else {}

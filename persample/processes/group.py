@@ -108,9 +108,9 @@ class Processes:
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if failed and own is None:
             raise LossError(f"{self.called} failed on other processes of the group, by rank: {failed}.")
-        for name in () if failed else arguments or ():
-            if len({one[name] for one in known}) > 1:
-                listed = "; ".join(f"rank {rank}: {one[name]}" for rank, one in enumerate(known))
+        for name in () if failed else {name: None for one in known for name in one or ()}:
+            if len({one.get(name) for one in known}) > 1:
+                listed = "; ".join(f"rank {rank}: {one.get(name)}" for rank, one in enumerate(known))
                 fix = "Results are those of all processes: pass the same on each."
                 raise ArgumentError.about(name, expected="the same on all ranks", received=listed, fix=fix)
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from persample.errors import LossError
+from persample.factors import Factor
+from persample.factors.layout import Layout
 from persample.merge import Moments, Summed, merge
 from persample.processes.group import Processes
 from persample.utils import trees
+from persample.utils.digest import name_of
 
 
 def merged(partial: Any, processes: Processes) -> Any:
@@ -67,30 +72,58 @@ def one_by_one(own: Any, processes: Processes) -> Iterator[Any]:
     """Iterate over the trees of all processes, of which each holds one beside its own at a time.
 
     Args:
-        own: the tree of this process.
+        own: the tree of this process, of the same structure on every process.
         processes: the processes.
 
     Yields:
         The trees, by rank.
     """
+    leaves, structure = trees.flatten(own)
     for rank in range(processes.size):
-        packed = [_packed(own) if rank == processes.rank else None]
+        packed = [_packed(leaves) if rank == processes.rank else None]
         dist.broadcast_object_list(packed, group=processes.group, group_src=rank)
-        yield own if rank == processes.rank else _unpacked(packed[0], processes)
+        yield own if rank == processes.rank else trees.unflatten(_unpacked(packed[0], leaves, processes), structure)
 
 
 def _gathered(leaves: list[Any], processes: Processes) -> list[Any]:
     if not leaves:
         return []
-    return functools.reduce(merge, [_unpacked(data, processes) for data in processes.gather_objects(_packed(leaves))])
+    gathered = processes.gather_objects(_packed(leaves))
+    return functools.reduce(merge, [_unpacked(data, leaves, processes) for data in gathered])
 
 
-def _packed(tree: Any) -> bytes:
+def _packed(leaves: list[Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(tree, buffer)
+    torch.save(_plain(leaves), buffer)
     return buffer.getvalue()
 
 
-def _unpacked(data: Any, processes: Processes) -> Any:
-    # Trusted: the other processes of the group run the same program.
-    return torch.load(io.BytesIO(data), map_location=processes.device, weights_only=False)
+def _plain(x: Any) -> Any:
+    """Return tensors, numbers and names for a leaf: of its class the name, of its fields the same."""
+    if is_dataclass(x):
+        return {"class": name_of(type(x)), **{name: _plain(getattr(x, name)) for name in x.__dataclass_fields__}}
+    return type(x)(map(_plain, x)) if type(x) in {list, tuple} else x
+
+
+def _unpacked(data: Any, own: list[Any], processes: Processes) -> Any:
+    """Return the leaves of another process: those of the classes of our own leaves, and of factors, and of no other."""
+    known = {name_of(kind): kind for kind in (Layout, *map(type, own), *_subclasses(Factor))}
+
+    def restored(x: Any) -> Any:
+        if isinstance(x, dict):
+            return known[x.pop("class")](**{name: restored(value) for name, value in x.items()})
+        return type(x)(map(restored, x)) if type(x) in {list, tuple} else x
+
+    try:
+        return restored(torch.load(io.BytesIO(data), map_location=processes.device, weights_only=True))
+    except (UnpicklingError, KeyError) as error:
+        expected, received = "results of tensors and of classes known here from the other processes", repr(error)[:99]
+        raise LossError(
+            f"{processes.called}: expected {expected}, received {received}. Run the same program."
+        ) from error
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)

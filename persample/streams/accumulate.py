@@ -75,8 +75,9 @@ def accumulate(
         memory: as in ``per_sample_grads``, for the samples of one chunk.
         engine: as in ``per_sample_grads``.
         group: a process group such as ``torch.distributed.group.WORLD``: each process goes through its own batches,
-            and all return the result for the samples of all. The reductions and their options must be the same on
-            all; functions among them are compared by name. None for this process alone.
+            and all return the result for the samples of all. The reductions, their options, and names, shapes and
+            dtypes of the parameters must be the same on all; functions are compared by name. None for this process
+            alone.
         order: how the samples of a data set are spread over the processes of a group, so that rows of results have its
             order: "interleaved" if process r has samples r, r + world, …, as ``DistributedSampler`` gives them without
             shuffling; "contiguous" if each has one piece, in the order of the ranks.
@@ -134,13 +135,13 @@ def accumulate(
         processes = Processes(group, lift.device, "accumulate")
         if sink is None:
             return lift, container, processes, None
-        run = SinkRun(Path(sink), lift, container, order, processes, resume=bool(resume))
+        run = SinkRun(sink, lift, container, order, processes, resume=bool(resume))
         return lift, container, processes, run
 
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
         lift, container, *_ = prepared
         options = {"order": order, "randomness": randomness, "sink": repr(sink)}
-        return {"reduce": described(lift.wanted, container), **options}
+        return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
 
     lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)
     if run is not None and run.is_finished:

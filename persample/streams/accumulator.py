@@ -94,7 +94,7 @@ class Accumulator:
         elif isinstance(leaf, Summed | Moments):
             own.absorb(leaf)
         elif isinstance(leaf, Stacked):
-            _check_rows(own, leaf)
+            check_rows(row_format(own.rows), row_format(leaf.rows))
             self._later_rows[place].append(leaf.rows)
         else:
             self.leaves[place] = own.merge(leaf)
@@ -156,8 +156,8 @@ def _own_rows(leaf: Any, taken: set[int]) -> Any:
     return Stacked(rows[everyone] if isinstance(rows, Tensor) else rows.rows(everyone), leaf.dtype)
 
 
-def _check_rows(first: Stacked, leaf: Stacked) -> None:
-    expected, received = (_format(one.rows) for one in (first, leaf))
+def check_rows(expected: object, received: object) -> None:
+    """Reject rows that differ from those of earlier batches in their formats, which messages list."""
     if expected != received:
         raise LossError(
             f"expected rows like those of earlier batches, {expected}, received {received}. Pad what the samples "
@@ -165,6 +165,7 @@ def _check_rows(first: Stacked, leaf: Stacked) -> None:
         )
 
 
-def _format(rows: Tensor | Factor) -> str:
+def row_format(rows: Any) -> str:
+    """Return shape and dtype of one row of a tensor, of a factor, or of a column of a folder."""
     shape = rows.shape[1:] if isinstance(rows, Tensor) else rows.shape
     return f"shape {list(shape)}, {rows.dtype}"

@@ -7,6 +7,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.rl.training.trainer import Trainer
@@ -14,6 +15,8 @@ from persample.utils import rng
 
 # Settings that may change on resume: length and engine of the training.
 _FREE = {"steps", "target", "engine"}
+# What values of other kinds than were saved raise.
+_MALFORMED = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -66,8 +69,8 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
-        saved = state["config"]
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, UnpicklingError) as error:
+        saved = {name: value for name, value in state["config"].items() if not isinstance(value, Tensor)}
+    except (*_MALFORMED, OSError, EOFError, UnpicklingError) as error:
         fix = "Train without resuming first."
         received = f"{str(path)!r} ({type(error).__name__})"
         raise ArgumentError.about("resume", expected="a checkpoint", received=received, fix=fix) from error
@@ -77,11 +80,25 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         fix = "Resume with the same settings; steps, target and engine may change."
         raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
     try:
-        trainer.network.load_state_dict(state["network"])
-        trainer.optimizer.load_state_dict(state["optimizer"])
-        rng.rewind(state["streams"])
-        trainer.steps, trainer.history, trainer.returns = state["steps"], state["history"], state["returns"]
-    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        _restore(trainer, state)
+    except _MALFORMED as error:
         fix = "Train without resuming, with a new trainer."
         received = f"{str(path)!r} ({type(error).__name__}: {error})"
         raise ArgumentError.about("resume", expected="a whole checkpoint", received=received, fix=fix) from error
+
+
+def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    steps, history, returns = state["steps"], list(state["history"]), list(state["returns"])
+    numbers = [steps, *returns, *(value for row in history for value in row.values())]
+    if type(steps) is not int or not all(isinstance(x, int | float) for x in numbers):
+        raise TypeError("steps, returns and history are no numbers")
+    trainer.network.load_state_dict(state["network"])
+    own = trainer.optimizer.state_dict()  # its settings are those of the trainer
+    trainer.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
+    for p, held in trainer.optimizer.state.items():
+        if held.keys() != {"step", "exp_avg", "exp_avg_sq"} or any(
+            x.ndim and x.shape != p.shape for x in held.values()
+        ):
+            raise ValueError(f"the optimizer's state is not Adam's, of a parameter of shape {list(p.shape)}")
+    rng.rewind(state["streams"])
+    trainer.steps, trainer.history, trainer.returns = steps, history, returns

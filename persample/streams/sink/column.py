@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from contextlib import suppress
@@ -12,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from persample.streams.sink.files import altered, as_tensor, checksum, header
-from persample.streams.sink.index import NAME
+from persample.streams.sink.files import altered, as_tensor, checksum, header, opened
 from persample.utils.digest import as_array
 
 
@@ -40,10 +40,8 @@ class Column:
     @classmethod
     def of(cls, folder: Path, record: dict[str, Any]) -> Column:
         """Return the column that a record of the index describes."""
-        path, dtype = folder / record["file"], getattr(torch, record["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise altered(folder / NAME, "dtypes of torch", repr(record["dtype"]))
-        return cls(path, dtype, tuple(record["shape"]), record["count"], record["crc32"])
+        dtype = getattr(torch, record["dtype"])
+        return cls(folder / record["file"], dtype, tuple(record["shape"]), record["count"], record["crc32"])
 
     @property
     def record(self) -> dict[str, Any]:
@@ -54,7 +52,7 @@ class Column:
 
     @property
     def _length(self) -> int:
-        return self.count * self._like.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.count * self._like.dtype.itemsize * math.prod(self.shape)
 
     def append(self, rows: Tensor) -> None:
         """Write more rows.
@@ -70,7 +68,7 @@ class Column:
         self.count += len(rows)
 
     def _opened(self) -> BinaryIO:
-        file = self.path.open("r+b" if self.path.exists() else "w+b")
+        file = opened(self.path, "w+b")
         file.truncate(self._start + self._length)  # what came after the last commit is computed again
         file.seek(self._start + self._length)
         return file
@@ -107,21 +105,22 @@ class Column:
         Raises:
             SinkError: if it differs.
         """
-        size = self.path.stat().st_size if self.path.exists() else 0
         expected = self._start + self._length
-        if size < expected or (whole and size > expected):
-            raise altered(self.path, f"{expected} bytes", f"{size}")
-        with self.path.open("rb") as file:
-            found = file.read(self._start)
-        if whole and found != header(self._like, self.count):
-            raise altered(self.path, f"{self.count} rows of shape {list(self.shape)}, {self.dtype}", "another header")
-        if contents and (crc := checksum(self.path, self._start, self._length)) != self.crc:
-            raise altered(self.path, f"the checksum {self.crc}", f"{crc}")
+        with opened(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < expected or (whole and size > expected):
+                raise altered(self.path, f"{expected} bytes", f"{size}")
+            if file.read(self._start) != header(self._like, self.count) and whole:
+                rows = f"{self.count} rows of shape {list(self.shape)}, {self.dtype}"
+                raise altered(self.path, rows, "another header")
+            if contents and (crc := checksum(file, self._length)) != self.crc:
+                raise altered(self.path, f"the checksum {self.crc}", f"{crc}")
 
     def mapped(self) -> Tensor:
         """Return the rows of a finished file, mapped into memory; writes to the tensor do not reach the file."""
         shape = (self.count, *self.shape)
         if not self._length:
             return torch.empty(shape, dtype=self.dtype)
-        memory = np.memmap(self.path, self._like.dtype, mode="c", offset=self._start, shape=shape)
+        with opened(self.path) as file:
+            memory = np.memmap(file, self._like.dtype, mode="c", offset=self._start, shape=shape)
         return as_tensor(memory, self.dtype)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -17,6 +19,12 @@ from torch import Tensor
 from persample.errors import SinkError
 
 _BLOCK = 2**24  # bytes that are read at a time
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO, None}  # from opening a link, a directory, a socket, a pipe
+# The dtypes that NumPy has, and bfloat16.
+DTYPES = {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16"}
+DTYPES |= {"float32", "float64", "complex64", "complex128"}
+# No link is followed, and no pipe is waited for.
+_GUARDED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @contextmanager
@@ -38,6 +46,25 @@ def kept(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def opened(path: Path, mode: str = "rb") -> BinaryIO:
+    """Open a file, where others may have put a link or a pipe: that is an error; "w+b" keeps what the file holds."""
+    try:
+        file = cast("BinaryIO", open(path, mode, opener=_guarded))  # noqa: SIM115
+    except OSError as error:
+        if mode != "rb" and error.errno not in _NO_FILE:
+            raise
+        raise altered(path, "a plain file", str(error.strerror)) from error
+    facts = os.fstat(file.fileno())
+    if not stat.S_ISREG(facts.st_mode) or (mode != "rb" and facts.st_nlink > 1):
+        file.close()
+        raise altered(path, "a plain file of one name", "a device, a pipe or a hard link")
+    return file
+
+
+def _guarded(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC | _GUARDED, 0o666)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file such that it is never seen half written, also after the process is killed.
 
@@ -46,7 +73,8 @@ def write_whole(path: Path, data: bytes) -> None:
         data: its content.
     """
     beside = unfinished(path)
-    with beside.open("wb") as file:
+    with opened(beside, "w+b") as file:
+        file.truncate()
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -71,14 +99,12 @@ def as_tensor(x: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(x).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(x)
 
 
-def checksum(path: Path, start: int, length: int) -> int:
-    """Return the CRC-32 of a part of a file."""
+def checksum(file: BinaryIO, length: int) -> int:
+    """Return the CRC-32 of the next bytes of a file."""
     crc = 0
-    with path.open("rb") as file:
-        file.seek(start)
-        while length > 0 and (block := file.read(min(_BLOCK, length))):
-            crc = zlib.crc32(block, crc)
-            length -= len(block)
+    while length > 0 and (block := file.read(min(_BLOCK, length))):
+        crc = zlib.crc32(block, crc)
+        length -= len(block)
     return crc
 
 

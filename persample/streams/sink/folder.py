@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.streams.sink.column import Column
-from persample.streams.sink.files import altered, checksum, kept, unfinished, write_whole
+from persample.streams.sink.files import altered, kept, opened, unfinished, write_whole
 from persample.streams.sink.index import NAME, Index
 
 # A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
@@ -39,7 +41,7 @@ class Sink:
     def __init__(self, folder: Path, asked: dict[str, Any], *, resume: bool, among: Sequence[Path] = ()) -> None:
         self.folder = folder
         self._committed = self._took = 0.0
-        exists = (folder / NAME).exists()
+        exists = os.path.lexists(folder / NAME)
         if exists and not resume:
             index = Index.read(folder)
             held, fix = f"{index.batches} batches of a run", "Pass resume=True to go on with it, or another folder."
@@ -55,10 +57,8 @@ class Sink:
             expected = f"the folder of a run with {other[0]} = {asked[other[0]]!r}"
             received = f"one with {self.index.asked.get(other[0])!r}"
             if other[0] == "params":  # a digest
-                expected, received = (
-                    "the folder of a run with these params",
-                    "one whose params had other names or values",
-                )
+                expected = "the folder of a run with these params"
+                received = "one whose params had other names or values"
             raise _rejected(expected, received, "Pass the folder of this run, or a new one.")
         self.columns = {name: Column.of(folder, record) for name, record in self.index.rows.items()}
         if not self.index.finished:  # whoever reads finished results checks them
@@ -70,8 +70,7 @@ class Sink:
                 self.index.write(folder)
             self._remove_all_but(self.index)
         except OSError as error:
-            expected, received = "a folder that can be written to", f"{str(folder)!r} ({error.strerror})"
-            raise _rejected(expected, received, "Choose another one.") from error
+            raise _unusable(folder, error) from error
 
     def append(self, rows: Mapping[str, Tensor]) -> None:
         """Write rows of more samples.
@@ -132,12 +131,14 @@ class Sink:
             SinkError: if their file is not what was written.
         """
         record = self.index.checkpoint or {}
-        path = self.folder / Path(record["file"]).name
-        size = path.stat().st_size if path.exists() else 0
-        if size != record["size"] or checksum(path, 0, size) != record["crc32"]:
-            raise altered(path, f"{record['size']} bytes of the checksum {record['crc32']}", f"{size} bytes of another")
+        path = self.folder / record["file"]
+        with opened(path) as file:
+            data = file.read()
+        if len(data) != record["size"] or zlib.crc32(data) != record["crc32"]:
+            expected = f"{record['size']} bytes of the checksum {record['crc32']}"
+            raise altered(path, expected, f"{len(data)} bytes of another")
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         except ValueError as error:
             raise altered(path, "arrays of numbers", str(error)) from error
@@ -178,6 +179,22 @@ class Sink:
         for path in (*self.folder.glob("sums-*.npz"), *self.folder.glob("*.tmp")):
             if path.name != current:
                 path.unlink(missing_ok=True)  # all processes may open a finished folder
+
+
+def named(folder: Any) -> Path:
+    """Return the argument ``sink`` as a path, at which there is a folder, or may be."""
+    try:
+        path = Path(folder)
+        with suppress(FileNotFoundError):
+            any(path.iterdir())
+    except (OSError, TypeError, ValueError) as error:  # a name too long, a zero byte
+        raise _unusable(folder, error) from error
+    return path
+
+
+def _unusable(folder: Any, error: Exception) -> ArgumentError:
+    received = f"{str(folder)!r} ({getattr(error, 'strerror', None) or error})"
+    return _rejected("a folder that can be written to", received, "Choose another one.")
 
 
 def _rejected(expected: str, received: str, fix: str) -> ArgumentError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from persample.processes import Processes
 from persample.streams.order import Order
 from persample.streams.sink.column import Column
+from persample.streams.sink.files import altered, kept
 from persample.streams.sink.folder import Sink
 from persample.streams.sink.index import NAME, Index
 
@@ -32,13 +34,15 @@ def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Proce
     Returns:
         The folder of this process; that of the run if there is only one process, or if all is done.
     """
-    if processes.group is None or ((folder / NAME).exists() and Index.read(folder).finished):
+    if processes.group is None or (os.path.lexists(folder / NAME) and Index.read(folder).finished):
         whole = Sink(folder, asked, resume=resume)
         if not processes.rank:
             _remove(folder.glob("rank-*-of-*"))
         return whole
-    own = {**asked, "rank": [processes.rank, processes.size, order]}
-    return Sink(folder / f"rank-{processes.rank:05d}-of-{processes.size:05d}", own, resume=resume)
+    path = folder / f"rank-{processes.rank:05d}-of-{processes.size:05d}"
+    if path.is_symlink():
+        raise altered(path, "a folder", "a link")
+    return Sink(path, {**asked, "rank": [processes.rank, processes.size, order]}, resume=resume)
 
 
 def join(folder: Path, asked: dict[str, Any], order: Order, processes: Processes, values: Mapping[str, Tensor]) -> None:
@@ -67,7 +71,8 @@ def join(folder: Path, asked: dict[str, Any], order: Order, processes: Processes
 
 def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
-        shutil.rmtree(folder)
+        with kept(folder):
+            shutil.rmtree(folder)
 
 
 def _in_order(rows: Sequence[Tensor], order: Order) -> Iterator[Tensor]:

@@ -16,12 +16,13 @@ from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.per_sample import PerSample
 from persample.reductions.requested import Reductions
-from persample.streams.accumulator import Accumulator, Partial
+from persample.streams.accumulator import Accumulator, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
 from persample.streams.order import Order
 from persample.streams.sink import ranks
 from persample.streams.sink.asked import description
+from persample.streams.sink.folder import named
 from persample.streams.sink.reader import read_sink
 from persample.utils import trees
 from persample.utils.digest import digest
@@ -45,7 +46,7 @@ class SinkRun:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         lift: BatchLift,
         container: trees.TreeSpec,
         order: Order,
@@ -53,10 +54,11 @@ class SinkRun:
         *,
         resume: bool,
     ) -> None:
-        self.folder, self.lift, self.container, self.order, self.processes = folder, lift, container, order, processes
+        self.folder = named(folder)
+        self.lift, self.container, self.order, self.processes = lift, container, order, processes
         self.names = trees.paths(trees.unflatten(list(range(container.num_leaves)), container), "result")
         self._asked = description(lift, self.names)
-        self.sink = ranks.open_own(folder, self._asked, order, processes, resume=resume)
+        self.sink = ranks.open_own(self.folder, self._asked, order, processes, resume=resume)
         self.is_finished, self.done = self.sink.index.finished, self.sink.index.batches
         self.template: Any = None
         self._last: tuple[Batch, Call] | None = None
@@ -131,7 +133,10 @@ class SinkRun:
         """
         if self.template is None:
             self.begin(chunk, self.lift.without_samples(chunk)[0])
-        self.sink.append(self._tensors(lifted[0], rows=True))
+        rows = self._tensors(lifted[0], rows=True)
+        columns, formats = self.sink.columns, {name: row_format(x) for name, x in rows.items()}
+        check_rows({name: row_format(x) for name, x in columns.items()} or formats, formats)
+        self.sink.append(rows)
         return self._sums(lifted)
 
     def commit(self, batch: Batch, call: Call, accumulator: Accumulator) -> None:
@@ -231,8 +236,12 @@ class SinkRun:
             raise no_batch()
         template = templates[0]
         found = read_sink(self.folder, verify=verify)
-        named_leaves = [found[name] for name in trees.paths(template, "result")]
-        return trees.unflatten(named_leaves, trees.structure(template))
+        names = trees.paths(template, "result")
+        if set(names) != set(found):
+            expected = f"the loss of the run in {str(self.folder)!r}"
+            received = f"another, as {sorted({*names} ^ {*found})} differ"
+            raise ArgumentError.about("loss_fn", expected=expected, received=received, fix="Return the same (aux).")
+        return trees.unflatten([found[name] for name in names], trees.structure(template))
 
     def _tensors(self, leaves: Sequence[Any], *, rows: bool) -> dict[str, Tensor]:
         """Return the results of the reductions that have rows, or of the others, by name."""
