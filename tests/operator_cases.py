@@ -7,10 +7,9 @@ import random
 import warnings
 import zlib
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 from persample import FallbackWarning, Loss, Norm, Stack, Sum, per_sample_grads
@@ -20,6 +19,9 @@ B, F64 = 3, torch.float64
 FLOATS, OTHERS = ("parameter", "activation", "sample", "constant"), ("sample", "constant")
 # How the operation is called, and the loss computed: "mapped" by a vmap inside of the loss.
 FORMS = ("function", "deferred", "derivative", "mapped", "last axis", "method", "in place")
+FORMS_OF_LAYERS = ("function", "method", "in place", "forward", "forward in place", "mapped")  # a gradient goes dense
+# Of a tensor of floats in a loss with layers: parameters, which are stored as a vector or as a matrix; and as above.
+FLOATS_OF_LAYERS = ("vector", "matrix", "activation", "sample", "constant")
 UNSET = "what it returns is not set to anything"
 EXCLUDED = {
     "empty_like": UNSET,
@@ -31,6 +33,11 @@ EXCLUDED = {
     "native_group_norm": "its kernel takes weights for contiguous; torch.group_norm sees to it",
     "linalg.pinv": "of a matrix without elements, and tolerances per sample, the leading axes are lost",
 }
+# Of reverse derivatives of their forward ones, torch has some wrong without vmap, too: on the loop engine.
+WRONG_FORWARD = (
+    *("linalg.det", "linalg.slogdet", "linalg.solve", "logdet"),
+    *("nn.functional.batch_norm", "nn.functional.instance_norm", "nn.functional.layer_norm"),
+)
 KEPT = {"linalg.pinv"}  # but for samples without elements
 
 
@@ -39,7 +46,7 @@ def name_of(op):
 
 
 def call_of(op, form):
-    if form == "in place":
+    if form.endswith("in place"):
         return op.inplace_variant and (lambda x, *args, **kwargs: op.inplace_variant(x.clone(), *args, **kwargs))
     return op.method_variant if form == "method" else op.op
 
@@ -62,9 +69,9 @@ def samples_of(op, rng, most):
     return rng.sample(small, most) if len(small) > most else small
 
 
-def mixtures(sample, rng, most):
+def mixtures(sample, rng, most, floats=FLOATS):
     """Roles of the sample's operands: all, or some."""
-    roles = [FLOATS if x.dtype == F64 else OTHERS for x in tensors(sample) if is_operand(x)]
+    roles = [floats if x.dtype == F64 else OTHERS for x in tensors(sample) if is_operand(x)]
     grid = list(itertools.product(*roles)) if len(roles) <= 5 else [tuple(map(rng.choice, roles)) for _ in range(most)]
     return rng.sample(grid, most) if len(grid) > most else grid
 
@@ -99,22 +106,30 @@ class Case:
             x = self.leaves[place]
             if role in {"activation", "sample"}:
                 self.batch[str(place)] = torch.stack([vary(x, i, generator) for i in range(B)])
-            if role in {"activation", "parameter"}:
-                self.params[str(place)] = x if role == "parameter" else torch.ones((), dtype=F64)
+            if role == "activation":
+                self.params[str(place)] = torch.ones((), dtype=F64)
+            elif role in {"parameter", "vector", "matrix"}:
+                stored = {"vector": x.flatten() if x.ndim > 1 else x, "matrix": x if x.ndim > 1 else x.reshape(1, -1)}
+                self.params[str(place)] = stored.get(role, x)
         self.coefficients, self.looped = [], True
 
-    def __call__(self, params, batch):
+    def values(self, params, batch):
         values = list(self.leaves)
-        for key in {*params, *batch} - {"scale", "factor"}:
-            factors = [given[key] for given in (params, batch) if key in given]
-            values[int(key)] = factors[0] * factors[1] if len(factors) > 1 else factors[0]
-        total = self.nested(values)
+        for place in self.places:
+            factors = [given[str(place)] for given in (params, batch) if str(place) in given]
+            if factors:
+                x = factors[0] * factors[1] if len(factors) > 1 else factors[0]
+                values[place] = x if x.shape == values[place].shape else x.view(values[place].shape)
+        return values
+
+    def __call__(self, params, batch):
+        total = self.nested(self.values(params, batch))
         # Half of the operations receive the same gradient for all samples: other rules are at work then.
         return params["scale"] * batch["factor"] * total if self.seed % 2 else total + params["scale"] * batch["factor"]
 
     def nested(self, values):
         floats = [k for k in self.places if self.leaves[k].dtype == F64]
-        if self.form not in {"derivative", "mapped"} or not floats:
+        if self.form in {"function", "deferred", "last axis", "method", "in place"} or not floats:
             return self.total(values)
         places = sorted({floats[self.seed % len(floats)], floats[self.seed // 7 % len(floats)]})
         given = [values[k] for k in places]
@@ -124,6 +139,8 @@ class Case:
 
         if self.form == "derivative":
             return grad(inner)(*given).sin().sum()
+        if self.form.startswith("forward"):  # with parameters and constants as they are for tangents
+            return sum(jvp(inner, tuple(given), tuple(x if self.seed % 3 else x.cos() for x in given)))
         both = [(x, 1.03 * x) for x in given]
         if self.looped:  # without the vmap whose rules are in question
             return sum(itertools.starmap(inner, zip(*both, strict=True)))
@@ -137,7 +154,29 @@ class Case:
         if not self.coefficients:
             self.coefficients = [0.5 + torch.arange(x.numel()).mul(0.618).frac().to(F64).view(x.shape) for x in numbers]
         pairs = zip(self.coefficients, numbers, strict=True)
-        return sum(((c.reshape(x.shape) * x.to(F64)).sum() for c, x in pairs), torch.zeros((), dtype=F64))
+        return sum((self.number(c.reshape(x.shape) * x.to(F64)) for c, x in pairs), torch.zeros((), dtype=F64))
+
+    @staticmethod
+    def number(x):
+        return x.sum()
+
+
+class CaseOfLayers(Case):
+    """A loss with a layer, that is nonlinear in what an operation returns: without random numbers, of layers."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        generator = torch.Generator().manual_seed(self.seed)
+        self.params["layer"] = torch.randn(2, 3, dtype=F64, generator=generator)
+        self.batch["input"] = torch.randn(B, 3, dtype=F64, generator=generator)
+
+    def __call__(self, params, batch):
+        rate = torch.tanh(params["layer"] @ batch["input"]).sum()
+        return rate * super().__call__(params, batch)
+
+    @staticmethod
+    def number(x):
+        return x.asinh().sum()
 
 
 def measure(case, engine):
@@ -154,18 +193,16 @@ def measure(case, engine):
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", FallbackWarning)
         torch.manual_seed(0)
-        return per_sample_grads(case, case.params, (batch,), wanted, engine=engine, randomness="same", **options)
+        randomness = "error" if isinstance(case, CaseOfLayers) else "same"
+        return per_sample_grads(case, case.params, (batch,), wanted, engine=engine, randomness=randomness, **options)
 
 
-def cases(op, form, most):
+def cases(op, form, most, kind=Case, floats=FLOATS):
     """Some cases of one operation."""
     rng = random.Random(zlib.crc32(f"{name_of(op)} {form}".encode()))
-    call = call_of(op, form)
+    call = None if form.startswith("forward") and op.name in WRONG_FORWARD else call_of(op, form)
     for sample in samples_of(op, rng, most) if call else ():
-        if form in {"method", "in place"} and not isinstance(sample.input, torch.Tensor):
+        if (form == "method" or form.endswith("in place")) and not isinstance(sample.input, torch.Tensor):
             continue
-        yield from map(partial(_case, call, sample, form, rng), mixtures(sample, rng, most))
-
-
-def _case(call, sample, form, rng, roles):
-    return Case(call, sample, roles, form, rng.randrange(10**6))
+        for roles in mixtures(sample, rng, most, floats):
+            yield kind(call, sample, roles, form, rng.randrange(10**6))

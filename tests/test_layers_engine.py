@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import assert_trees_close, oracle, reals
 from torch import nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, jvp, vmap
 from torch.func import grad as func_grad
 from torch.nn import functional as F
 
@@ -38,6 +38,7 @@ from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 
 F64 = torch.float64
+C = torch.ones(3, dtype=F64)
 
 
 @pytest.fixture
@@ -1154,6 +1155,129 @@ def test_places_in_memory_are_told(found):
     assert found[0] is not None
 
 
+def ratio(x, y):
+    """2 where two tensors begin at the same place in memory, else 3."""
+    return 2.0 if x.data_ptr() == y.data_ptr() else 3.0
+
+
+# What reads strides, memory or identity, of copies of vectors, results of layers, and what is computed of matrices.
+OF_MEMORY = {
+    "as_strided": lambda p, x, h: p["b"].as_strided((3,), (1,)),
+    "as_strided, function": lambda p, x, h: torch.as_strided(p["b"], (3,), (1,)),
+    "as_strided, by names": lambda p, x, h: torch.as_strided(input=p["b"], size=(3,), stride=(1,)),
+    "as_strided, of aten": lambda p, x, h: torch.ops.aten.as_strided.default(p["b"], (3,), (1,)),
+    "as_strided, packet": lambda p, x, h: torch.ops.aten.as_strided(p["b"], (3,), (1,)),
+    "as_strided, overlapping": lambda p, x, h: p["b"].as_strided((2, 2), (1, 1)).sum(),
+    "as_strided, of a number": lambda p, x, h: p["s"].as_strided((3,), (0,)),
+    "as_strided, of a view": lambda p, x, h: p["b"][None].as_strided((2, 3), (0, 1)).sum(0),
+    "as_strided, of a row": lambda p, x, h: p["w"][1].as_strided((3,), (1,)),
+    "as_strided, of a matrix": lambda p, x, h: p["w"].as_strided((3,), (4,)),
+    "as_strided, with an offset": lambda p, x, h: p["b"].as_strided((2,), (1,), 1).sum(),
+    "as_strided_": lambda p, x, h: p["b"].clone().as_strided_((3,), (1,)),
+    "as_strided_copy": lambda p, x, h: torch.as_strided_copy(p["b"], (3,), (1,)),
+    "as_strided_scatter": lambda p, x, h: torch.as_strided_scatter(p["b"], p["b"][:2] * 2, (2,), (1,)),
+    "written by strides": lambda p, x, h: (y := p["b"] + 1, y.as_strided((2,), (1,)).mul_(2))[0],
+    "stride": lambda p, x, h: (p["w"] @ torch.outer(x, C)).stride()[0] * p["b"],
+    "stride of aten": lambda p, x, h: torch.ops.aten.stride(p["w"] @ torch.outer(x, C))[0] * p["b"],
+    "dim_order": lambda p, x, h: (p["w"] @ torch.outer(x, C)).dim_order()[0] * p["b"],
+    "is_contiguous": lambda p, x, h: p["b"] * (1.0 if (p["w"] @ torch.outer(x, C)).is_contiguous() else 2.0),
+    "storage_offset": lambda p, x, h: p["b"] * (1.0 + p["b"][1:].storage_offset()),
+    "untyped_storage": lambda p, x, h: p["b"] * p["b"].untyped_storage().nbytes(),
+    "is_set_to": lambda p, x, h: p["b"] * (2.0 if p["b"].is_set_to(p["b"].view(3)) else 3.0),
+    "data_ptr of a view": lambda p, x, h: p["b"] * ratio(p["b"][1:], p["b"]),
+    "data_ptr of a copy": lambda p, x, h: p["b"] * ratio(p["b"].clone(), p["b"]),
+    "data_ptr of a result": lambda p, x, h: p["b"] * ratio(y := p["w"] @ torch.outer(x, C), y.contiguous()),
+    "data_ptr of a transpose": lambda p, x, h: p["b"] * ratio(p["w"].T, p["w"].T.contiguous()),
+    "view of another dtype": lambda p, x, h: p["b"] * p["b"].view(torch.int64).sign(),
+    "_base": lambda p, x, h: p["b"] * (2.0 if p["b"].view(3, 1)._base is p["b"] else 3.0),
+    "_is_view": lambda p, x, h: p["b"] * (2.0 if p["w"][0]._is_view() else 3.0),
+    "identity of a transpose": lambda p, x, h: p["b"] * (2.0 if p["w"].T.T is p["w"] else 3.0),
+    "identity of what is contiguous": lambda p, x, h: p["b"] * (2.0 if p["b"].contiguous() is p["b"] else 3.0),
+    "identity after a write": lambda p, x, h: p["b"] * (2.0 if (y := p["w"] * x).mul_(2) is y else 3.0),
+}
+
+
+@pytest.mark.parametrize("read", OF_MEMORY)
+def test_strides_memory_and_identity_are_those_of_the_loop(read):
+    def loss(p, x):
+        h = p["w"] @ x
+        return (h * OF_MEMORY[read](p, x, h)).tanh().sum()
+
+    params = {"w": draw(3, 3), "b": draw(3, seed=1), "s": draw(1, seed=2)[0]}
+    truth = per_sample_grads(loss, params, draw(4, 3), engine="loop")
+    assert_trees_close(per_sample_grads(loss, params, draw(4, 3)), truth, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: h.stride()[0],
+        lambda h: h[1:].storage_offset(),
+        lambda h: h.untyped_storage().nbytes(),
+        lambda h: h.as_strided((3,), (1,)),
+        lambda h: torch.as_strided_scatter(h, h[:2], (2,), (1,)),
+    ],
+    ids=["stride", "storage_offset", "untyped_storage", "as_strided", "as_strided_scatter"],
+)
+def test_strides_and_memory_that_one_sample_does_not_have_are_refused(read):
+    def loss(p, x):
+        h = p["w"] @ x
+        return (h * p["b"] * read(h)).sum()
+
+    with pytest.raises(LossError, match=r"reads memory by strides|reads values of a sample"):
+        per_sample_grads(loss, {"w": draw(3, 3), "b": draw(3)}, draw(4, 3))
+
+
+def doubled(y):
+    return y.mul_(2).sin()
+
+
+TANGENTS = {
+    "a vector": lambda p, x: p["b"].detach(),
+    "a number": lambda p, x: p["s"].detach().expand(3),
+    "a result of a vector": lambda p, x: p["b"] * 2,
+    "part of a matrix": lambda p, x: p["w"][1],
+    "a result of the batch": lambda p, x: x.cos(),
+}
+
+
+@pytest.mark.parametrize("tangent", TANGENTS)
+def test_writes_into_what_is_differentiated_forward(tangent):
+    def loss(p, x, write=True):
+        h = p["w"] @ x
+        both = jvp(doubled if write else lambda y: (2 * y).sin(), (3 * h,), (TANGENTS[tangent](p, x),))
+        return (torch.cat(both) * p["s"]).tanh().sum()
+
+    params, x = {"w": draw(3, 3), "b": draw(3, seed=1), "s": draw(1, seed=2)[0]}, draw(4, 3)
+    before = copy.deepcopy(params)
+    truth = per_sample_grads(functools.partial(loss, write=False), params, x, engine="loop")
+    assert_trees_close(per_sample_grads(loss, params, x), truth, rtol=1e-9)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+
+
+def written_second_derivative(p, x):
+    zeros = jvp(lambda y: jvp(lambda z: torch.outer(C, z)[0], (y,), (x,))[1], (C,), (x,))[1]
+    zeros[0] = x[1]
+    return zeros
+
+
+WRITTEN_TOGETHER = {
+    "expanded": lambda p, x: p["s"].expand(3).mul_(x),
+    "a derivative that is zero": written_second_derivative,
+    "expanded, and differentiated": lambda p, x: jvp(torch.sin, (p["s"].expand(3),), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN_TOGETHER)
+def test_writes_into_places_that_elements_share_are_explained(case):
+    with pytest.raises(LossError, match=r"writes (per-sample values )?in place into"):
+        per_sample_grads(
+            lambda p, x: (WRITTEN_TOGETHER[case](p, x) * (p["w"] @ x)).sum(),
+            {"w": draw(3, 3), "s": draw(1)[0]},
+            draw(4, 3),
+        )
+
+
 def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals(monkeypatch):
     widths, product = [], terms._inner_products
     monkeypatch.setattr(terms, "_SMALL", 0)
@@ -1224,7 +1348,6 @@ def test_autograd_inside_the_loss(inner):
         assert_trees_close(per_sample_grads(loss, W, (x,), REDUCTIONS), expected(loss, W, (x,)), rtol=1e-9)
 
 
-C = torch.ones(3, dtype=F64)
 WRITES = {
     "add_": lambda x: x.add_(1),
     "iadd": lambda x: x.__iadd__(1),

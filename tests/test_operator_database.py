@@ -5,9 +5,21 @@ from collections import Counter
 
 import pytest
 import torch
-from operator_cases import EXCLUDED, F64, FORMS, KEPT, cases, measure, name_of
+from operator_cases import (
+    EXCLUDED,
+    F64,
+    FLOATS_OF_LAYERS,
+    FORMS,
+    FORMS_OF_LAYERS,
+    KEPT,
+    CaseOfLayers,
+    cases,
+    measure,
+    name_of,
+)
 from torch.utils import _pytree as pytree
 
+from persample.engines import layers
 from persample.errors import LossError
 
 pytest.importorskip("expecttest")  # which torch's own tests are written with
@@ -50,11 +62,11 @@ def outcome(case):
     return "agreed" if off <= 1e-9 else f"off by {off:g}"
 
 
-def compare(ops, form, most):
-    """Compare the engines for some cases of each operation; print how many agreed."""
+def compare(ops, form, most, **kind):
+    """Compare the engines for some cases of each operation; print how many agreed, and return their counts."""
     counts, refused, wrong, known = Counter(), set(), [], {"agreed", "refused", "no loss"}
     for op in ops:
-        for case in cases(op, form, most):
+        for case in cases(op, form, most, **kind):
             found = outcome(case)
             counts[found if found in known else "wrong"] += 1
             if found == "refused":
@@ -65,6 +77,21 @@ def compare(ops, form, most):
     print(f"{form}: {len(ops)} operations, {dict(counts)}, refused: {', '.join(sorted(refused))}")  # noqa: T201
     assert not wrong, "\n".join(wrong)
     assert counts["agreed"] > counts["refused"]
+    return counts
+
+
+def compare_beside_a_layer(ops, form, most, monkeypatch):
+    """Compare the engines for losses with a layer, many of which ``engines/layers`` computes."""
+    computed, gradients = [], layers.gradients
+
+    def watched(*args):
+        computed.append(gradients(*args))
+        return computed[-1]
+
+    monkeypatch.setattr(layers, "gradients", watched)
+    agreed = compare(ops, form, most, kind=CaseOfLayers, floats=FLOATS_OF_LAYERS)["agreed"]
+    print(f"{form}: {len(computed)} computed by engines/layers")  # noqa: T201
+    assert len(computed) > agreed / 3
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its samples
@@ -78,6 +105,20 @@ def test_some_operations(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_all_operations(form):
     compare(operations(), form, 10 if form == "function" else 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS_OF_LAYERS)
+def test_some_operations_beside_a_layer(form, monkeypatch):
+    strided = [op for op in operations() if op.name == "as_strided" and "in place" not in form]
+    compare_beside_a_layer(strided + random.Random(form).sample(operations(), 20), form, 2, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS_OF_LAYERS)
+def test_all_operations_beside_a_layer(form, monkeypatch):
+    compare_beside_a_layer(operations(), form, 4 if form == "function" else 3, monkeypatch)
 
 
 def test_a_wrong_result_is_found():

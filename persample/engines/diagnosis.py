@@ -41,7 +41,8 @@ _VMAP_CAUSES = [
         "Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first.",
     ),
     (
-        r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`",
+        r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`"
+        r"|ZeroTensors are immutable|of the written-to tensor",
         "writes per-sample values in place into a tensor that is the same for all samples",
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
     ),
@@ -72,7 +73,7 @@ _VMAP_CAUSES = [
     ),
     (
         r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support"
-        r"|same randomness with a batched",
+        r"|same randomness with a batched|querying is_contiguous",
         "uses an operation that vmap cannot batch",
         f"Replace the operation, {_LOOP}.",
     ),

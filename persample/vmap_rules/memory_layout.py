@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import get_unwrapped
 from persample.errors import LossError
-from persample.utils.tracing import is_wrapped
-from persample.vmap_rules.batched import is_batched
+from persample.vmap_rules.batched import is_batched, unwrapped
 
 _RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
@@ -44,25 +42,13 @@ def _as_strided(
     return function(input, size, stride, storage_offset)
 
 
-def _as_strided_scatter(
-    function: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
-    src: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    if is_batched(input) or is_batched(src):
+def _of_plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(x, Tensor) and is_batched(x) for x in (*args, *kwargs.values())):
         raise _rejected(function)
-    return function(input, src, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
-def _as_strided_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    if is_batched(input):
-        raise _rejected(Tensor.as_strided_)
-    return input.as_strided_(*args, **kwargs)
-
-
-def _resized(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+def _of_contiguous(function: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
     if is_batched(input) and not input.is_contiguous():
         raise _rejected(function)
     return function(input, *args, **kwargs)
@@ -73,13 +59,6 @@ def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
     return torch.view_as_complex(input if input.stride()[-1:] == (1,) or not is_batched(input) else input.contiguous())
 
 
-def _data_ptr(input: Tensor) -> int:  # noqa: A002
-    # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
-    while is_wrapped(input):
-        input = get_unwrapped(input)  # noqa: A001
-    return input.data_ptr()
-
-
 def _rejected(function: Any) -> LossError:
     return LossError(
         f"loss_fn: {function.__name__} reads memory by strides or sizes, but under vmap a sample has no memory of its "
@@ -88,18 +67,19 @@ def _rejected(function: Any) -> LossError:
     )
 
 
+_OF_PLAIN: set[Any] = {
+    *(torch.as_strided_scatter, Tensor.as_strided_scatter, torch.as_strided_, Tensor.as_strided_),
+    Tensor.storage_offset,
+}
+_OF_CONTIGUOUS: set[Any] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Tensor.dim_order}
 RULES: dict[Any, Callable[..., Any]] = {
     **{
         function: functools.partial(_as_strided, function)
         for function in (torch.as_strided, Tensor.as_strided, torch.as_strided_copy)
     },
-    **{
-        function: functools.partial(_as_strided_scatter, function)
-        for function in (torch.as_strided_scatter, Tensor.as_strided_scatter)
-    },
-    **{function: functools.partial(_resized, function) for function in (Tensor.resize_, Tensor.resize_as_)},
+    **{function: functools.partial(_of_plain, function) for function in _OF_PLAIN},
+    **{function: functools.partial(_of_contiguous, function) for function in _OF_CONTIGUOUS},
     torch.view_as_complex: _view_as_complex,
-    Tensor.data_ptr: _data_ptr,
-    torch.as_strided_: _as_strided_in_place,
-    Tensor.as_strided_: _as_strided_in_place,
+    # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
+    Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
 }

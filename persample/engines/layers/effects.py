@@ -1,4 +1,4 @@
-"""Functions of torch with effects beyond their result: they read or change autograd's state, or write into tensors."""
+"""Functions of torch with effects beyond their result: they read or change a tensor's state, or write into tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,25 @@ from persample._torch import OpOverload, backward_hooks_getter, schema
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad")
+_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", "_base", "_version")
 _AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
 }
-_HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+# By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
+_STATE = {
+    *("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "storage", "untyped_storage", "data_ptr"),
+    *("stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_contiguous", "dim_order", "_typed_storage"),
+    *(
+        "as_strided",
+        "as_strided_",
+        "as_strided_copy",
+        "as_strided_scatter",
+        "set_",
+        "is_set_to",
+        "_is_view",
+        "_version",
+    ),
+}
 
 
 @functools.cache
@@ -29,18 +43,19 @@ def is_pure(func: Any) -> bool:
         >>> is_pure(Tensor.add), is_pure(Tensor.add_), is_pure(Tensor.is_leaf.__get__)
         (True, False, False)
     """
-    return not (uses_autograd(func) or _writes(func) or _write_options(func))
+    return not (reads_state(func) or _writes(func) or _write_options(func))
 
 
 @functools.cache
-def uses_autograd(func: Any) -> bool:
-    """Return whether a function of torch differentiates, asks about the autograd graph, or registers a hook.
+def reads_state(func: Any) -> bool:
+    """Return whether a function of torch differentiates, registers a hook, or reads the autograd graph or memory.
 
     Examples:
-        >>> [uses_autograd(func) for func in (Tensor.is_leaf.__get__, Tensor.register_hook, Tensor.shape.__get__)]
-        [True, True, False]
+        >>> read = Tensor.is_leaf.__get__, Tensor.stride, torch.ops.aten.as_strided.default, Tensor.shape.__get__
+        >>> list(map(reads_state, read))
+        [True, True, True, False]
     """
-    return func in _AUTOGRAD or _name(func) in _HOOKS
+    return func in _AUTOGRAD or _name(func).partition(".")[0] in _STATE
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.engines.layers.effects import is_pure, uses_autograd, written_tensors
+from persample.engines.layers.effects import is_pure, reads_state, written_tensors
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.shared import NotLayersError
 from persample.errors import LossError
@@ -22,7 +22,7 @@ from persample.vmap_rules.refusals import is_refusal
 class LayerGuard(VmapRules):
     """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
 
-    Such functions read autograd's state, register hooks, or write into tensors that the loss did not compute.
+    Such functions read autograd's state or memory, register hooks, or write into tensors that the loss did not compute.
 
     Args:
         interceptor: computes the functions that the loss calls with shared parameters.
@@ -63,11 +63,13 @@ class LayerGuard(VmapRules):
             raise NotLayersError("the loss caught a refusal") from error
 
     def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
-        written = written_tensors(func, args, kwargs)
-        if uses_autograd(func) or not all(map(self._is_computed, written)):
-            raise NotLayersError(f"the loss calls {func}, which uses autograd or writes into a given tensor")
+        params, written = self._interceptor.params, written_tensors(func, args, kwargs)
+        # nn.GRU on a GPU asks for the places of its weights.
+        reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
+        if reads or not all(map(self._is_computed, written)):
+            raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
         if written:
-            self._interceptor.params.copies.forget_results()
+            params.copies.forget_results()
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, with one value per sample."""

@@ -93,9 +93,7 @@ class SharedParams:
         param = self._shared[id(x)]
         if x.ndim != 2:
             raise NotLayersError("the loss transposes a parameter that is no matrix")
-        return (
-            self.plain[param.place] if param.transposed else self._keep(SharedParam(x.T, param.place, transposed=True))
-        )
+        return self._keep(SharedParam(x.T, param.place, not param.transposed))
 
     def copy(self, param: SharedParam, *, deferred: bool = False) -> Tensor:
         """Return one copy of a shared parameter per sample.
