@@ -10,6 +10,7 @@ they are used, because importing Inductor takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -19,13 +20,14 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx import Graph
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from persample.errors import TorchVersionError
@@ -207,10 +209,20 @@ inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation t
 
 
 class UnguardedDispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch.compile never traces: guarding each of its calls against that costs more than it."""
+    """A dispatch mode that torch.compile never traces: guarding each of its calls against that costs more than it.
+
+    It sets no flags: torch has them once for all threads, and those that end in another order would leave them set.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> UnguardedDispatchMode:
+        push_dispatch_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop_dispatch_mode()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -267,6 +279,15 @@ aten_reshape_alias = private("torch:ops.aten._reshape_alias.default")
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
 aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
 aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
+
+
+@functools.cache
+def multi_head_attention_by(attention: Callable[..., torch.Tensor]) -> Any:
+    """Return ``F.multi_head_attention_forward`` with another attention in it; a mode that answers it sees none."""
+    function = F.multi_head_attention_forward
+    names = {"scaled_dot_product_attention": attention, "has_torch_function": lambda _: False}
+    return FunctionType(function.__code__, {**vars(F), **names}, argdefs=function.__defaults__)
+
 
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
 tree_flatten = private("torch.utils._pytree:tree_flatten")
@@ -335,6 +356,18 @@ def import_dynamo() -> None:
     The two import each other: threads that begin with one each would wait for each other's half.
     """
     importlib.import_module("torch._dynamo")
+
+
+# The context of a compilation: without it, a trace forbids all threads to call compiled functions. torch 2.12 has none.
+compiling: Any = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+
+
+@functools.cache
+def compile_lock() -> Any:
+    """Return the lock under which ``torch.compile`` traces, and replaces the filters of warnings of all threads."""
+    import_dynamo()
+    module = private("torch._dynamo.convert_frame")
+    return attribute(module, "compile_lock")(module)
 
 
 # The modules of ``functional_call`` in the names of guards; they hold no state.

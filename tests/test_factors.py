@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import Rows, assert_trees_close
 from test_grid import REDUCTIONS
+from torch.utils._python_dispatch import TorchDispatchMode
 from traced import lowered
 
 from persample import Norm, gradients, per_sample_grads
@@ -474,3 +475,30 @@ def test_several_reductions_share_their_second_moments(monkeypatch):
     monkeypatch.setattr(Outer, "second_moment", lambda self, *args: calls.append(self) or original(self, *args))
     share("Variance", "NoiseScale")
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("shape", [(300,), (300, 1), (1, 300), (300, 7), (7, 300)], ids=str)
+def test_projections_of_written_gradients_multiply_the_longer_axis_first(shape):
+    """Otherwise one number per sample, projection and entry of the longer axis is written."""
+    values, count = torch.randn(4, *shape, dtype=torch.float64), 50
+    left, right = (torch.randn(count, n, dtype=torch.float64) for n in (shape[0], torch.Size(shape[1:]).numel()))
+    with Sizes() as sizes:
+        found = Dense(values).project(left, right)
+    torch.testing.assert_close(found, torch.einsum("bok,jo,jk->bj", values.reshape(4, shape[0], -1), left, right))
+    assert max(sizes.seen) <= max(
+        values.numel(), left.numel(), right.numel(), 4 * count * min(left.shape[1], right.shape[1])
+    )
+
+
+class Sizes(TorchDispatchMode):
+    """Collects how many numbers the results of operations that compute something have."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out._is_view():
+            self.seen.append(out.numel())
+        return out

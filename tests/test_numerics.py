@@ -1,12 +1,14 @@
 """NaN in one sample, small gradients of saturated units, and zeros without memory: all engines against the loop."""
 
+import hashlib
+
 import pytest
 import torch
 from oracle import assert_trees_close
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
-from persample import Aux, ClippedMean, ClippedSum, Gram, Loss, Mean, Norm, Stack, Sum, per_sample_grads
+from persample import Aux, ClippedMean, ClippedSum, Gram, Loss, Mean, Norm, Project, Stack, Sum, per_sample_grads
 
 F64 = torch.float64
 WANTED = {"loss": Loss(), "norm": Norm(), "stack": Stack()}
@@ -195,3 +197,13 @@ def test_zero_tangents_in_compiled_code():  # they ended the process
         return torch.func.jvp(lambda z: torch.cat([z, w]).tanh() * torch.cat([w, z]), (x,), (t,))[1].sum()
 
     assert_is_loop(loss, draw(3), (draw(5, 3), draw(5, 3) + 1), {"norm": Norm(), "stack": Stack()}, engine="compiled")
+
+
+def test_the_signs_of_projections_are_the_same_in_every_version():
+    """Projections of one seed are compared across runs and versions: the first signs are written down here."""
+    params = {"w": torch.ones(3)}
+    found = per_sample_grads(lambda p, x: p["w"] @ x, params, torch.eye(3), Project(8, seed=0)) * 8**0.5
+    digest = hashlib.sha256(b"0:params['w']").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    left, right = (torch.randint(0, 2, (8, n), generator=generator) * 2.0 - 1.0 for n in (3, 1))
+    torch.testing.assert_close(found, (left * right).T)

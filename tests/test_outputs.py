@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from oracle import Rows, assert_trees_close, error_of
@@ -634,3 +636,58 @@ def test_gram_with_a_table_of_another_batch():
     every = ps.per_sample_grads(outputs, table, tokens, ps.Gram(), outputs="rows")
     found = ps.per_sample_grads(outputs, table, tokens, ps.Gram(other), outputs="rows")
     assert_trees_close(found, every[:, :, :2], 1e-9)
+
+
+def _rows_cases():
+    table, x, tokens = torch.randn(1100, 3), torch.randn(3, 4, 3), torch.randint(1100, (3, 4))
+    square, y = torch.randn(4, 4), torch.randn(3, 5, 4)
+
+    def entropy(w, x, t):
+        return F.cross_entropy(x @ w.T, t, reduction="none", ignore_index=7)
+
+    def attention(w, x):
+        return F.scaled_dot_product_attention((x @ w)[None], x[None], x[None])[0].sum(-1)
+
+    cases = {
+        "cross_entropy": (entropy, table, (x, tokens)),
+        "cross_entropy, shared": (lambda w, x, t: entropy(w, x, t) * entropy(w, x, t).sum(), table, (x, tokens)),
+        "nll_loss": (
+            lambda w, x, t: F.nll_loss((x @ w.T).log_softmax(-1), t, reduction="none"),
+            *(table, (x, tokens)),
+        ),
+        "attention": (attention, square, (y,)),
+        "cdist": (lambda w, x: torch.cdist(w, x, 1.5).sum(1), square, (y,)),
+        "cumprod": (lambda w, x: (w[0] * x[0]).cumprod(0), square, (y,)),
+        "layer_norm": (lambda w, x: F.layer_norm(x @ w, (4,), w[0]).sum(-1), square, (y,)),
+        "rnn": (
+            lambda w, x: torch.rnn_tanh(x[None], x.new_zeros(1, 1, 4), [w, w], False, 1, 0.0, False, False, True)[0][
+                0
+            ].sum(-1),
+            *(square, (y,)),
+        ),
+        "embedding_bag": (lambda w, t: F.embedding_bag(t[None], w, mode="max")[0], table, (tokens,)),
+    }
+    if hasattr(F, "linear_cross_entropy"):
+        cases["linear_cross_entropy"] = (
+            lambda w, x, t: F.linear_cross_entropy(x, w, t, reduction="none"),
+            *(table, (x, tokens)),
+        )
+    return cases
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize("name", ["cross_entropy", *(name for name in _rows_cases() if name != "cross_entropy")])
+def test_rules_serve_rows_without_a_fallback(name, mapped):
+    """No warning: the test run turns it into an error."""
+    loss, params, batch = _rows_cases()[name]
+    params = params.double()
+    batch = [x.double() if x.is_floating_point() else x for x in batch]
+
+    def rows(*sample, engine="eager"):
+        return per_sample_grads(loss, params, tuple(x[None] for x in sample), outputs="rows", engine=engine)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.func.vmap(rows)(*batch)[:, 0] if mapped else per_sample_grads(loss, params, batch, outputs="rows")
+    expected = torch.cat([rows(*sample, engine="loop") for sample in zip(*batch, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

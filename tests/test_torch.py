@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -560,6 +562,24 @@ def test_aten_attention():
     torch.testing.assert_close(found, out.detach())
     grads = _torch.aten_attention_cpu_backward(signal, *plain, found, normalizers, 0.0, True, scale=0.7)
     torch.testing.assert_close(tuple(grads), expected)
+
+
+def test_multi_head_attention_by():
+    function = F.multi_head_attention_forward
+    assert {"scaled_dot_product_attention", "has_torch_function"} <= set(function.__code__.co_names)
+    layer, x, calls = nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4), []
+
+    def attention(*args):
+        calls.append(args)
+        return F.scaled_dot_product_attention(*args)
+
+    weights = layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0
+    args = x, x, x, 4, 2, *weights, layer.out_proj.weight, layer.out_proj.bias
+    with Functions() as mode:
+        out, _ = _torch.multi_head_attention_by(attention)(*args, need_weights=False)
+    assert len(calls) == 1
+    assert function not in mode.seen
+    assert torch.equal(out, layer(x, x, x, need_weights=False)[0])
 
 
 def test_aten_operators_that_functions_call():
@@ -1299,3 +1319,31 @@ def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):
     monkeypatch.setattr("persample.engines.layers.engine.remove_batch_dim", _torch.private("torch._C:no_such_name"))
     with pytest.raises(TorchVersionError, match=r"needs torch\._C\.no_such_name"):
         ps.per_sample_grads(lambda w, x: (w @ x).sum(), torch.ones(2, 3), torch.ones(4, 3), ps.Mean())
+
+
+def test_compile_lock_is_held_by_compilations():
+    held = []
+
+    def backend(graph, _inputs):
+        def try_lock():
+            held.append(_torch.compile_lock().acquire(blocking=False))
+
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+        return graph.forward
+
+    torch.compile(lambda x: x.sin() + 53, backend=backend)(torch.ones(2))
+    assert held == [False]
+
+
+def test_compiling_lets_other_threads_call_compiled_functions():
+    def traced(x):
+        found.append(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
+        return x.sin()
+
+    found = []
+    make_fx(traced)(torch.ones(2))
+    with _torch.compiling():
+        make_fx(traced)(torch.ones(2))
+    assert found == [True, False]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import assert_trees_close
+from oracle import assert_trees_close, oracle
 from torch import nn
 from torch.nn import functional as F
 from vmap_rules_cases import B, check, check_module, draw
@@ -71,6 +71,42 @@ def test_embedding_bag(mode, padding):
     check_module(bag, index.flatten(1)[:, :7], torch.cat([offsets, torch.full((B, 1), 7)], 1))
     if mode == "sum":
         check_module(bag, index, draw(4, 3), call=lambda apply, i, w: apply(i, per_sample_weights=w))
+
+
+SPECIAL = [float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("differentiable", [False, True], ids=["once", "recorded"])
+@pytest.mark.parametrize("bags", ["rows", "offsets"])
+@pytest.mark.parametrize("place", ["weights", "table", "signals", "first-of-bag"])
+@pytest.mark.parametrize("special", SPECIAL, ids=str)
+def test_embedding_bags_skip_what_they_do_not_hold(special, place, bags, differentiable):
+    """As torch's kernels do: NaN and infinity at padding, or in another bag, reach no result and no gradient."""
+    index, starts = torch.tensor([[3, 0, 4, 1], [1, 2, 0, 4], [0, 0, 4, 4]]), torch.tensor([[0, 2], [0, 1], [0, 3]])
+    table, weights, scale = draw(5, 3)[0], draw(4), torch.ones(3, 2, 3, dtype=torch.float64)
+    if place == "weights":
+        weights[index == 0] = special
+    elif place == "signals":
+        scale[:, 0, 0] = special
+    else:
+        table[0 if place == "table" else 4] = special
+
+    def loss(params, i, w, c, starts):
+        total = 0
+        for mode in ("sum", "mean", "max"):
+            shape, offsets = ((2, 2), None) if bags == "rows" else ((4,), starts)
+            own = (w * params["w"]).view(shape) if mode == "sum" else None
+            options = {"mode": mode, "padding_idx": 0, "per_sample_weights": own}
+            total = total + (F.embedding_bag(i.view(shape), params["table"], offsets, **options) * c).sum()
+        return total
+
+    params = {"table": table, "w": torch.ones(4, dtype=torch.float64)}
+    rows = oracle(loss, params, (index, weights, scale, starts))
+    if differentiable:
+        params = {name: x.requires_grad_() for name, x in params.items()}
+    found = per_sample_grads(loss, params, (index, weights, scale, starts), Stack(), differentiable=differentiable)
+    torch.testing.assert_close(found, rows.tree(rows.grads), rtol=1e-9, atol=0, equal_nan=True)
+    assert torch.cat([x.flatten() for x in rows.grads]).isfinite().any()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Attention and transformer layers under vmap."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from oracle import assert_trees_close
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from vmap_rules_cases import B, check, check_module, draw, once
 
-from persample import per_sample_grads
+from persample import LossError, per_sample_grads
 from persample.vmap_rules import VmapRules, attention
 
 
@@ -151,6 +153,54 @@ def test_attention_mask(kind):
         return F.scaled_dot_product_attention(gain * qkv[None], *qkv.expand(2, 1, 2, 5, 3), attn_mask=mask)
 
     check(fn, torch.tensor(1.1, dtype=torch.float64), (draw(2, 5, 3), mask))
+
+
+MASKS = {
+    "none": None,
+    "bool": torch.ones(5, 6, dtype=torch.bool).tril(),
+    "nothing-to-see": torch.ones(5, 6, dtype=torch.bool).tril(-2),
+    "float": torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6),
+    "nan": torch.full((5, 6), torch.nan, dtype=torch.float64).tril(-3),
+}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"dropout_p": 0.4}], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_is_that_of_the_math_kernel(mask, options, grouped):
+    q, k, v = draw(4 if grouped else 2, 5, 4), draw(2, 6, 4), draw(2, 6, 4)
+
+    def loss(w, q, k, v):
+        given = {"attn_mask": MASKS[mask], "enable_gqa": grouped, **options}
+        return F.scaled_dot_product_attention(q @ w, k, v @ w, **given).square().sum()
+
+    w = torch.randn(4, 4, dtype=torch.float64)
+    results = []
+    for context, engine in ((nullcontext(), "eager"), (sdpa_kernel(SDPBackend.MATH), "loop")):
+        torch.manual_seed(3)
+        with context:  # under "same", both draw the same numbers
+            randomness = "same" if "dropout_p" in options else "error"
+            results.append(per_sample_grads(loss, w, (q, k, v), engine=engine, randomness=randomness))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_mask": torch.ones(5, 6, dtype=torch.long)},
+        {"attn_mask": torch.ones(5, 6, dtype=torch.bool), "is_causal": True},
+        {"attn_mask": torch.ones(4, 6, dtype=torch.bool)},
+    ],
+    ids=["int", "mask-and-causal", "shape"],
+)
+def test_masks_that_torch_refuses(options):
+    def loss(w, q, k):
+        return F.scaled_dot_product_attention(q @ w, k, k, **options).sum()
+
+    w, q, k = torch.eye(4, dtype=torch.float64), draw(2, 5, 4), draw(2, 6, 4)
+    for engine in ("loop", "eager"):
+        with pytest.raises((RuntimeError, LossError)):
+            per_sample_grads(loss, w, (q, k), engine=engine)
 
 
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no-weights"])

@@ -6,7 +6,7 @@ from agreement import WANTED, assert_eager_is_loop, assert_mapped_is_looped
 from torch.func import grad
 from torch.nn import functional as F
 
-from persample import per_sample_grads
+from persample import Loss, Stack, per_sample_grads
 
 POWERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")]
 ROWS = torch.tensor([0, 2, 2])
@@ -111,3 +111,25 @@ def test_what_torch_refuses(case, engine):
     call, match = BAD[case]
     with pytest.raises((RuntimeError, IndexError, ValueError), match=match):
         per_sample_grads(lambda w, x: call(w).sum() * x, draw(5, 3), draw(4), engine=engine)
+
+
+@pytest.mark.parametrize("differentiable", [False, True], ids=["once", "recorded"])
+@pytest.mark.parametrize("special", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0])
+def test_distances_of_nan_and_infinite_rows(p, special, differentiable):
+    w, x = draw(3, 3), draw(4, 3, 3)
+    w[0, 1] = special
+    x[0, 0, 1] = special
+
+    def loss(w, x):
+        return torch.cdist(w, x, p).sum()
+
+    rows, values = [], []
+    for row in x:
+        own = w.clone().requires_grad_()
+        values.append(loss(own, row))
+        rows.append(torch.autograd.grad(values[-1], own)[0])
+    wanted = {"rows": Stack(), "values": Loss()}
+    found = per_sample_grads(loss, w.requires_grad_(differentiable), (x,), wanted, differentiable=differentiable)
+    expected = {"rows": torch.stack(rows), "values": torch.stack(values)}
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0, equal_nan=True)

@@ -293,3 +293,16 @@ def test_sequences_mapped_within_a_sample():
         grads = vmap(once(mapped), in_dims=(None, 0))(params, x)
     rows = oracle(looped, params, (x,))
     assert_trees_close(grads, rows.tree(rows.grads), 1e-9)
+
+
+def test_an_infinite_gradient_passes_no_unit_that_relu_has_cut_off():
+    layer, x = nn.RNN(3, 4, nonlinearity="relu").double(), draw(5, 2, 3)
+
+    def loss(model, x):
+        out = model(x)[0]
+        return (out * torch.where(out > 0, 1, torch.inf)).sum()
+
+    rows = oracle(loss, layer, (x,))
+    expected = rows.tree(rows.grads)
+    assert all(x.isfinite().all() for x in rows.grads)
+    torch.testing.assert_close(per_sample_grads(loss, layer, x), expected, rtol=1e-9, atol=1e-12)

@@ -78,7 +78,10 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``, in float32 at least."""
     rows = _as_rows(values, dtypes.accumulate_dtype(values.dtype))
     matrices = rows.view(len(rows), left.shape[1], right.shape[1])
-    return torch.einsum("bok,ko->bk", matrices @ right.to(rows.dtype).T, left.to(rows.dtype))
+    if left.shape[1] > right.shape[1]:  # the longer axis is multiplied first, which leaves less
+        matrices, left, right = matrices.mT, right, left
+    products = matrices.flatten(0, 1) @ right.to(rows.dtype).T  # of three axes, torch would copy the signs
+    return (products.view(len(rows), left.shape[1], len(left)) * left.to(rows.dtype).T).sum(1)
 
 
 def per_sample(x: Tensor, like: Tensor) -> Tensor:

@@ -144,6 +144,7 @@ class Project(PerSample):
     def _signs(self, path: str, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()
         with untraced():  # signs are constants of a compiled program
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            left, right = (torch.randint(0, 2, (self.dim, n), generator=generator) for n in (rows, columns))
-            return (left * 2.0 - 1.0).to(device), (right * 2.0 - 1.0).to(device)
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "little"))
+            options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+            left, right = (torch.randint(0, 2, (self.dim, n), **options) for n in (rows, columns))
+            return left.mul_(2).sub_(1).to(device), right.mul_(2).sub_(1).to(device)

@@ -56,7 +56,7 @@ class _Solve(Reduction):
         return self.damping.to(x) if isinstance(self.damping, Tensor) else x.new_full((), float(self.damping))
 
     def _is_recorded(self, *tensors: Tensor) -> bool:
-        return any(map(is_recorded, (*tensors, torch.as_tensor(self.damping))))
+        return any(is_recorded(x) for x in (*tensors, self.damping) if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,8 @@ class NaturalGradient(_Solve):
                 "NaturalGradient(targets): expected loss_fn to return (loss, aux), from which the function reads the "
                 "targets, received a loss alone. Return both."
             )
-        targets = torch.vmap(lambda aux: torch.as_tensor(self.targets(aux)))(gradients.aux)  # type: ignore[operator, misc]
+        device = gradients.losses.device
+        targets = torch.vmap(lambda aux: torch.as_tensor(self.targets(aux), device=device))(gradients.aux)  # type: ignore[operator, misc]
         if targets.shape != gradients.losses.shape or targets.is_complex():
             count = gradients.losses.shape[1:].numel()
             expected = "one real number" if gradients.losses.ndim == 1 else f"a real tensor [{count}]"
@@ -278,7 +279,7 @@ def _as_tensor(targets: Any) -> Any:
     if not isinstance(targets, list | tuple | np.ndarray):
         return targets
     try:
-        return torch.as_tensor(targets, dtype=None if isinstance(targets, np.ndarray) else torch.float64)
+        return torch.as_tensor(targets, dtype=None if isinstance(targets, np.ndarray) else torch.float64, device="cpu")
     except (TypeError, ValueError):
         return targets
 

@@ -101,8 +101,9 @@ class Accumulator:
 
     def state(self) -> dict[str, Tensor]:
         """Return all numbers as tensors by name; none of the leaves has rows."""
-        weight = [self.weight.total, self.weight.least, self.weight.given]
-        state = {"samples": torch.tensor(self.samples), "weight": torch.tensor(weight, dtype=torch.float64)}
+        total, least, given = self.weight.total, self.weight.least, self.weight.given
+        weight = torch.tensor([total, least, given], dtype=torch.float64, device="cpu")
+        state = {"samples": torch.tensor(self.samples, device="cpu"), "weight": weight}
         for place, leaf in enumerate(self.leaves):
             state |= {f"leaf-{place}-{name}": x for name, x in _numbers(leaf).items()}
         return state
@@ -141,7 +142,7 @@ class Accumulator:
 def _numbers(leaf: Any) -> dict[str, Tensor]:
     """Return the numbers of a leaf as tensors, by the names of their fields."""
     if isinstance(leaf, AnyOf):
-        return {"value": torch.tensor(leaf.value)}
+        return {"value": torch.tensor(leaf.value, device="cpu")}
     return tensor_fields(leaf)
 
 

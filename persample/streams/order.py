@@ -41,8 +41,8 @@ def positions(counts: Sequence[int], order: Order) -> Tensor | None:
         fix = "Give rank r the samples r, r + world, …; or pass order='contiguous' if each rank has one piece."
         received = f"{list(counts)} samples on the ranks"
         raise ArgumentError.about("order", expected=f"{expected} for 'interleaved'", received=received, fix=fix)
-    starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
-    sample = torch.arange(total)
+    starts = torch.tensor([0, *counts[:-1]], device="cpu").cumsum(0)
+    sample = torch.arange(total, device="cpu")
     return starts[sample % world] + sample // world
 
 

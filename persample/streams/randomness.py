@@ -34,7 +34,7 @@ class RandomStream:
         """
         if self.randomness == "error":
             return
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         seed = processes.gather_objects(seed)[0] + (processes.rank if self.randomness == "different" else 0)
         before = rng.snapshot()
         torch.manual_seed(seed)

@@ -85,24 +85,6 @@ def _set_autocast(enabled: tuple[bool, bool]) -> None:
     torch.set_autocast_enabled("cuda", enabled[1])
 
 
-def _attention_kernels() -> tuple[bool, bool, bool, bool]:
-    backends = torch.backends.cuda
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
-
-
-def _set_attention_kernels(enabled: tuple[bool, bool, bool, bool]) -> None:
-    backends = torch.backends.cuda
-    backends.enable_flash_sdp(enabled[0])
-    backends.enable_mem_efficient_sdp(enabled[1])
-    backends.enable_math_sdp(enabled[2])
-    backends.enable_cudnn_sdp(enabled[3])
-
-
 _THREAD: _States = [
     (_torch.get_dynamic_layer_stack_depth, _leave_transforms),
     (
@@ -123,5 +105,4 @@ _THREAD: _States = [
 _SHARED: _States = [
     (_torch.dispatch_flags, _torch.set_dispatch_flags),
     (_torch.forward_levels, _leave_forward_mode),
-    (_attention_kernels, _set_attention_kernels),
 ]

@@ -195,7 +195,7 @@ def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
         >>> broadcast_prefix((None, 0), structure(("theta", {"s": 1, "r": 2})))
         [None, 0, 0]
     """
-    numbered = unflatten(list(torch.arange(spec.num_leaves)), spec)
+    numbered = unflatten(list(torch.arange(spec.num_leaves, device="cpu")), spec)
     values, outline = flatten(prefix)
     subtrees = leaves_like(numbered, outline)
     if subtrees is None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample._torch import (
     aten_attention_cpu,
     aten_attention_cpu_backward,
     aten_attention_math,
+    multi_head_attention_by,
     nested_tensor_from_mask_left_aligned,
     temporarily_clear_interpreter_stack,
 )
@@ -43,9 +43,16 @@ def _attention(
     return compute(query, key, value, attn_mask, *args, **options)
 
 
-def _composed_attention(*args: Any, **options: Any) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):  # composed of operations with a batching rule
-        return F.scaled_dot_product_attention(*args, **options)
+def _composed_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+) -> Tensor:
+    """Compose attention of operations with a batching rule; ``sdpa_kernel`` would choose so for all threads."""
+    known = attn_mask is None or attn_mask.dtype in {torch.bool, query.dtype}
+    if not known or min(query.ndim, key.ndim, value.ndim) < 2:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **options)  # mostly raises
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    return aten_attention_math(query, key, value, attn_mask, *args, **options)[0]
 
 
 def _fused_attention(  # noqa: PLR0917 - as torch's
@@ -78,8 +85,7 @@ def _multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         query, args, kwargs = map_tensors(functools.cache(autocast), (query, args, kwargs))
         with full_precision(query.device):
             return _multi_head(query, *args, **kwargs)
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.multi_head_attention_forward(query, *args, **kwargs)
+    return multi_head_attention_by(_composed_attention)(query, *args, **kwargs)
 
 
 def _kernel(

@@ -50,7 +50,8 @@ def _losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(_needed: Any, grad: Tensor, target: Tensor, _: Tensor, log_p: Tensor) -> tuple[Tensor, None]:
-    signals = log_p.exp_().mul_(grad.unsqueeze(-1))  # in place: nothing else reads them
+    is_shared = 0 in log_p.stride()  # by several gradients; otherwise nothing else reads them
+    signals = (log_p.exp() if is_shared else log_p.exp_()).mul_(grad.unsqueeze(-1))
     return signals.scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1)), None
 
 

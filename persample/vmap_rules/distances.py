@@ -68,6 +68,11 @@ def _gradients(
 
 def _composed(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     difference = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    nan = torch.where(difference.isnan(), difference, 0)
+    if not p:  # the number of entries that differ; ceil has a gradient of 0
+        return (nan + (difference != 0)).ceil().sum(-1)
+    if p == 1:  # the kernel's gradient of NaN is NaN, that of abs is 0
+        return (difference.abs() + nan.square()).sum(-1)
     if p != torch.inf:
         return torch.linalg.vector_norm(difference, p, -1)
     # The kernel passes the whole gradient to each of several largest entries.

@@ -66,17 +66,24 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     rows = _embedding(input, weight)  # [*, N, D]
     members = _members(input, offsets, include_last_offset)
     if padding_idx is not None:
-        kept = input != padding_idx % len(weight)
-        members, rows = members & kept, torch.where(kept.unsqueeze(-1), rows, 0)
+        members = members & (input != padding_idx % len(weight))
     if mode == "max":
-        best = torch.where(members.unsqueeze(-1), rows, -torch.inf).max(-2).values
+        rows = rows.expand(*members.shape, rows.shape[-1])
+        first = torch.take_along_dim(rows, members.byte().argmax(-1, keepdim=True).unsqueeze(-1), -2)
+        # torch's maximum begins with the first row of a bag, and no NaN is larger.
+        best = torch.where(members.unsqueeze(-1) & ~rows.isnan(), rows, first).max(-2).values
         return torch.where(members.any(-1, keepdim=True), best, 0)
+    # What is in no bag is replaced before it is multiplied, since a product of 0 and infinity is NaN.
     scale = members.to(rows.dtype)
     if mode == "mean":
         scale = scale / scale.sum(-1, keepdim=True).clamp(min=1)
     if per_sample_weights is not None:
-        scale = scale * per_sample_weights
-    return (scale.unsqueeze(-2) @ rows).squeeze(-2)
+        scale = torch.where(members, per_sample_weights, 0)
+    if offsets is None:
+        return (scale.unsqueeze(-2) @ torch.where(members.unsqueeze(-1), rows, 0)).squeeze(-2)
+    rows = torch.where(members.any(0).unsqueeze(-1), rows, 0) * scale.sum(0).unsqueeze(-1)
+    bag = members.byte().argmax(0).unsqueeze(-1).expand_as(rows)
+    return rows.new_zeros(len(members), rows.shape[1]).scatter_add(0, bag, rows)
 
 
 def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:

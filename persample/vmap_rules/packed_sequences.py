@@ -36,7 +36,7 @@ def _pad(
 def _unpack(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    sequences = torch.arange(int(batch_sizes[0]))
+    sequences = torch.arange(int(batch_sizes[0]), device=batch_sizes.device)
     is_element = sequences < batch_sizes[:, None]  # [T, N]: whether sequence n has an element t
     indices = torch.where(is_element, sequences + (batch_sizes.cumsum(0) - batch_sizes)[:, None], 0)
     missing = 0, 0, 0, total_length - len(is_element)

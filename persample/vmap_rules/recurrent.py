@@ -61,7 +61,7 @@ def _packed(layer: _Layer, data: Tensor, batch_sizes: Tensor, state: Any, *args:
     lengths = [sum(size > n for size in sizes) for n in range(sizes[0])]
     places, results = [], []
     for length, group in itertools.groupby(range(sizes[0]), lengths.__getitem__):  # sequences of one length at a time
-        members = torch.tensor(list(group))
+        members = torch.tensor(list(group), device=starts.device)
         rows = starts[:length, None] + members
         initial = [x[:, members] for x in _as_tuple(state)]
         out, *finals = _stack(layer, data[rows], initial, *args)

@@ -105,4 +105,6 @@ LSTM = Cell(_lstm, _lstm_derivatives, _lstm_back)
 RNN_TANH = Cell(
     functools.partial(_rnn, torch.tanh), lambda _, h: (aten_tanh_backward(torch.ones_like(h), h),), _rnn_back
 )
-RNN_RELU = Cell(functools.partial(_rnn, torch.relu), lambda _, h: ((h > 0).to(h.dtype),), _rnn_back)
+RNN_RELU = Cell(
+    functools.partial(_rnn, torch.relu), lambda _, h: (h,), lambda own, g, h: (torch.where(h <= 0, 0, g[0]), (own,))
+)

@@ -1,21 +1,20 @@
-"""One thread at a time: torch traces in one, and what it captured refuses to run beside a trace."""
+"""One thread at a time, those of ``torch.compile`` included: torch traces in one, and flags of a trace are for all."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from persample._torch import compile_lock
 from persample.utils.locks import locked
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_lock = threading.RLock()
 
 
 def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that waits while another thread is in a function made by this one.
+    """Return a function that waits while another thread compiles, or is in a function made by this one.
 
     Args:
         function: the function.
@@ -23,6 +22,6 @@ def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
-        return locked((_lock,), lambda: function(*args, **kwargs))
+        return locked((compile_lock(),), lambda: function(*args, **kwargs))
 
     return waiting

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from persample._torch import compiling
 from persample.engines.compiled.capture import entries, entry_of, forget
 from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.one_thread import in_one_thread
@@ -95,7 +96,8 @@ def program_of(task: Task) -> Program:
             raise type(family.failure)(*family.failure.args)  # a new one: each raise adds frames to an error
         if fault := family.faults.get(tuple(formats)):
             raise FaultError(fault)
-        found = _compiled(family, task, formats)
+        with compiling():
+            found = _compiled(family, task, formats)
     return found
 
 

@@ -33,7 +33,7 @@ class Column:
 
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], count: int = 0, crc: int = 0) -> None:
         self.path, self.dtype, self.shape, self.count, self.crc = path, dtype, shape, count, crc
-        self._like = as_array(torch.empty(0, *shape, dtype=dtype))
+        self._like = as_array(torch.empty(0, *shape, dtype=dtype, device="cpu"))
         self._start = len(header(self._like, 0))
         self._file: BinaryIO | None = None
 
@@ -120,7 +120,7 @@ class Column:
         """Return the rows of a finished file, mapped into memory; writes to the tensor do not reach the file."""
         shape = (self.count, *self.shape)
         if not self._length:
-            return torch.empty(shape, dtype=self.dtype)
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
         with opened(self.path) as file:
             memory = np.memmap(file, self._like.dtype, mode="c", offset=self._start, shape=shape)
         return as_tensor(memory, self.dtype)

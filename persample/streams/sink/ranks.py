@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from persample.processes import Processes
@@ -83,7 +82,7 @@ def _in_order(rows: Sequence[Tensor], order: Order) -> Iterator[Tensor]:
         return
     for start in range(0, max(map(len, rows)), _BLOCK):
         parts = [own[start : start + _BLOCK] for own in rows]
-        block = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype)
+        block = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
         for rank, part in enumerate(parts):
             block[rank :: len(rows)] = part
         yield block
