@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -84,16 +84,7 @@ def missing(objects: Iterable[Any]) -> list[str]:
 
 
 def _unknown(*_: object) -> None:
-    """Replace a reader of torch's state: what nobody can read is never written back."""
-
-
-def _probed_level(_: object) -> int:
-    """Return 0 inside of a level of ``torch.autograd.forward_ad``, which takes no other inside of it, else −1."""
-    try:
-        with forward_ad.dual_level():
-            return -1
-    except RuntimeError:
-        return 0
+    """Replace a reader of torch's state, which is not written back then."""
 
 
 def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
@@ -172,7 +163,7 @@ saved_tensors_hooks_disable = private("torch._C._autograd:_saved_tensors_hooks_d
 _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
 _set_compile_flag = private("torch._C._dynamo.guards:set_is_in_mode_without_ignore_compile_internals")
-_forward_level = attribute(forward_ad, "_current_level", otherwise=_probed_level)
+_forward_level = attribute(forward_ad, "_current_level")
 _jvp_nesting = attribute(_transforms, "JVP_NESTING", otherwise=lambda _: 0)
 _dispatch_flags = attribute(
     _dispatch,
@@ -229,13 +220,6 @@ disabled_torch_function = private("torch._C:_disabled_torch_function_impl")  # f
 make_wrapper_subclass = private("torch:Tensor._make_wrapper_subclass")  # a tensor without memory
 
 
-@runtime_checkable
-class _HasFakeMode(Protocol):
-    """Replaces the class of fake tensors."""
-
-    fake_mode: Any
-
-
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -246,7 +230,7 @@ if TYPE_CHECKING:
     SingleLevelFunction = torch.autograd.Function
 else:
     OpOverload = type(torch.ops.aten.add.Tensor)
-    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor", _HasFakeMode)
+    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor", private("torch._subclasses:FakeTensor"))
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
@@ -320,18 +304,11 @@ aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
 aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
 
 
-def _tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten(list(map(function, leaves, *map(spec.flatten_up_to, others))), spec)
-
-
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
 tree_leaves = private("torch.utils._pytree:tree_leaves")
 tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: (tree_leaves(*args), tree_structure(*args)))
 tree_unflatten = private("torch.utils._pytree:tree_unflatten")
 tree_structure: Any = private("torch.utils._pytree:tree_structure", lambda *args: tree_flatten(*args)[1])
-tree_map = private("torch.utils._pytree:tree_map", _tree_map)
-tree_is_leaf = private("torch.utils._pytree:tree_is_leaf", lambda tree: tree_structure(tree) == tree_structure(None))
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
 keystr = private("torch.utils._pytree:keystr")
 
@@ -572,7 +549,7 @@ def _without_shared_buffers() -> Any:
         node.scheduler.name_to_fused_node.update({loop.get_name(): new for loop in new.get_nodes()})
         return new
 
-    class Pass(getattr(passes, "CustomSchedulerPass", object)):  # type: ignore[misc]  # torch 2.12 takes any function
+    class Pass(passes.CustomSchedulerPass):  # type: ignore[misc, name-defined]
         def __call__(self, nodes: list[Any]) -> list[Any]:
             return [checked(node) for node in nodes]
 
