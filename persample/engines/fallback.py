@@ -30,7 +30,7 @@ from persample.inputs.call import Call
 from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.interrupts import interrupts_first
-from persample.utils.origin import LIBRARY, handled_error, is_users, raised_since, users_depth
+from persample.utils.origin import LIBRARY, handled_error, is_users, users_depth
 from persample.vmap_rules import MISSING
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         with interrupts_first():
             return first()
     except Exception as error:
-        lacking = next((x for x in raised_since(handled, error) if isinstance(x, TorchVersionError)), None)
+        lacking = _lacking(error, handled)
         if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's
             lacking = lacking or TorchVersionError(", ".join(MISSING))
         if engine == "loop" or _is_final(error, handled) or (_is_refusal(error) and engine != "auto" and not lacking):
@@ -75,6 +75,13 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
     if lacking is None or lacking.name not in _torch.replaced:  # then ``isolated`` has warned
         warnings.warn(warning, stacklevel=users_depth())
     return result
+
+
+def _lacking(error: BaseException | None, handled: BaseException | None) -> TorchVersionError | None:
+    """Return the error of a missing name that led to another one, if one did."""
+    while error is not None and error is not handled and not isinstance(error, TorchVersionError):
+        error = error.__cause__ or error.__context__
+    return error if isinstance(error, TorchVersionError) and error is not handled else None
 
 
 def _is_final(error: Exception, handled: BaseException | None) -> bool:
