@@ -19,6 +19,7 @@ from persample.errors import (
     PersampleWarning,
     RecompilationWarning,
     SinkError,
+    TorchVersionWarning,
     WrapperWarning,
 )
 from persample.explain import explain
@@ -78,6 +79,7 @@ __all__ = [
     "SinkError",
     "Stack",
     "Sum",
+    "TorchVersionWarning",
     "Variance",
     "WeightedSum",
     "WrapperWarning",

@@ -3,9 +3,10 @@
 Each name stands for a public one that torch does not have; the comment above it says what the public API lacks. The
 names are torch's own, without leading underscores. ``tests/test_torch.py`` checks what each of them does.
 
-Importing this file succeeds on any torch. A name that is missing becomes a stand-in that raises ``TorchVersionError``
-when it is called, subclassed and instantiated, or asked for an attribute. Names of the compiler are looked up when
-they are used, because importing Inductor takes seconds.
+Importing this file succeeds on any torch. A name that is missing is replaced by what the public API has for it, or
+becomes a stand-in that raises ``TorchVersionError`` when it is called, subclassed and instantiated, or asked for an
+attribute: then ``engines/fallback.py`` answers the call without it. Names of the compiler are looked up when they are
+used, because importing Inductor takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import operator
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,14 +47,18 @@ class _Missing(type):
         raise AttributeError(name) if name.startswith("__") else cls._error()  # Python itself asks for the former
 
     def _error(cls) -> TorchVersionError:
-        return TorchVersionError.about(cls.__mro__[-2].__name__)
+        return TorchVersionError(cls.__mro__[-2].__name__)
 
 
-def private(path: str) -> Any:
-    """Return an object of torch, or a stand-in for it if the installed torch has none.
+replaced: list[str] = []  # names that the installed torch does not have, and that something else stands for
+
+
+def private(path: str, otherwise: Any = None) -> Any:
+    """Return an object of torch, or what replaces it if the installed torch has none.
 
     Args:
         path: "module:name", as ``pkgutil.resolve_name`` takes it.
+        otherwise: what replaces it; None for a stand-in that raises an error.
 
     Examples:
         >>> private("torch:Tensor") is torch.Tensor
@@ -65,15 +70,32 @@ def private(path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
-        return _Missing(path.replace(":", "."), (), {})
+        return _replacement(path.replace(":", "."), otherwise)
 
 
-def attribute(example: Any, *names: str) -> Any:
-    """Return a function that reads private attributes of an object, or a stand-in if torch no longer has them.
+def _replacement(name: str, otherwise: Any) -> Any:
+    if otherwise is None:
+        return _Missing(name, (), {})
+    replaced.append(name)
+    return otherwise
+
+
+def missing(objects: Iterable[Any]) -> list[str]:
+    """Return the names of the stand-ins among objects."""
+    return [x.__name__ for x in objects if type(x) is _Missing]
+
+
+def _unknown(*_: object) -> None:
+    """Replace a reader of torch's state, which is not written back then."""
+
+
+def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
+    """Return a function that reads private attributes of an object, or what replaces it if torch no longer has them.
 
     Args:
         example: an object of the same class, or the class itself, that is asked whether the attributes exist.
         *names: the attributes; of several the function returns a tuple.
+        otherwise: as of ``private``.
 
     Examples:
         >>> attribute(torch.Tensor, "ndim")(torch.zeros(2, 3))
@@ -82,21 +104,25 @@ def attribute(example: Any, *names: str) -> Any:
     owner = getattr(example, "__name__", type(example).__name__)
     for name in names:
         if type(example) is _Missing or not hasattr(example, name):
-            return _Missing(f"{owner}.{name}", (), {})
+            return _replacement(f"{owner}.{name}", otherwise)
     return operator.attrgetter(*names)
 
 
 # --- The levels of torch.func. Its public API applies transforms, but does not tell which ones are active, nor which of
 # --- them wraps a tensor, nor what is inside of the wrapper.
-peek_interpreter_stack = private("torch._C._functorch:peek_interpreter_stack")  # the innermost level, or None
 retrieve_all_functorch_interpreters = private("torch._functorch.pyfunctorch:retrieve_all_functorch_interpreters")
+peek_interpreter_stack = private(  # the innermost level, or None
+    "torch._C._functorch:peek_interpreter_stack", lambda: next(reversed(retrieve_all_functorch_interpreters()), None)
+)
 GradInterpreter = private("torch._functorch.pyfunctorch:GradInterpreter")  # the class of levels of grad, vjp, jacrev
 TransformType = private("torch._C._functorch:TransformType")  # the kinds of levels, an enum
-is_functorch_wrapped_tensor = private("torch._C._functorch:is_functorch_wrapped_tensor")  # by a level of any kind
 is_batchedtensor = private("torch._C._functorch:is_batchedtensor")  # whether the outermost wrapper is one of vmap
 get_unwrapped = private("torch._C._functorch:get_unwrapped")  # the tensor inside of the outermost wrapper
 maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis of the outermost wrapper, or -1
 maybe_get_level = private("torch._C._functorch:maybe_get_level")  # the level of the outermost wrapper, or -1
+is_functorch_wrapped_tensor = private(  # by a level of any kind
+    "torch._C._functorch:is_functorch_wrapped_tensor", lambda x: maybe_get_level(x) != -1
+)
 unwrap_dead_wrappers = private("torch._functorch.utils:unwrap_dead_wrappers")  # of levels that have ended
 
 # Public vmap and vjp take functions; these wrap single tensors, and run code below all levels.
@@ -112,22 +138,27 @@ DisableFuncTorch = private("torch._C:_DisableFuncTorch")  # a context in which w
 enable_single_level_autograd_function = private("torch._functorch.utils:enable_single_level_autograd_function")
 
 # --- The state of a thread. Public contexts restore it when they are left; after an interrupt none of them was left.
-get_dynamic_layer_stack_depth = private("torch._C._functorch:get_dynamic_layer_stack_depth")
+get_dynamic_layer_stack_depth = private("torch._C._functorch:get_dynamic_layer_stack_depth", _unknown)
 pop_dynamic_layer_stack_and_undo_to_depth = private("torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth")
-get_single_level_autograd_function_allowed = private("torch._C._functorch:get_single_level_autograd_function_allowed")
+get_single_level_autograd_function_allowed = private(
+    "torch._C._functorch:get_single_level_autograd_function_allowed", _unknown
+)
 set_single_level_autograd_function_allowed = private("torch._C._functorch:set_single_level_autograd_function_allowed")
-get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack")
+get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack", _unknown)
 push_function_mode = private("torch.overrides:_push_mode")
 pop_function_mode = private("torch.overrides:_pop_mode")
 len_torch_function_stack = private("torch._C:_len_torch_function_stack")
 get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _unknown)
 push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
 len_torch_dispatch_stack = private("torch._C:_len_torch_dispatch_stack")
-set_grad_enabled = private("torch._C:_set_grad_enabled")  # one call of C, which no signal interrupts
-is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled")
+set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
+is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)
 set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
-saved_tensors_hooks_disabled_message = private("torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message")
+saved_tensors_hooks_disabled_message = private(
+    "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message", _unknown
+)
 saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
 saved_tensors_hooks_disable = private("torch._C._autograd:_saved_tensors_hooks_disable")
 
@@ -135,12 +166,13 @@ _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
 _set_compile_flag = private("torch._C._dynamo.guards:set_is_in_mode_without_ignore_compile_internals")
 _forward_level = attribute(forward_ad, "_current_level")
-_jvp_nesting = attribute(_transforms, "JVP_NESTING")
+_jvp_nesting = attribute(_transforms, "JVP_NESTING", otherwise=lambda _: 0)
 _dispatch_flags = attribute(
     _dispatch,
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
+    otherwise=_unknown,
 )
 
 
@@ -189,6 +221,7 @@ force_original_view_tracking = private("torch.autograd.grad_mode:_force_original
 disabled_torch_function = private("torch._C:_disabled_torch_function_impl")  # for subclasses below torch functions
 make_wrapper_subclass = private("torch:Tensor._make_wrapper_subclass")  # a tensor without memory
 
+
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -198,13 +231,13 @@ if TYPE_CHECKING:
 
     SingleLevelFunction = torch.autograd.Function
 else:
-    OpOverload = private("torch._ops:OpOverload")  # the class of torch.ops.aten.add.Tensor
-    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor")
+    OpOverload = type(torch.ops.aten.add.Tensor)
+    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor", private("torch._subclasses:FakeTensor"))
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
     TreeSpec = private("torch.utils._pytree:TreeSpec")
-fake_tensor_log = private("torch._subclasses.fake_tensor:log")  # prints every error of fake tensors, raised anyway
+fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints their errors, which are raised anyway
 inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
 
@@ -234,7 +267,7 @@ version = attribute(torch.Tensor, "_version")  # how often a tensor was written 
 backward_hooks = attribute(torch.Tensor, "_backward_hooks")
 backward_hooks_getter = private("torch:Tensor._backward_hooks.__get__")  # as modes see the same
 post_accumulate_grad_hooks = attribute(torch.Tensor, "_post_accumulate_grad_hooks")
-is_zerotensor = private("torch:Tensor._is_zerotensor")  # a tensor of zeros without memory
+is_zerotensor = private("torch:Tensor._is_zerotensor", torch.is_complex)  # perhaps a tensor of zeros without memory
 storage_id = attribute(torch.UntypedStorage, "_cdata")  # as data_ptr, of storages without memory too
 is_alias_of = private("torch._C:_is_alias_of")  # whether two tensors share a storage, of fake ones too
 schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
@@ -242,8 +275,10 @@ parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parame
 buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
 num_parametrize_caches = attribute(parametrize, "_cache_enabled")  # the contexts in which values are kept
-NormBase = private("torch.nn.modules.batchnorm:_NormBase")  # of all batch and instance norms
-BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm")
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_NORMS = *_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+NormBase = private("torch.nn.modules.batchnorm:_NormBase", _NORMS)  # of all batch and instance norms
+BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm", _BATCH_NORMS)
 
 
 def flat_weights(layer: nn.RNNBase) -> tuple[list[Any], list[Any]]:
@@ -290,11 +325,10 @@ def multi_head_attention_by(attention: Callable[..., torch.Tensor]) -> Any:
 
 
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
-tree_flatten = private("torch.utils._pytree:tree_flatten")
+tree_leaves = private("torch.utils._pytree:tree_leaves")
+tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: (tree_leaves(*args), tree_structure(*args)))
 tree_unflatten = private("torch.utils._pytree:tree_unflatten")
-tree_structure = private("torch.utils._pytree:tree_structure")
-tree_map = private("torch.utils._pytree:tree_map")
-tree_is_leaf = private("torch.utils._pytree:tree_is_leaf")
+tree_structure: Any = private("torch.utils._pytree:tree_structure", lambda *args: tree_flatten(*args)[1])
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
 keystr = private("torch.utils._pytree:keystr")
 
@@ -325,6 +359,7 @@ _CAPTURE_SETTINGS = {
     "recompile_limit": 128,  # of one loss: beyond capture.MOST_CAPTURES, which ends it with a reason
 }
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
+frame_callback_state = private("torch._C._dynamo.eval_frame:get_eval_frame_callback", _unknown)
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
 
 
@@ -546,7 +581,7 @@ def _without_shared_buffers() -> Any:
         node.scheduler.name_to_fused_node.update({loop.get_name(): new for loop in new.get_nodes()})
         return new
 
-    class Pass(getattr(passes, "CustomSchedulerPass", object)):  # type: ignore[misc]  # torch 2.12 takes any function
+    class Pass(passes.CustomSchedulerPass):  # type: ignore[misc, name-defined]
         def __call__(self, nodes: list[Any]) -> list[Any]:
             return [checked(node) for node in nodes]
 

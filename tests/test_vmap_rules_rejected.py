@@ -182,7 +182,6 @@ def test_padding_of_tables_of_the_samples(padding, by_frequency):
     )
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 has no linear_cross_entropy")
 @pytest.mark.parametrize("options", [{}, {"batch_chunk_size": 2}], ids=str)
 def test_linear_cross_entropy_in_parts(options):
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
@@ -194,7 +193,6 @@ def test_linear_cross_entropy_in_parts(options):
     assert_eager_is_loop(loss, {"w": draw(7, 3), "v": draw(3, 3)}, (draw(2, 6, 3),))
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 has no linear_cross_entropy")
 def test_linear_cross_entropy_in_parts_with_weights_of_classes():
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 

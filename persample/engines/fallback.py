@@ -1,5 +1,7 @@
 """Calls that an optimization fails are answered without it; with ``engine="auto"``, those that vmap cannot take, too.
 
+So are calls for which the installed torch lacks a private name.
+
 An answer comes from vmap under the rules of ``vmap_rules``, with gradients written out, or else from plain
 autograd, sample after sample. It never comes from vmap without those rules, which batches some operations wrongly. But
 where that takes a loss, the loss can be batched, and the error came from a rule.
@@ -19,16 +21,17 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from persample._torch import transforms
+from persample import _torch
 from persample.engines.loop import loop
 from persample.engines.vmap import batched_gradients, eager, unfactored
-from persample.errors import ArgumentError, FallbackWarning, LossError, TorchVersionError
+from persample.errors import ArgumentError, FallbackWarning, LossError, TorchVersionError, TorchVersionWarning
 from persample.factors import Factor
 from persample.inputs.call import Call
 from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.interrupts import interrupts_first
 from persample.utils.origin import LIBRARY, handled_error, is_users, users_depth
+from persample.vmap_rules import MISSING
 
 T = TypeVar("T")
 _MOST = 5  # names of parameters in a message
@@ -56,23 +59,34 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         with interrupts_first():
             return first()
     except Exception as error:
-        if engine == "loop" or _is_final(error, handled) or (_is_refusal(error) and engine != "auto"):
+        lacking = _lacking(error, handled)
+        if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's
+            lacking = lacking or TorchVersionError(", ".join(MISSING))
+        if engine == "loop" or _is_final(error, handled) or (_is_refusal(error) and engine != "auto" and not lacking):
             raise
         start = rng.Streams.now() if start is None else start
         try:
-            found = _otherwise(call, engine, error, by, start)
+            found = _otherwise(call, engine, lacking or error, by, start)
         except Exception as users:
             raise users from users.__cause__  # without the error before it, which says less
         if found is None:
             raise
-        result, reason = found
-    warnings.warn(reason, FallbackWarning, stacklevel=users_depth())
+        result, warning = found
+    if lacking is None or lacking.name not in _torch.replaced:  # then ``isolated`` has warned
+        warnings.warn(warning, stacklevel=users_depth())
     return result
+
+
+def _lacking(error: BaseException | None, handled: BaseException | None) -> TorchVersionError | None:
+    """Return the error of a missing name that led to another one, if one did."""
+    while error is not None and error is not handled and not isinstance(error, TorchVersionError):
+        error = error.__cause__ or error.__context__
+    return error if isinstance(error, TorchVersionError) and error is not handled else None
 
 
 def _is_final(error: Exception, handled: BaseException | None) -> bool:
     """Return whether every engine would raise an error."""
-    on_purpose = (ArgumentError, TorchVersionError, MemoryError, torch.OutOfMemoryError)
+    on_purpose = (ArgumentError, MemoryError, torch.OutOfMemoryError)
     return isinstance(error, on_purpose) or (not isinstance(error, LossError) and is_users(error, handled))
 
 
@@ -86,7 +100,7 @@ def _is_refusal(error: Exception) -> bool:
 
 def _otherwise(
     call: Call, engine: str, error: Exception, by: Callable[[Engine], T], start: rng.Streams
-) -> tuple[T, str] | None:
+) -> tuple[T, Warning] | None:
     """Return the answer and why it is not the engine's; or None if no optimization is at fault.
 
     Args:
@@ -106,7 +120,7 @@ def _otherwise(
             return way()
         return None
 
-    is_plain = not transforms()  # plain autograd cannot handle the caller's transforms
+    is_plain = not _torch.transforms()  # plain autograd cannot handle the caller's transforms
     is_batchable = False
     if not _is_refusal(error):
         if is_plain and not isinstance(error, LossError):
@@ -115,24 +129,28 @@ def _otherwise(
         for way in (eager, unfactored) if engine == "compiled" else (unfactored,):
             if (result := tried(functools.partial(by, way))) is not None:
                 return result, _fault(error, call)
-        is_batchable = tried(lambda: batched_gradients(call, nullcontext(), nullcontext())) is not None
+        is_batchable = isinstance(error, TorchVersionError) or (
+            tried(lambda: batched_gradients(call, nullcontext(), nullcontext())) is not None
+        )
     start.go_back()
     if not is_plain or not (is_batchable or engine == "auto"):
         return None
     return by(loop), _fault(error, call) if is_batchable else _not_batchable(error, call)
 
 
-def _fault(error: Exception, call: Call) -> str:
+def _fault(error: Exception, call: Call) -> Warning:
+    if isinstance(error, TorchVersionError):
+        return TorchVersionWarning(error.name)
     operation, names, line = _place(error if error.__cause__ is None else error.__cause__, call)
-    return (
+    return FallbackWarning(
         f"An optimization of persample failed at {operation} of {names} ({line}): "
         f"{type(error).__name__}: {_first_line(error)}. The call was answered without it: the same results, slower, "
         "each time. This is a bug of persample: please report this message, loss_fn and the shapes of its arguments."
     )
 
 
-def _not_batchable(error: Exception, call: Call) -> str:
-    return (
+def _not_batchable(error: Exception, call: Call) -> Warning:
+    return FallbackWarning(
         f"engine='auto' computed {call.size} samples one after another, because vmap cannot batch the loss. This costs "
         f"about as much as {call.size} calls with one sample, and a failed attempt before. Pass engine='loop' to save "
         f"the attempt, or change the loss: {_first_line(error)}"

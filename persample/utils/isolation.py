@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -11,9 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from persample import _torch
+from persample.errors import TorchVersionWarning
 from persample.utils import trees
 from persample.utils.interrupts import in_same_state
 from persample.utils.locks import locked
+from persample.utils.origin import users_depth
 
 T = TypeVar("T")
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -33,6 +37,8 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
     Returns:
         What ``body`` returns.
     """
+    if _torch.replaced:
+        warnings.warn(TorchVersionWarning(*_torch.replaced), stacklevel=users_depth())
 
     def unrecorded() -> T:
         # Tensors made in inference mode cannot be differentiated.

@@ -92,7 +92,7 @@ _THREAD: _States = [
         _restored(_torch.push_function_mode, _torch.pop_function_mode, _torch.len_torch_function_stack),
     ),
     (
-        _torch.get_dispatch_mode_stack,
+        _torch.dispatch_mode_state,
         _restored(_torch.push_dispatch_mode, _torch.pop_dispatch_mode, _torch.len_torch_dispatch_stack),
     ),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
@@ -100,7 +100,7 @@ _THREAD: _States = [
     (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
     (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
     (_autocast, _set_autocast),
-    (_torch.get_eval_frame_callback, _torch.set_eval_frame),
+    (_torch.frame_callback_state, _torch.set_eval_frame),
 ]
 _SHARED: _States = [
     (_torch.dispatch_flags, _torch.set_dispatch_flags),

@@ -14,6 +14,7 @@ from persample._torch import (
     FakeTensor,
     FakeTensorMode,
     disable_current_modes,
+    dispatch_mode_state,
     fake_tensor_log,
     get_dispatch_mode_stack,
     get_unwrapped,
@@ -40,6 +41,7 @@ class Trace:
 
     def fake_tensors(self) -> FakeTensorMode:
         """Return the fake tensor mode to trace under, in which new tensors have shapes but no values."""
+        get_dispatch_mode_stack()  # raises an error if ``current_trace`` could not see the mode
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         vars(mode)["persample_trace"] = self
         return mode
@@ -47,7 +49,7 @@ class Trace:
 
 def current_trace() -> Trace | None:
     """Return the trace that runs in this thread, if one does."""
-    traces = (getattr(mode, "persample_trace", None) for mode in get_dispatch_mode_stack())
+    traces = (getattr(mode, "persample_trace", None) for mode in dispatch_mode_state() or ())
     return next((trace for trace in traces if trace is not None), None)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from persample._torch import missing
 from persample.vmap_rules import (
     activation,
     attention,
@@ -59,6 +60,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **regression_losses.RULES,
     **vision.RULES,
 }
+MISSING = missing(_RULES)  # names of functions that the installed torch does not have
 _FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     **attention.FIRST_DERIVATIVE_RULES,
     **cross_entropy.FIRST_DERIVATIVE_RULES,
@@ -141,4 +143,4 @@ class VmapRules(TorchFunctionMode):
             return function(*args)
 
 
-__all__ = ["DifferentiatedBy", "SecondDerivativeError", "VmapRules"]
+__all__ = ["MISSING", "DifferentiatedBy", "SecondDerivativeError", "VmapRules"]

@@ -65,8 +65,5 @@ def _linear_cross_entropy(*args: Any, options: Any = None, weight: Tensor | None
     return F.linear_cross_entropy(*args, weight=weight, **kwargs)
 
 
-# torch 2.12 does not have it.
-RULES: dict[Any, Callable[..., Any]] = (
-    {F.linear_cross_entropy: _linear_cross_entropy} if hasattr(F, "linear_cross_entropy") else {}
-)
+RULES: dict[Any, Callable[..., Any]] = {F.linear_cross_entropy: _linear_cross_entropy}
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {F.cross_entropy: _cross_entropy}

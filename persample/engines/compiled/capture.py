@@ -38,7 +38,6 @@ from persample.engines.compiled.graph import Capture, History, Marker, Output
 from persample.engines.compiled.kept import split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.engines.compiled.one_thread import in_one_thread
-from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.interrupts import undone
 from persample.utils.tracing import without_warnings
@@ -202,8 +201,6 @@ class Entry:
             )
         try:
             captured = self._record(function, args)
-        except TorchVersionError:
-            raise
         except NewError as error:
             forget_entry(self)  # torch has marked its code
             raise UncapturableError(
@@ -289,7 +286,8 @@ _entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-_READS = ("specialized integer", "data-dependent")  # what Dynamo says of a value that it would read
+# What Dynamo says of a value that it would read; the last one since torch 2.15.
+_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols")
 
 
 class _Unread(TorchFunctionMode):

@@ -20,6 +20,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, drop_failed, pack
+from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.origin import handled_error, is_users
 from persample.utils.strides import is_folded
@@ -187,7 +188,7 @@ def trace(
         try:
             graph = make_fx(flat)(*inputs())
         except RuntimeError as error:
-            if is_users(error, handled):
+            if isinstance(error, TorchVersionError) or is_users(error, handled):
                 raise
             raise TraceError(said(error) + getattr(error, "users_line", "")) from error
     drop_failed(graph)
