@@ -314,6 +314,9 @@ aten_reshape_alias = private("torch:ops.aten._reshape_alias.default")
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
 aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
 aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
+aten_upsample_nearest = tuple(  # of 1-d, 2-d and 3-d images; "exact" reads the element at the middle
+    private(f"torch:ops.aten.{x}{n}d.default") for x in ("upsample_nearest", "_upsample_nearest_exact") for n in "123"
+)
 
 
 @functools.cache

@@ -197,6 +197,20 @@ def measure(case, engine):
         return per_sample_grads(case, case.params, (batch,), wanted, engine=engine, randomness=randomness, **options)
 
 
+def deviation(actual, expected):
+    """The largest difference beside what is expected; NaN agrees with NaN."""
+    pairs = list(zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True))
+    assert all(a.shape == e.shape for a, e in pairs)
+    # Beside the largest number of all: what cancels to nothing has no accuracy of its own.
+    size = max([e.nan_to_num(0, 0, 0).abs().max().item() for _, e in pairs if e.numel()] + [1e-3])
+    worst = 0.0
+    for a, e in pairs:
+        differs = ~((a == e) | (a.isnan() & e.isnan()))
+        if differs.any():
+            worst = max(worst, ((a - e)[differs].abs() / size).nan_to_num(torch.inf).max().item())
+    return worst
+
+
 def cases(op, form, most, kind=Case, floats=FLOATS):
     """Some cases of one operation."""
     rng = random.Random(zlib.crc32(f"{name_of(op)} {form}".encode()))

@@ -14,10 +14,10 @@ from operator_cases import (
     KEPT,
     CaseOfLayers,
     cases,
+    deviation,
     measure,
     name_of,
 )
-from torch.utils import _pytree as pytree
 
 from persample.engines import layers
 from persample.errors import LossError
@@ -30,20 +30,6 @@ def operations():
 
     excluded = EXCLUDED.keys() - KEPT
     return [op for op in op_db if F64 in op.dtypes and op.name not in excluded]
-
-
-def deviation(actual, expected):
-    """The largest difference beside what is expected; NaN agrees with NaN."""
-    pairs = list(zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True))
-    assert all(a.shape == e.shape for a, e in pairs)
-    # Beside the largest number of all: what cancels to nothing has no accuracy of its own.
-    size = max([e.nan_to_num(0, 0, 0).abs().max().item() for _, e in pairs if e.numel()] + [1e-3])
-    worst = 0.0
-    for a, e in pairs:
-        differs = ~((a == e) | (a.isnan() & e.isnan()))
-        if differs.any():
-            worst = max(worst, ((a - e)[differs].abs() / size).nan_to_num(torch.inf).max().item())
-    return worst
 
 
 def outcome(case):

@@ -600,6 +600,12 @@ def test_aten_operators_by_value():
     assert _torch.aten_unsafe_index_put(x, [torch.tensor([1])], torch.tensor(9.0)).tolist() == [0, 9, 2, 3]
     assert _torch.aten_index_put_impl(x, [torch.tensor([1])], torch.tensor(9.0)) is x
     assert x.tolist() == [0, 9, 2, 3]
+    images = [torch.arange(2.0).expand(1, 1, *[2] * n) for n in (1, 2, 3)]
+    rows = [
+        op(x, [4] * (x.ndim - 2)).flatten()[:4].tolist()
+        for op, x in zip(_torch.aten_upsample_nearest, 2 * images, strict=True)
+    ]
+    assert rows == [[0, 0, 1, 1]] * 6
 
 
 # Pytrees.

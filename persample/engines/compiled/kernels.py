@@ -1,6 +1,6 @@
-"""Operations that compiled code leaves to torch's own kernels, because Inductor's versions round differently.
+"""Operations that compiled code leaves to torch's kernels: Inductor's versions are wrong, or round differently.
 
-The difference matters where a gradient consists of rounding errors, as the derivative 1 − tanh² of a saturated unit
+Rounding matters where a gradient consists of rounding errors, as the derivative 1 − tanh² of a saturated unit
 does. Inductor calls another library's tanh, and computes some gradients by other formulas (1 − σ for 1 / (1 + e^x),
 float64 constants for float32 ones).
 """
@@ -8,40 +8,85 @@ float64 constants for float32 ones).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from persample._torch import schema
+from persample._torch import aten_upsample_nearest, schema
 
 _aten = torch.ops.aten
-_FLOAT64 = {_aten.tanh.default, _aten.tanh_backward.default}  # in float32 tanh is a formula, see tanh.py
-_ALWAYS = {
-    *(_aten.hardsigmoid_backward.default, _aten.soft_margin_loss_backward.default),
-    _aten.binary_cross_entropy_backward.default,
-}
 
 
 def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return a table of decompositions in which the operations above call torch's kernels on CPUs.
+    """Return a table of decompositions in which the operations of this file call torch's kernels.
 
     Args:
         table: the decompositions of all operations of aten.
     """
-    return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in (*_FLOAT64, *_ALWAYS)}}
+    return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}}
+
+
+def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
+    """Return an operation that calls torch's kernel, or None where Inductor computes the same as torch.
+
+    Args:
+        operation: an operation of aten.
+        args: its arguments, traced.
+    """
+    is_left = _LEFT_TO_TORCH.get(operation)
+    return _opaque(operation) if is_left is not None and is_left(*args) else None
 
 
 def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    first = args[0]
-    if first.device.type == "cpu" and (first.dtype == torch.float64 or operation in _ALWAYS):
-        return _opaque(operation)(*args, **kwargs)
-    return otherwise(*args, **kwargs)
+    return (torch_kernel(operation, args) or otherwise)(*args, **kwargs)
 
 
 def _kept(*_args: Any, **_kwargs: Any) -> Any:
     return NotImplemented  # make_fx then leaves the operation as it is
+
+
+def _is_on_cpu(x: Tensor, *_: Any) -> bool:
+    return x.device.type == "cpu"
+
+
+def _is_float64_on_cpu(x: Tensor, *_: Any) -> bool:
+    return _is_on_cpu(x) and x.dtype == torch.float64  # in float32 tanh is a formula, see tanh.py
+
+
+def _is_integral(base: Any, exponent: Tensor) -> bool:
+    """Return whether a power has integers: C++ passes numbers as floats, and would read floats as integers."""
+    dtype = torch.result_type(base, exponent)
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _exceeds_border(*args: Any) -> bool:
+    """Return whether means at the border may be of fewer elements, which Inductor's gradients of means ignore."""
+    ceil_mode, count_include_pad, divisor = args[5:8]
+    return bool(ceil_mode and count_include_pad and divisor is None)
+
+
+def _is_scaled(x: Tensor, sizes: Sequence[Any], *rest: Any) -> bool:
+    """Return whether the nearest elements depend on how scales are rounded, where torch has special cases."""
+    shape, scales = (rest[0], rest[1:]) if rest and isinstance(rest[0], Sequence) else (x.shape, rest)
+    for size, before, scale in itertools.zip_longest(sizes, shape[2:], scales):
+        is_static = isinstance(size, int) and isinstance(before, int)
+        if not is_static or size not in {before, 2 * before, 4 * before} or scale not in {None, size / before}:
+            return True
+    return False
+
+
+_LEFT_TO_TORCH: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((_aten.tanh.default, _aten.tanh_backward.default), _is_float64_on_cpu),
+    _aten.hardsigmoid_backward.default: _is_on_cpu,
+    _aten.soft_margin_loss_backward.default: _is_on_cpu,
+    _aten.binary_cross_entropy_backward.default: _is_on_cpu,
+    _aten.pow.Scalar: _is_integral,
+    **dict.fromkeys((_aten.avg_pool2d_backward.default, _aten.avg_pool3d_backward.default), _exceeds_border),
+    **dict.fromkeys((*aten_upsample_nearest, _aten.upsample_nearest2d_backward.default), _is_scaled),
+}
 
 
 @functools.cache
@@ -51,17 +96,12 @@ def _opaque(operation: Any) -> Any:
     Args:
         operation: an operation of aten that Inductor would replace.
     """
-    name, _, signature = str(schema(operation)).removeprefix("aten::").partition("(")
+    name, signature = operation.name().replace("aten", "persample").replace(".", "_"), str(schema(operation))
     compute = functools.partial(_computed, operation)
-    own = torch.library.custom_op(f"persample::{name}", compute, mutates_args=(), schema=f"({signature}")
-    own.register_fake(_empty_like)
+    own = torch.library.custom_op(name, compute, mutates_args=(), schema=signature[signature.index("(") :])
+    own.register_fake(compute)
     return own
 
 
 def _computed(operation: Any, *args: Any) -> Tensor:
     return operation(*args).contiguous()
-
-
-def _empty_like(*args: Any) -> Tensor:
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    return tensors[0].new_empty(torch.broadcast_shapes(*(x.shape for x in tensors)))

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from persample._torch import OpOverload, aten_unsafe_index_put, aten_unsafe_view, schema
+from persample.engines.compiled.kernels import torch_kernel
 
 _aten = torch.ops.aten
 _OTHERS = {"index_add_", "scatter_add_", "masked_fill_", "squeeze_"}  # than operations on each number
@@ -43,6 +44,8 @@ class Pure(Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.target is _aten.view.default:  # results of decompositions may have other strides
             return _aten.reshape.default(*args)
+        if kernel := torch_kernel(n.target, args):  # before torch's Python dispatcher decomposes the operation
+            return kernel(*args, **kwargs)
         if n.target in _OVERWRITTEN and 0 in [x for x in args[0].stride() if isinstance(x, int)]:
             return n.target(args[0].clone(), *args[1:], **kwargs)  # type: ignore[operator]
         if n not in self._simple:

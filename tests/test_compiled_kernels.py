@@ -1,0 +1,131 @@
+"""Operations of which compiled code calls torch's kernels: Inductor's are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch.nn import functional as F
+from traced import lowered
+
+from persample import Aux, Stack, per_sample_grads
+from persample.engines.compiled import compilations_of
+
+EXPONENTS = torch.tensor([2, 3, 0])
+
+
+def pooled(dimensions, *args, **kwargs):
+    return lambda x: getattr(F, f"avg_pool{dimensions}d")(x[None], *args, **kwargs)
+
+
+def scaled(mode="nearest", **kwargs):
+    return lambda x: F.interpolate(x[None], mode=mode, **kwargs)
+
+
+# Integers that depend on no parameter, beside powers of floats, which Inductor computes itself.
+POWERS = {
+    "ldexp": lambda x: torch.ldexp(x, EXPONENTS),
+    "ldexp by negative numbers": lambda x: torch.ldexp(x, -EXPONENTS),
+    "ldexp by one number": lambda x: torch.ldexp(x, torch.tensor(2)),
+    "ldexp by short integers": lambda x: torch.ldexp(x, EXPONENTS.to(torch.int16)),
+    "2 ** integers": lambda x: x * 2**EXPONENTS,
+    "negative ** integers": lambda x: x * (-3) ** EXPONENTS,
+    "0 ** integers": lambda x: x * 0**EXPONENTS,
+    "2 ** one integer": lambda x: x * 2 ** torch.tensor(5),
+    "2 ** bytes": lambda x: x * 2 ** EXPONENTS.to(torch.uint8),
+    "2 ** int32": lambda x: x * 2 ** EXPONENTS.int(),
+    "2 ** booleans": lambda x: x * torch.pow(2, EXPONENTS > 1),
+    "float ** integers": lambda x: x * 2.0**EXPONENTS,
+    "2 ** floats": lambda x: 2**x,
+    "integers ** integers": lambda x: x * EXPONENTS**EXPONENTS,
+}
+MEANS = {
+    "1-d": ((2, 7), pooled(1, 3, 2, 1, ceil_mode=True)),
+    "1-d, last window of one": ((2, 7), pooled(1, 3, 3, ceil_mode=True)),
+    "2-d": ((2, 5, 7), pooled(2, 2, ceil_mode=True)),
+    "2-d, padded": ((2, 6, 7), pooled(2, (3, 4), (2, 3), (1, 2), ceil_mode=True)),
+    "2-d, overlapping": ((1, 8, 8), pooled(2, 5, 2, 2, ceil_mode=True)),
+    "2-d, padding not counted": ((2, 6, 7), pooled(2, 3, 2, 1, ceil_mode=True, count_include_pad=False)),
+    "2-d, another divisor": ((2, 6, 7), pooled(2, 3, 2, 1, ceil_mode=True, divisor_override=5)),
+    "2-d, floor": ((2, 6, 7), pooled(2, 3, 2, 1)),
+    "3-d": ((1, 5, 4, 3), pooled(3, 2, ceil_mode=True)),
+    "3-d, padded": ((1, 5, 4, 3), pooled(3, (3, 2, 2), 2, (1, 1, 0), ceil_mode=True)),
+}
+IMAGES = {
+    "by 1.3": ((1, 5, 7), scaled(scale_factor=1.3)),
+    "by 2.1, to twice the size": ((1, 5, 7), scaled(scale_factor=2.1)),
+    "by 1.2, to the same size": ((1, 2, 4), scaled(scale_factor=1.2)),
+    "by 0.6": ((1, 5, 7), scaled(scale_factor=0.6)),
+    "by 2": ((1, 3, 2), scaled(scale_factor=2)),
+    "by 3": ((1, 3, 2), scaled(scale_factor=3)),
+    "by 2 and 1.5": ((1, 3, 4), scaled(scale_factor=(2, 1.5))),
+    "sizes": ((1, 5, 7), scaled(size=(7, 3))),
+    "sizes of multiples": ((1, 3, 2), scaled(size=(6, 14))),
+    "exact, by 1.3": ((1, 5, 7), scaled("nearest-exact", scale_factor=1.3)),
+    "exact, by 2": ((1, 3, 2), scaled("nearest-exact", scale_factor=2)),
+    "1-d, by 1.3": ((2, 7), scaled(scale_factor=1.3)),
+    "1-d, exact, by 0.7": ((2, 7), scaled("nearest-exact", scale_factor=0.7)),
+    "3-d, by 1.3": ((1, 4, 3, 2), scaled(scale_factor=1.3)),
+    "3-d, exact, by 1.6": ((1, 4, 3, 2), scaled("nearest-exact", scale_factor=1.6)),
+}
+PROGRAMS = {"powers": {name: ((3,), each) for name, each in POWERS.items()}, "means": MEANS, "images": IMAGES}
+
+
+def weighted(x):
+    return (x * torch.arange(1, x.numel() + 1).view(x.shape)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:The default behavior for interpolate:UserWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_equals_the_loop(name):
+    """One program for all: compiling takes seconds."""
+    operations = PROGRAMS[name]
+    torch.manual_seed(0)
+    params = {key: torch.randn(shape, dtype=torch.float64) for key, (shape, _) in operations.items()}
+    batch = {key: torch.randn(2, *shape, dtype=torch.float64) for key, (shape, _) in operations.items()}
+
+    def loss(params, batch):
+        losses = {key: weighted(operation(params[key] * batch[key])) for key, (_, operation) in operations.items()}
+        return sum(losses.values()), losses
+
+    wanted = {"grads": Stack(), "losses": Aux()}
+    actual, expected = (
+        per_sample_grads(loss, params, (batch,), wanted, engine=engine) for engine in ("compiled", "loop")
+    )
+    for key in operations:  # one by one: a failure names the operation
+        assert_trees_close(*({of: each[of][key] for of in wanted} for each in (actual, expected)), 1e-12)
+
+
+def test_programs_for_all_batch_sizes():
+    chosen = [POWERS["2 ** integers"], MEANS["2-d"][1], IMAGES["by 1.3"][1]]
+    params = [torch.rand(3).double(), torch.rand(2, 5, 7).double(), torch.rand(1, 5, 7).double()]
+    loss = lambda params, *batch: sum(weighted(op(p * x)) for op, p, x in zip(chosen, params, batch, strict=True))
+    for size in (2, 3, 7):
+        batch = [torch.rand(size, *x.shape).double() for x in params]
+        actual, expected = (per_sample_grads(loss, params, batch, engine=engine) for engine in ("compiled", "loop"))
+        assert_trees_close(actual, expected, 1e-12)
+    assert [x.batch_size for x in compilations_of(loss)] == [2, None]
+
+
+# Whether compiled code calls torch's kernels: only where it must, because what is called cannot be fused.
+CALLS = {
+    "2-d": True,
+    "2-d, padding not counted": False,
+    "2-d, another divisor": False,
+    "2-d, floor": False,
+    "by 1.3": True,
+    "by 2.1, to twice the size": True,
+    "by 2": False,
+    "sizes": True,
+    "2 ** integers": True,
+    "2 ** floats": False,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_inductor_computes_as_torch_does_is_left_to_it(name, monkeypatch):
+    graphs = lowered(monkeypatch)
+    shape, operation = next(each[name] for each in PROGRAMS.values() if name in each)
+    loss = lambda params, x: operation(params * x).square().sum()
+    per_sample_grads(loss, torch.rand(shape), torch.rand(2, *shape), engine="compiled")
+    assert any(str(node.target).startswith("persample.") for node in graphs[0].graph.nodes) == CALLS[name]
