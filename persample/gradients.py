@@ -18,6 +18,7 @@ from persample.utils.norms import has_extreme, root
 from persample.utils.tracing import is_recorded
 from persample.utils.trees import TreeSpec, unflatten
 
+
 @dataclass(frozen=True)
 class ParamSpec:
     """The structure, names, shapes and dtypes of the parameters, which results like the parameters share.
@@ -77,7 +78,7 @@ class Gradients:
     @property
     def factors_by_row(self) -> list[Factor]:
         """The factors, of K outputs with B·K rows: row i·K + k is that of output k of sample i."""
-        return [by_row(factor) for factor in self.factors]
+        return list(self.factors if self.losses.ndim == 1 else map(by_row, self.factors))
 
     def by_sample(self, rows: Tensor) -> Tensor:
         """Return ``[B, *]`` unchanged, and ``[B·K, *]`` of K outputs as ``[B, K, *]``."""

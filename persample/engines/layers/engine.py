@@ -53,7 +53,7 @@ def suits(call: Call) -> bool:
     first = call.params[0]
     if call.randomness != "error" or transforms() or call.loss.outputs == "rows":
         return False
-    if any(call.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
+    if any(call.params_batched) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
     if not alike or not any(x.ndim >= 2 for x in call.params):
