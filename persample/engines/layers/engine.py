@@ -85,8 +85,9 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         raise
     except NestedCallError as error:  # under vmap(vjp) the call inside of the loss can be differentiated
         raise NotLayersError(str(error)) from error
-    except (RuntimeError, Warning) as error:
-        if is_users(error, handled):
+    except (RuntimeError, ValueError, Warning) as error:
+        # Of torch's errors about views, those of a trace alone are ValueErrors.
+        if is_users(error, handled) or (isinstance(error, ValueError) and not is_traced(call.params[0])):
             raise
         raise NotLayersError(str(error)) from error
 
