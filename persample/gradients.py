@@ -15,11 +15,8 @@ from persample.factors.norms import squared_norms_per_factor
 from persample.factors.outputs import PerOutput, by_row
 from persample.utils.dtypes import as_real
 from persample.utils.norms import has_extreme, root
-from persample.utils.tracing import is_recorded, is_traced
+from persample.utils.tracing import is_recorded
 from persample.utils.trees import TreeSpec, unflatten
-
-# Gradients with up to this many elements in all samples are joined: one copy is faster than an operation on each.
-_SMALL = 2**14
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Gradients:
     @property
     def factors_by_row(self) -> list[Factor]:
         """The factors, of K outputs with B·K rows: row i·K + k is that of output k of sample i."""
-        return [by_row(factor) for factor in self.factors]
+        return list(self.factors if self.losses.ndim == 1 else map(by_row, self.factors))
 
     def by_sample(self, rows: Tensor) -> Tensor:
         """Return ``[B, *]`` unchanged, and ``[B·K, *]`` of K outputs as ``[B, K, *]``."""
@@ -90,31 +87,17 @@ class Gradients:
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
         """‖gᵢ‖² of each single parameter, ``[B]`` float64 each."""
-        return [self.by_sample(x) for x in self._squared_norms(self.factors_by_row)]
+        return list(map(self.by_sample, self._squared_norms))
 
     @cached_property
     def norms(self) -> Tensor:
         """Euclidean norms over all parameters, ``[B]`` float64."""
-        return self.by_sample(root(torch.stack(self._squared_norms(self._joined)).sum(0)))
-
-    def _squared_norms(self, factors: Sequence[Factor]) -> list[Tensor]:
-        new = [factor for factor in factors if id(factor) not in self._known]
-        self._known.update(zip(map(id, new), squared_norms_per_factor(new), strict=True))
-        return [self._known[id(factor)] for factor in factors]
+        first, *others = self._squared_norms
+        return self.by_sample(root(torch.stack([first, *others]).sum(0) if others else first))
 
     @cached_property
-    def _known(self) -> dict[int, Tensor]:
-        return {}
-
-    @cached_property
-    def _joined(self) -> Sequence[Factor]:
-        """The same gradients, with small dense factors joined into one, so that one operation serves all of them."""
-        factors = self.factors_by_row
-        small = [factor for factor in factors if _is_small(factor)]
-        if len(small) < 2:
-            return factors
-        rows = Dense(torch.cat([factor.materialize().flatten(1) for factor in small], 1))
-        return [rows, *(factor for factor in factors if not _is_small(factor))]
+    def _squared_norms(self) -> list[Tensor]:
+        return squared_norms_per_factor(self.factors_by_row)
 
     @cached_property
     def norms_per_param(self) -> list[Tensor]:
@@ -161,8 +144,9 @@ class Gradients:
         Returns:
             One sum per parameter, ``[*shape]``, real; ``[K, *shape]`` of K outputs.
         """
-        distinct = {id(scale): self._weighted(scale) for scale in scales}  # usually one
-        coefficients = [distinct[id(scale)] for scale in scales]
+        distinct = {id(scale): scale for scale in scales}  # usually one
+        weighted = {key: self._weighted(scale) for key, scale in distinct.items()}
+        coefficients = [weighted[id(scale)] for scale in scales]
         return weighted_sums(self.weighted_factors, coefficients, dtypes, are_weights=all(s is None for s in scales))
 
     def _weighted(self, scale: Tensor | None) -> Tensor | None:
@@ -193,8 +177,8 @@ def weighted_sums(
     Returns:
         One sum per parameter, ``[*shape]``, real.
     """
-    given = {id(x): x for x in coefficients if x is not None}  # usually one
-    is_extreme = bool(given) and not are_weights and has_extreme(torch.cat([x.flatten() for x in given.values()]))
+    given = list({id(x): x.flatten() for x in coefficients if x is not None}.values())  # usually one
+    is_extreme = bool(given) and not are_weights and has_extreme(torch.cat(given) if len(given) > 1 else given[0])
     distinct: dict[tuple[int, torch.dtype], tuple[Tensor | None, torch.dtype, Any]] = {}
     sums = []
     for factor, coefficient, dtype in zip(factors, coefficients, dtypes, strict=True):
@@ -218,9 +202,3 @@ def _representable(
     if is_extreme:
         return coefficients, torch.float64, 0 * coefficients.sum(0)
     return coefficients.to(dtype), dtype, None
-
-
-def _is_small(factor: Factor) -> bool:
-    if not isinstance(factor, Dense):
-        return False
-    return factor.values.ndim > 1 and factor.stored <= _SMALL and not is_traced(factor.values)

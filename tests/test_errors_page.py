@@ -181,7 +181,8 @@ def test_every_warning_is_of_the_family():
         calls = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Call)]
         for call in calls:
             if ast.unparse(call.func) in {"warnings.warn", "warn", "warnings.warn_explicit"}:
-                assert kind_of(call), f"{file}:{call.lineno}"
+                made = ast.unparse(call.args[0]).partition("(")[0]
+                assert kind_of(call) or made in {*KINDS, "warning"}, f"{file}:{call.lineno}"
 
 
 @pytest.mark.parametrize("category", WARNINGS, ids=lambda category: category.__name__)

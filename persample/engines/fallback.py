@@ -24,7 +24,14 @@ from torch.overrides import resolve_name
 from persample import _torch
 from persample.engines.loop import loop
 from persample.engines.vmap import batched_gradients, eager, unfactored
-from persample.errors import ArgumentError, FallbackWarning, LossError, TorchVersionError, TorchVersionWarning
+from persample.errors import (
+    ArgumentError,
+    FallbackWarning,
+    LossError,
+    PersampleWarning,
+    TorchVersionError,
+    TorchVersionWarning,
+)
 from persample.factors import Factor
 from persample.inputs.call import Call
 from persample.pipeline import Engine
@@ -100,7 +107,7 @@ def _is_refusal(error: Exception) -> bool:
 
 def _otherwise(
     call: Call, engine: str, error: Exception, by: Callable[[Engine], T], start: rng.Streams
-) -> tuple[T, Warning] | None:
+) -> tuple[T, PersampleWarning] | None:
     """Return the answer and why it is not the engine's; or None if no optimization is at fault.
 
     Args:
@@ -138,7 +145,7 @@ def _otherwise(
     return by(loop), _fault(error, call) if is_batchable else _not_batchable(error, call)
 
 
-def _fault(error: Exception, call: Call) -> Warning:
+def _fault(error: Exception, call: Call) -> PersampleWarning:
     if isinstance(error, TorchVersionError):
         return TorchVersionWarning(error.name)
     operation, names, line = _place(error if error.__cause__ is None else error.__cause__, call)
@@ -149,7 +156,7 @@ def _fault(error: Exception, call: Call) -> Warning:
     )
 
 
-def _not_batchable(error: Exception, call: Call) -> Warning:
+def _not_batchable(error: Exception, call: Call) -> PersampleWarning:
     return FallbackWarning(
         f"engine='auto' computed {call.size} samples one after another, because vmap cannot batch the loss. This costs "
         f"about as much as {call.size} calls with one sample, and a failed attempt before. Pass engine='loop' to save "

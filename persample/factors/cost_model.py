@@ -208,10 +208,16 @@ class Plan:
         has_patches = size.operands not in (None, size.stored)
         return size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
 
+    def always_keeps(self, num_terms: int) -> bool:
+        """Return whether gradients of any size stay factors: with T = 1 all operations are products of small tensors.
+
+        Args:
+            num_terms: T.
+        """
+        return self.required_ops <= {"weighted_sum"} or (num_terms == 1 and "materialize" not in self.required_ops)
+
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
-
-        With T = 1 all operations on a factor are products of small tensors. So are they for lookups in a table.
 
         Args:
             size: the size of the gradients.
@@ -219,7 +225,7 @@ class Plan:
         """
         if "materialize" in self.required_ops:
             return "a reduction asks for the gradients themselves"
-        if self.required_ops <= {"weighted_sum"} or size.num_terms == 1 or size.written > self.allowance * size.stored:
+        if self.always_keeps(size.num_terms) or size.written > self.allowance * size.stored:
             return ""
         times = self.estimate(size)
         if size.written <= size.stored and not (is_product and times.contract < _MUCH_FASTER * times.write_out):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from persample.factors import contractions
 from persample.factors.base import Factor
 
 
@@ -56,6 +57,10 @@ class Dense(Factor):
         values = self.values.clone(memory_format=torch.contiguous_format)
         other.add_to(values)
         return Dense(values)
+
+    def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
+        return contractions.weighted_sum(self.values, weights, dtype)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.values

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from persample.factors.base import Factor
@@ -25,13 +23,16 @@ def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
         ``[B]`` float64 each.
     """
     operands = [factor.norm_operands for factor in factors]
-    norms = iter(squared_norms_of_each([x for group in operands for x in group]))
-    terms = [factor.term_operands for factor in factors]
-    sums = iter(squared_norms_of_sums([pair for pair in terms if pair is not None]))
-
-    def of_factor(factor: Factor, operands: tuple[Tensor, ...], terms: tuple[Tensor, Tensor] | None) -> Tensor:
-        if operands:
-            return functools.reduce(torch.mul, [next(norms) for _ in operands])
-        return factor.squared_norms() if terms is None else next(sums)
-
-    return list(map(of_factor, factors, operands, terms))
+    terms = [None if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]
+    pairs = [pair for pair in terms if pair is not None]
+    sums = iter(squared_norms_of_sums(pairs) if pairs else ())
+    norms = iter(squared_norms_of_each([x for own in operands for x in own]))
+    found = []
+    for factor, own, pair in zip(factors, operands, terms, strict=True):
+        if len(own) == 2:
+            found.append(next(norms) * next(norms))
+        elif own:
+            found.append(next(norms))
+        else:
+            found.append(factor.squared_norms() if pair is None else next(sums))
+    return found

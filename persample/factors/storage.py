@@ -24,4 +24,6 @@ def reason_to_write_out(factor: Factor, plan: Plan) -> str:
         factor: the gradients of one parameter.
         plan: what the cost model decides by.
     """
+    if plan.always_keeps(factor.num_terms):  # the usual case, without its sizes
+        return ""
     return plan.reason_to_write_out(factor.size, is_product=factor.is_product)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
-from persample.utils.trees import tree_map
+from persample.utils.trees import flatten, tree_map, unflatten
 
 
 class Reduction:
@@ -100,4 +100,5 @@ class Average(SumOverSamples):
     def finish(self, merged: Any) -> Any:
         """Return the averages in the dtypes of the parameters."""
         weight = merged["weight"].finish()
-        return tree_map(lambda total: total.finish(weight), merged["sums"])
+        sums, structure = flatten(merged["sums"])
+        return unflatten([total.finish(weight) for total in sums], structure)

@@ -103,4 +103,4 @@ def _contains(name: str, own: str) -> bool:
 def _scale(norms: Tensor, bound: Bound) -> Tensor:
     limit = bound.to(norms) if isinstance(bound, Tensor) else float(bound)
     kept = norms <= limit
-    return torch.where(kept, 1, limit / torch.where(kept, 1, norms))  # derivatives exist at ‖gᵢ‖ = 0, too
+    return (limit / norms.masked_fill(kept, 1)).masked_fill(kept, 1)  # derivatives exist at ‖gᵢ‖ = 0, too

@@ -7,24 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from persample._torch import storage_id
 from persample.utils.dtypes import accumulate_dtype
-from persample.utils.tracing import holds, is_free_to_read, is_recorded, is_traced, is_wrapped
+from persample.utils.tracing import holds, is_free_to_read, is_recorded, is_wrapped
 
+# Float64 holds the squares of all float32 numbers, so its norms need no check. Of so few elements they take as long as
+# float32 norms and the check do; of many, 5 to 10 times as long (torch 2.13, AMD EPYC and Intel Xeon).
+_FEW = 2**14
 # Long enough to be about as fast as one flat norm, short enough that float32 loses little inside a block: over 30
 # million elements a flat float32 norm errs by 14 000 eps, blocks of this length by less than 0.2; where all elements
 # are equal, and so are their roundings, by less than 4, and blocks of 1024 by 8 (measured, torch 2.13, CPU).
 _BLOCK = 512
-# Compiled code may add up a strided block number by number. Norms of equal numbers, whose roundings add up, then err by
-# up to 4 eps in blocks of this length, and by 16 in blocks of 256 (measured, torch 2.13, CPU).
-_COMPILED_BLOCK = 64
+# Squares of float32 numbers below 1e-19 vanish; beside a norm above this one they do not count.
+_LEAST = 1e-9
 
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared Euclidean norm of every row of ``x [B, ...]`` as ``[B]`` float64.
-
-    Blocks are reduced in the tensor's own precision (float32 for half formats) and added up in float64.
 
     Examples:
         >>> squared_norms(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -33,24 +34,28 @@ def squared_norms(x: Tensor) -> Tensor:
     return squared_norms_of_each([x])[0]
 
 
-def squared_norms_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+def squared_norms_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the squared norms of the rows of several tensors.
 
     The magnitudes of all norms are checked at once. Tensors that share memory (a bias and its signals) share one norm.
 
     Args:
-        tensors: ``[B, ...]`` each.
+        tensors: ``[B, ...]`` each, of one B.
 
     Returns:
         ``[B]`` float64 each.
     """
-    all_rows = [_rows(x) for x in tensors]
-    checked: dict[Any, tuple[Tensor, Tensor]] = {}
-    for rows in all_rows:
-        if not _needs_no_check(rows) and memory_of_rows(rows) not in checked:
-            checked[memory_of_rows(rows)] = rows, _blockwise(rows)
-    _recompute_extreme_rows(list(checked.values()))
-    return [_unchecked(rows) if _needs_no_check(rows) else checked[memory_of_rows(rows)][1] for rows in all_rows]
+    keys: list[Any] = []
+    distinct: dict[Any, Tensor] = {}
+    can_check = True
+    for x in tensors:
+        rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
+        keys.append(memory_of_rows(rows))
+        distinct[keys[-1]] = rows
+        can_check = can_check and is_free_to_read(x) and not is_recorded(x)
+    squares = (_checked if can_check else _unchecked)(list(distinct.values()))
+    found = dict(zip(distinct, squares, strict=True))
+    return [found[key] for key in keys]
 
 
 def root(squared: Tensor) -> Tensor:
@@ -71,15 +76,10 @@ def has_extreme(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether ``x [B]`` has an entry, other than 0, larger than a bound or smaller than the bound's inverse."""
     if not x.numel() or is_wrapped(x):
         return False
-    size = x.abs()
-    if is_free_to_read(x) and _within(size, 1 / bound, bound):  # the usual case: fast
+    if is_free_to_read(x) and _within(x, 1 / bound, bound):  # the usual case: fast
         return False
+    size = x.abs()
     return holds(((size != 0) & ~((size > 1 / bound) & (size < bound))).any())
-
-
-def _rows(x: Tensor) -> Tensor:
-    rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
-    return rows.to(accumulate_dtype(x.dtype))
 
 
 def memory_of_rows(rows: Tensor) -> Any:
@@ -88,73 +88,61 @@ def memory_of_rows(rows: Tensor) -> Any:
     return place, rows.shape, rows.stride(), rows.dtype
 
 
-def _needs_no_check(rows: Tensor) -> bool:
-    return is_recorded(rows) or not is_free_to_read(rows) or not rows.numel() or (len(rows) > 1 and rows.stride(0) == 0)
+def _unchecked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return squared norms without a look at values, by arithmetic that autograd and compiled code take."""
+    is_wide = [rows.dtype == torch.float64 and not is_recorded(rows) and rows.numel() for rows in all_rows]
+    return [
+        _scaled(rows).square() if wide else rows.double().square().sum(1)
+        for rows, wide in zip(all_rows, is_wide, strict=True)
+    ]
 
 
-def _unchecked(rows: Tensor) -> Tensor:
-    is_unread = rows.dtype == torch.float32 and not is_free_to_read(rows)
-    if is_unread and is_traced(rows) and not is_recorded(rows):
-        return _of_all_magnitudes(rows)
-    if is_unread or is_recorded(rows):
-        return rows.double().square().sum(1)  # float64 holds all squares of float32
-    if len(rows) > 1 and rows.stride(0) == 0:  # one row for all samples
-        return squared_norms(rows[:1]).expand(len(rows))
-    squared = _blockwise(rows)
-    return _scaled(rows, squared) if rows.numel() else squared
+def _checked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not all_rows:
+        return []
+    norms = [_norms(rows) for rows in all_rows]
+    joined = (torch.cat(norms) if len(norms) > 1 else norms[0]).double()
+    found = joined.view(len(norms), -1)
+    doubtful = [i for i, rows in enumerate(all_rows) if rows.numel() > _FEW or rows.dtype == torch.float64]
+    if doubtful and joined.numel() and not _within(joined, _LEAST):
+        for rows, norm in ((all_rows[i], found[i]) for i in doubtful):
+            extreme = ~((norm > _LEAST) & (norm < torch.inf))
+            norm[extreme] = _scaled(rows[extreme])
+    return found.square().unbind()
 
 
-def _recompute_extreme_rows(norms: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Recompute in place, on scaled rows, the norms whose squares float32 cannot hold.
-
-    Squares of numbers below 1e-19 vanish in float32, and those of numbers above 1e19 overflow.
-
-    Args:
-        norms: rows and their squared norms.
-    """
-    if not norms:
-        return
-    least = max(torch.finfo(rows.dtype).tiny for rows, _ in norms) ** 0.5
-    if _within(torch.cat([squared for _, squared in norms]) if len(norms) > 1 else norms[0][1], least):
-        return
-    for rows, squared in norms:
-        doubtful = ~((squared > least) & (squared < torch.inf))
-        squared[doubtful] = _scaled(rows[doubtful], squared[doubtful])
+def _norms(rows: Tensor) -> Tensor:
+    """Return norms, float64 or float32; of many rows those of blocks are float32, and may over- or underflow."""
+    if rows.shape[0] > 1 and rows.stride(0) == 0:  # one row for all samples
+        return _norms(rows[:1]).expand(rows.shape[0])
+    if rows.numel() <= _FEW:
+        return vector_norm(rows, dim=1, dtype=torch.float64)
+    rows = rows.to(accumulate_dtype(rows.dtype))
+    count, rest = divmod(rows.shape[1], _BLOCK)
+    if not count or rows.dtype == torch.float64:
+        return _flat_norms(rows)
+    blocks = _flat_norms(rows[:, : count * _BLOCK].unflatten(1, (count, _BLOCK)))
+    if rest:
+        blocks = torch.cat([blocks, _flat_norms(rows[:, count * _BLOCK :]).unsqueeze(1)], 1)
+    return vector_norm(blocks, dim=1, dtype=torch.float64)
 
 
-def _of_all_magnitudes(rows: Tensor) -> Tensor:
-    """Return squared norms without a look at values: scaled squares are added up beside the others (Blue, 1978).
+def _flat_norms(x: Tensor) -> Tensor:
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return vector_norm(x, dim=-1)
+    return x.square().sum(-1).sqrt()  # for a strided axis ten times as fast as vector_norm
 
-    Compiled code does so in one pass. Its conversions to float64 take longer than all three sums.
-    """
-    scales = (1.0, 2.0**92, 2.0**-80)
-    usual, small, large = (_blockwise(rows * scale, _COMPILED_BLOCK) / scale**2 for scale in scales)
-    is_small, is_large = usual < torch.finfo(rows.dtype).tiny ** 0.5, usual == torch.inf
-    return torch.where(is_small, small, torch.where(is_large, large, usual))
+
+def _scaled(rows: Tensor) -> Tensor:
+    """Return norms of rows whose squares their dtype may not hold, ``[B]`` float64."""
+    if rows.dtype != torch.float64:
+        return vector_norm(rows, dim=1, dtype=torch.float64)
+    largest = vector_norm(rows, ord=torch.inf, dim=1)
+    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1)
+    return vector_norm(rows / scale[:, None], dim=1) * scale
 
 
 def _within(x: Tensor, least: float, most: float = torch.inf) -> bool:
     """Return whether all values lie strictly between two bounds; NaN does not."""
     low, high = x.aminmax()
     return least < low.item() and high.item() < most
-
-
-def _scaled(rows: Tensor, squared: Tensor) -> Tensor:
-    largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
-    regular = largest.isfinite() & (largest > 0)
-    scale = torch.where(regular, largest, 1)
-    return torch.where(regular, _blockwise(rows / scale[:, None]) * scale.double().square(), squared)
-
-
-def _blockwise(rows: Tensor, length: int = _BLOCK) -> Tensor:
-    blocks, rest = divmod(rows.shape[1], length)
-    if not blocks:
-        return _squared(rows)
-    whole = _squared(rows[:, : blocks * length].unflatten(1, (blocks, length))).sum(1)
-    return whole + _squared(rows[:, blocks * length :]) if rest else whole
-
-
-def _squared(x: Tensor) -> Tensor:
-    if not is_traced(x) and (x.stride(-1) == 1 or x.shape[-1] == 1):
-        return torch.linalg.vector_norm(x, dim=-1).double().square()
-    return x.square().sum(-1).double()  # for a strided axis ten times as fast as vector_norm

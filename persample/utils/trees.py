@@ -18,7 +18,7 @@ from persample import _torch
 TreeSpec = _torch.TreeSpec
 structure = _torch.tree_structure
 _KINDS = {dict, tuple, list}
-_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter}
+_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, type(None)}
 _Kind = TypeVar("_Kind", bound=type)
 
 
@@ -80,13 +80,19 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 def _outline(tree: Any, leaves: list[Any]) -> Any:
     """Return a key of the structure of built-in containers, and collect the leaves; None if others are among them."""
     kind: Any = type(tree)
-    if kind in _LEAVES or tree is None:
+    if kind in _LEAVES:
         leaves.append(tree)
         return ()
-    if kind not in _KINDS or (kind is dict and not all(type(name) is str for name in tree)):
+    if kind not in _KINDS or (kind is dict and not {str}.issuperset(map(type, tree))):
         return None
-    parts = [_outline(part, leaves) for part in (tree.values() if kind is dict else tree)]
-    return None if None in parts else (kind, tuple(tree) if kind is dict else (), *parts)
+    outline = [kind, tuple(tree) if kind is dict else ()]
+    for part in tree.values() if kind is dict else tree:
+        if type(part) in _LEAVES:  # without a call
+            leaves.append(part)
+            outline.append(())
+        else:
+            outline.append(_outline(part, leaves))
+    return None if None in outline else tuple(outline)
 
 
 @functools.cache
@@ -167,9 +173,12 @@ def paths(tree: Any, root: str) -> list[str]:
         >>> paths({"actor": {"w": 1}, "critic": [2]}, "params")
         ["params['actor']['w']", "params['critic'][0]"]
     """
-    if type(tree) in {dict, tuple, list}:  # the usual case, ten times as fast as torch's function
-        children = tree.items() if type(tree) is dict else enumerate(tree)
-        return [path for key, child in children for path in paths(child, f"{root}[{key!r}]")]
+    if type(tree) in _KINDS:  # the usual case, ten times as fast as torch's function
+        found = []
+        for key, child in tree.items() if type(tree) is dict else enumerate(tree):
+            path = f"{root}[{key!r}]"
+            found += [path] if type(child) in _LEAVES else paths(child, path)
+        return found
     if type(tree) in _LEAVES or structure(tree) == leaf_structure():
         return [root]
     try:

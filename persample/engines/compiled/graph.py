@@ -12,8 +12,6 @@ from torch.fx import GraphModule, Interpreter, Node
 from persample.engines.compiled.batchable import make_batchable, read_inputs
 from persample.engines.compiled.in_place_shapes import refused_views, shape_changes
 from persample.engines.compiled.messages import users_line
-from persample.engines.compiled.single_rows import take_rows
-from persample.engines.compiled.transposed import flip_products
 from persample.inputs.modules import StandIn
 
 
@@ -86,9 +84,6 @@ class Capture:
         if not self._prepared:
             changes = shape_changes(self.graph)
             self.refusal = refused_views(changes)
-            if not changes:  # else the examples, by which these rewrite, have shapes of later
-                take_rows(self.graph)
-                flip_products(self.graph)
             make_batchable(self.graph)
             self.history = history
             self._prepared = True

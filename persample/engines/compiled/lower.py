@@ -20,10 +20,7 @@ from persample._torch import (
     lacks_cpp_compiler,
     scan,
 )
-from persample.engines.compiled.few_rows import with_parts
 from persample.engines.compiled.kernels import with_torch_kernels
-from persample.engines.compiled.quotients import divide_operands
-from persample.engines.compiled.sums import part_sums
 from persample.engines.compiled.tanh import tanh
 from persample.engines.compiled.writes import Pure
 from persample.errors import CompilerWarning, TorchVersionError
@@ -76,16 +73,13 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = with_torch_kernels({**decompositions(), _aten.tanh.default: tanh})
-    if all(isinstance(size, int) for x in inputs for size in x.shape):
-        table = with_parts(table)
-    else:  # those of products branch on sizes
+    if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
         pure = Pure(graph)
         if pure.needs_functionalization:  # with its views: a `reshape` that copies would lose writes through them
             pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
         flat = make_fx(pure.run, decomposition_table=table)(*inputs)
-        divide_operands(flat)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat
@@ -107,9 +101,7 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     in_cpp = on_cpu and not has_loops
     if on_cpu:
         keep_freed_memory()
-    code: Any = compile_graph(
-        graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp, rewrite=part_sums
-    )
+    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
     return code
 
 

@@ -53,7 +53,7 @@ def suits(call: Call) -> bool:
     first = call.params[0]
     if call.randomness != "error" or transforms() or call.loss.outputs == "rows":
         return False
-    if any(call.params_batched) or is_traced(first) or is_autocast(first.device) or not first.is_floating_point():
+    if any(call.params_batched) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
     if not alike or not any(x.ndim >= 2 for x in call.params):
@@ -85,8 +85,9 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         raise
     except NestedCallError as error:  # under vmap(vjp) the call inside of the loss can be differentiated
         raise NotLayersError(str(error)) from error
-    except (RuntimeError, Warning) as error:
-        if is_users(error, handled):
+    except (RuntimeError, ValueError, Warning) as error:
+        # Of torch's errors about views, those of a trace alone are ValueErrors.
+        if is_users(error, handled) or (isinstance(error, ValueError) and not is_traced(call.params[0])):
             raise
         raise NotLayersError(str(error)) from error
 

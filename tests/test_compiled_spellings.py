@@ -1,17 +1,17 @@
-"""Losses that transpose a product ``w @ x.T``: laid out as ``x @ w.T``, with the numbers of the loop."""
+"""Compiled losses that multiply by transposes, single rows and vectors: the numbers of the loop in every spelling."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch.func import grad, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from traced import lowered, without_inductor
+from traced import without_inductor
 
 from persample import ClippedMean, LossError, Stack, clear_cache, per_sample_grads
-from persample.engines.compiled.transposed import _product_with_a_vector, _transposed_product
+
+F64 = torch.float64
 
 TRANSPOSED = {
     "T": lambda y: y.T,
@@ -27,16 +27,6 @@ PRODUCTS = {
     "Tensor.matmul": torch.Tensor.matmul,
     "torch.mm": torch.mm,
     "torch.mm by name": lambda w, x: torch.mm(input=w, mat2=x),
-}
-
-
-# Products with a vector.
-OF_VECTORS = {
-    "@": lambda w, x: w @ x,
-    "torch.matmul": torch.matmul,
-    "torch.mv": torch.mv,
-    "Tensor.mv": torch.Tensor.mv,
-    "Tensor.matmul": lambda w, x: w.matmul(x),
 }
 
 
@@ -211,53 +201,6 @@ def test_others(other, data, monkeypatch):
     assert_like_the_loop(loss_of(OTHERS[other]), *data)
 
 
-@pytest.mark.parametrize("transposed", TRANSPOSED)
-def test_the_program_is_that_of_rows(transposed, data, monkeypatch):
-    """As for ``x @ w.T``: one product of all rows with a weight, and no weight is repeated for each sample."""
-    graphs, transpose = lowered(monkeypatch), TRANSPOSED[transposed]
-    of_rows = loss_of(lambda w, x: torch.tanh(torch.tanh(x @ w.T) @ w))
-    of_columns = loss_of(lambda w, x: torch.tanh(transpose(w.T @ transpose(torch.tanh(transpose(w @ x.T))))))
-    found = [per_sample_grads(loss, *data, ClippedMean(1.0), engine="compiled") for loss in (of_rows, of_columns)]
-    torch.testing.assert_close(*found)
-    expected, made = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
-    assert made.count("aten.mm.default") == expected.count("aten.mm.default") > 0
-    assert made.count("aten.bmm.default") == expected.count("aten.bmm.default")
-
-
-@pytest.mark.parametrize("product", OF_VECTORS)
-def test_products_with_a_vector(product, data, monkeypatch):
-    """Their program is that of ``x @ w.T``."""
-    graphs, multiply, (w, x) = lowered(monkeypatch), OF_VECTORS[product], data
-    of_rows = loss_of(lambda w, x: torch.tanh(torch.tanh(x @ w.T) @ w))
-    of_columns = loss_of(lambda w, x: torch.tanh(multiply(w.T, torch.tanh(multiply(w, x)))))
-    found = [per_sample_grads(loss, w, x[:, 0], ClippedMean(1.0), engine="compiled") for loss in (of_rows, of_columns)]
-    torch.testing.assert_close(*found)
-    expected, made = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
-    assert made.count("aten.mm.default") == expected.count("aten.mm.default") > 0
-    assert made.count("aten.bmm.default") == expected.count("aten.bmm.default")
-
-
-def test_products_of_a_matrix_of_each_sample(data):
-    """With a vector that all share they remain one product; transposed, they would be one for each sample."""
-    w, x = data
-    for vector, matrices in ((w[0], x), (x[:, 0], x)):
-        in_dims = 0, None if vector.ndim == 1 else 0
-        graphs = [make_fx(vmap(f, in_dims))(matrices, vector).graph for f in (_product_with_a_vector, torch.matmul)]
-        made, expected = ([node.target for node in graph.nodes if node.op == "call_function"] for graph in graphs)
-        assert made == expected
-
-
-def test_layout(data):
-    """That of the samples, where no sample is copied for it; else that of the product."""
-    w, x = data
-    flip = _transposed_product
-    columns = x.mT.contiguous()
-    assert vmap(lambda x: flip(w, x.T))(x).is_contiguous()
-    assert vmap(lambda x: flip(w, x))(columns).mT.is_contiguous()
-    assert vmap(lambda x: flip(x, w.T))(x).mT.is_contiguous()
-    assert vmap(lambda x: flip(x, x.T))(x).mT.is_contiguous()
-
-
 def test_strides_are_those_of_the_loss(data):
     """Strides of a sample that is laid out in another way would read other numbers."""
     loss = loss_of(lambda w, x: torch.as_strided((w @ x.T).T.tanh(), (12,), (1,)) * torch.arange(12.0))
@@ -267,3 +210,83 @@ def test_strides_are_those_of_the_loss(data):
 
 def test_compiled_code(data):
     assert_like_the_loop(loss_of(lambda w, x: torch.tanh(w.T @ torch.tanh((w @ x.T).T).T).T), *data)
+
+
+@pytest.fixture
+def params():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w": (3, 5), "b": (3,), "v": (1, 3)}
+    return {name: torch.randn(shape, dtype=F64, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def row():
+    return torch.randn(4, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def written_row(p, x):
+    y = F.linear(x[None], p["w"], p["b"])
+    y[0].mul_(2)
+    return y.sin()
+
+
+def written_output(p, x):
+    y = F.linear(x[None], p["w"], p["b"])
+    z = y.T
+    y.mul_(2)
+    return y.sin().sum() + z.cos()
+
+
+def autocast(p, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.addmm(p["b"].float(), x[None].float(), p["w"].T.float())[0]
+        return y.tanh() + F.linear(x[None].float(), p["w"].float(), p["b"].float())[0]
+
+
+ROWS = {
+    "linear": lambda p, x: F.linear(x[None], p["w"], p["b"])[0].tanh(),
+    "linear without bias": lambda p, x: F.linear(x[None], p["w"])[0].tanh(),
+    "linear by name": lambda p, x: F.linear(x[None], weight=p["w"], bias=p["b"])[-1].tanh(),
+    "linear with a matrix": lambda p, x: F.linear(x[None], p["w"], p["b"][None])[0, 1].tanh(),
+    "linear of two rows": lambda p, x: F.linear(torch.stack([x, x.sin()]), p["w"], p["b"])[0].tanh(),
+    "linear of one row of a batch": lambda p, x: F.linear(x[None, None], p["w"], p["b"])[0, 0].tanh(),
+    "rows of weights": lambda p, x: F.linear(p["v"], p["w"].T, x)[0].tanh(),
+    "addmm": lambda p, x: torch.addmm(p["b"], x[None], p["w"].T)[0].tanh(),
+    "addmm of a matrix": lambda p, x: torch.addmm(p["b"][None], x[None], p["w"].T)[0, 1].tanh(),
+    "addmm of a number": lambda p, x: torch.addmm(p["b"].sum(), x[None], p["w"].T)[0].tanh(),
+    "addmm of a row for one number": lambda p, x: torch.addmm(p["b"][:1], x[None], p["w"].T)[0].tanh(),
+    "addmm with factors": lambda p, x: torch.addmm(p["b"], x[None], p["w"].T, beta=2, alpha=3)[0].tanh(),
+    "addmm of two rows": lambda p, x: torch.addmm(p["b"], torch.stack([x, x]), p["w"].T)[0].tanh(),
+    "index of a parameter": lambda p, x: p["v"][0] * p["b"] * x.sum(),
+    "index that adds an axis": lambda p, x: p["v"][True][0, 0] * F.linear(x, p["w"]),
+    "slice": lambda p, x: p["v"][:1].T @ x[None],
+    "index of rows": lambda p, x: F.linear(x[None], p["w"], p["b"])[None][0][0].tanh(),
+    "index of a tuple": lambda p, x: F.linear(x[None], p["w"], p["b"]).split(2, -1)[0],
+    "written row": written_row,
+    "written output": written_output,
+    "autocast": autocast,
+    "in a checkpoint": lambda p, x: checkpoint(
+        lambda x: F.linear(x[None], p["w"], p["b"])[0].tanh(), x, use_reentrant=False
+    ),
+    "in a vmap": lambda p, x: vmap(lambda c: F.linear(c * x[None], p["w"], p["b"])[0].tanh())(x),
+    "of an inner vmap alone": lambda p, x: vmap(lambda row: F.linear(row[None], p["w"], p["b"])[0].tanh())(x[None]),
+}
+
+
+@pytest.mark.parametrize("output", ROWS)
+def test_rows(output, params, row, monkeypatch):
+    without_inductor(monkeypatch)
+    expected, found = (
+        per_sample_grads(loss_of(ROWS[output]), params, row, Stack(), engine=engine) for engine in ("loop", "compiled")
+    )
+    tolerance = 1e-2 if output == "autocast" else 1e-9
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_keep_batch_dim(row):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+    expected, found = (
+        per_sample_grads(lambda m, x: m(x).squeeze(), model, row, ClippedMean(0.1), keep_batch_dim=True, engine=engine)
+        for engine in ("loop", "compiled")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
