@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.engines.layers.effects import is_pure, uses_autograd, written_tensors
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.shared import NotLayersError
 from persample.outputs import memory
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched, unwrapped
+from persample.vmap_rules.effects import is_pure, uses_autograd, written_tensors
 
 
 class LayerGuard(VmapRules):
