@@ -28,7 +28,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "merge.py": "Results of chunks",
     "outputs.py": "`out=`",
     "explain.py": "`explain`",
-    "utils": "Numerics",
+    "utils": "Numerics and backward passes",
     "composite": "Composite gradients",
     "streams": "Streams",
     "processes": "Several processes",
@@ -43,6 +43,7 @@ WRITERS = {  # functions that return the text of a message
     "_advice": "RuntimeWarning",
     "_one_sample": "added to torch's message",
     "_tree": "added to torch's message",
+    "wrote": "LossError",
 }
 GAP = "…"
 

@@ -37,6 +37,7 @@ from persample.vmap_rules import (
     vision,
 )
 from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
+from persample.vmap_rules.effects import is_pure, refuse_writes
 
 _RULES: dict[Any, Callable[..., Any]] = {
     **activation.RULES,
@@ -111,6 +112,12 @@ class VmapRules(TorchFunctionMode):
         Returns:
             The result of the function.
         """
+        if kwargs or not is_pure(func):
+            refuse_writes(func, args, kwargs or {})
+        return self.replaced(func, args, kwargs)
+
+    def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call the rule of a function that writes into nothing that the loss must leave alone."""
         if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
             kwargs = memory_layout.without_image_format(args[0], kwargs)
         if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled

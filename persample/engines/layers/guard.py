@@ -43,7 +43,7 @@ class LayerGuard(VmapRules):
             recorded = torch.is_grad_enabled()
             if (recorded and params.are_among((*args, *kwargs.values()))) or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            result = super().__torch_function__(func, types, args, kwargs)
+            result = self.replaced(func, args, kwargs)
         except NotLayersError:
             self._has_refused = True
             raise
