@@ -214,6 +214,8 @@ def is_forward_mode() -> bool:
     return level >= 0 and not nesting
 
 
+engine_run_backward = private("torch.autograd.graph:_engine_run_backward")  # torch.autograd.grad, but under modes
+
 # --- Modes and fake tensors, whose public users are torch.compile and torch.export.
 disable_current_modes = private("torch.utils._python_dispatch:_disable_current_modes")  # a context
 # Public autograd replays writes into views by strides only; this context replays the views themselves.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from persample.errors import ArgumentError
 from persample.utils import trees
+from persample.utils.backward import BackwardGuard
 
 
 def value_and_grad(
@@ -43,26 +44,23 @@ def value_and_grad(
         pairs = zip(params, params if like is None else like, strict=True)
         leaves = [_leaf(*pair, create_graph=create_graph) for pair in pairs]
         loss, aux = loss_fn(leaves, *sample)
-    grads: list[Tensor | None] = [None] * len(leaves)
+    grads: list[Any] = [None] * len(leaves)
     active = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]  # the loss may have frozen others
     if loss.requires_grad and active:
         wanted = [leaves[place] for place in active]
-        found = (
-            torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph)
-            if loss.ndim == 0
-            else _grads_of_each(loss, wanted, create_graph=create_graph)
-        )
+        guard, retain = BackwardGuard(wanted), create_graph or loss.ndim > 0
+        units = torch.eye(max(loss.numel(), 1), dtype=loss.dtype, device=loss.device).reshape(-1, *loss.shape)
+        rows = [guard.grads([loss], [unit], retain=retain, create_graph=create_graph) for unit in units]
+        found = rows[0] if loss.ndim == 0 else _stacked(rows, wanted)
         for place, grad in zip(active, found, strict=True):
             grads[place] = grad
+        guard.refuse_derivatives((loss, aux, found))
     if create_graph:
         return loss, aux, tuple(grads)
     return loss.detach(), trees.map_tensors(torch.Tensor.detach, aux), tuple(grads)
 
 
-def _grads_of_each(losses: Tensor, leaves: Sequence[Tensor], *, create_graph: bool) -> tuple[Tensor | None, ...]:
-    units = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
-    options = {"allow_unused": True, "retain_graph": True, "create_graph": create_graph}
-    rows = [torch.autograd.grad(losses, leaves, unit, **options) for unit in units]
+def _stacked(rows: Sequence[Sequence[Tensor | None]], leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     columns = zip(leaves, zip(*rows, strict=True), strict=True)
     return tuple(
         None

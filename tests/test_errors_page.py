@@ -32,7 +32,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "merge.py": "Results of chunks",
     "outputs.py": "`out=`",
     "explain.py": "`explain`",
-    "utils": "Numerics",
+    "utils": "Numerics and backward passes",
     "composite": "Composite gradients",
     "streams": "Streams",
     "processes": "Several processes",
@@ -47,6 +47,7 @@ WRITERS = {  # functions that return the text of a message
     "_advice": "CompilerWarning",
     "_one_sample": "added to torch's message",
     "_tree": "added to torch's message",
+    "wrote": "LossError",
 }
 GAP = "…"
 

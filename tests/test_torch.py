@@ -536,6 +536,24 @@ def test_make_dual():
     assert _torch.make_dual in functions_of(differentiated)
 
 
+def test_engine_run_backward():
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    calls = []
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(torch.sin)
+    options = False, False, (x, unused), True  # retain_graph, create_graph, inputs, allow_unused
+    with Seen():
+        found = _torch.engine_run_backward((y,), (torch.zeros(2),), *options, accumulate_grad=False)
+    assert torch.equal(found[0], torch.zeros(2))
+    assert (found[1], x.grad) == (None, None)
+    assert torch.sin in calls  # the mode is active in the backward pass
+
+
 def test_unpool_output_size():
     x = torch.ones(1, 1, 2, 2)
     assert list(_torch.unpool_output_size(x, [2, 2], [2, 2], [0, 0], None)) == [4, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from persample.engines.diagnosis import diagnosed
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.utils.trees import tree_map
+from persample.vmap_rules.effects import guarded
 
 
 def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)
@@ -26,9 +28,9 @@ def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noq
         One row, the gradient of the chunk; aux has a leading axis of 1.
     """
     with diagnosed(chunk, batched=False):
-        value, (aux, has_aux), grads = naive.value_and_grad(
-            chunk.loss, chunk.params, chunk.leaves, like=chunk.loss.params.tensors
-        )
+        loss, tree = chunk.loss, chunk.loss.params
+        differentiate = partial(naive.value_and_grad, guarded(loss), chunk.params, chunk.leaves, like=tree.tensors)
+        value, (aux, has_aux), grads = tree.unchanged(differentiate)
     return one_row(chunk, grads, value, aux=tree_map(lambda leaf: leaf.unsqueeze(0), aux), has_aux=has_aux)
 
 

@@ -17,6 +17,7 @@ from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss
 from persample.utils import trees
 from persample.vmap_rules import VmapRules
+from persample.vmap_rules.effects import guarded
 
 
 def encode_chunk(chunk: Call, mode: str) -> Any:
@@ -54,13 +55,13 @@ def _one_by_one(chunk: Call) -> Any:
     rows = []
     for i in range(chunk.size):
         with diagnosed(chunk, batched=False):
-            rows.append(_returned(chunk.loss, *chunk.at(i)))
+            rows.append(guarded(_returned)(chunk.loss, *chunk.at(i)))
     return trees.tree_map(lambda *z: torch.stack(z), *rows)
 
 
 def _at_once(chunk: Call) -> Any:
     with diagnosed(chunk, batched=False):
-        z = _returned(chunk.loss, chunk.params, chunk.leaves)
+        z = guarded(_returned)(chunk.loss, chunk.params, chunk.leaves)
     for path, leaf in _named(z):
         if leaf.shape[:1] != (chunk.size,):
             raise LossError(

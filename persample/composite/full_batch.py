@@ -21,6 +21,7 @@ from persample.inputs.call import Call
 from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
+from persample.vmap_rules.effects import guarded
 
 
 def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes) -> list[Statistics]:
@@ -51,7 +52,7 @@ def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes)
 def _moments(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments]:
     def moments(chunk: Call) -> list[Moments]:
         with FullBatch(statistics) as mode, diagnosed(chunk, batched=False):
-            chunk.loss.returned(chunk.params, chunk.leaves)
+            guarded(chunk.loss.returned)(chunk.params, chunk.leaves)
         return mode.moments
 
     return merge_all(map(moments, encoder.chunks()))
@@ -92,7 +93,7 @@ def _derivatives(
             moved = [Statistics(mean, variance, *one[2:]) for one, mean, variance in triples]
             return chunk.loss(chunk.params, [*chunk.leaves[:-count], *trees.flatten(moved)[0]])
 
-        _, _, grads = naive.value_and_grad(loss, tensors)
+        _, _, grads = chunk.loss.params.unchanged(lambda: naive.value_and_grad(loss, tensors))
         return [Summed(torch.zeros_like(x) if g is None else g) for x, g in zip(tensors, grads, strict=True)]
 
     return merge_all(map(derivatives, contributions(statistics)))

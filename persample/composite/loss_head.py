@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from persample.errors import ArgumentError, LossError
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 from persample.utils.flags import inside
+from persample.vmap_rules.effects import guarded
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class LossHead:
             filled = trees.unflatten([placed.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
             return _checked(self._call(tensors[: len(own)], filled)), ()
 
-        loss, _, grads = naive.value_and_grad(value, [*own, *(leaves[i] for i in places)])
+        inputs = [*own, *(leaves[i] for i in places)]
+        differentiate = partial(naive.value_and_grad, value, inputs)
+        loss, _, grads = self.params.unchanged(differentiate) if self.params else differentiate()
         by_place = dict(zip(places, grads[len(own) :], strict=True))
         if all(grad is None for grad in by_place.values()):
             raise LossError(
@@ -66,8 +70,9 @@ class LossHead:
         return loss, tree, [list(islice(cotangents, len(trees.flatten(of_one)[0]))) for of_one in z]
 
     def _call(self, own: Sequence[Tensor], z: Any) -> Any:
-        with inside("loss_fn"):
-            return self.loss_fn(z) if self.params is None else self.params.call(own, self.loss_fn, (z,))
+        with inside("loss_fn", self.params):
+            loss_fn = guarded(self.loss_fn)
+            return loss_fn(z) if self.params is None else self.params.call(own, loss_fn, (z,))
 
 
 def build_loss_head(loss_fn: Any, loss_params: Any, container: trees.TreeSpec) -> LossHead:

@@ -16,6 +16,7 @@ from persample.engines.diagnosis import unwritten
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.utils import trees
+from persample.utils.backward import BackwardGuard
 
 BackPropagate = Callable[[Sequence[Tensor | None]], Gradients]
 
@@ -32,7 +33,8 @@ def encode_with_graph(call: Call) -> tuple[Any, BackPropagate]:
         grads: Sequence[Tensor | None] = [None] * len(params)
         if pairs:
             differentiated, given = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(differentiated, params, grad_outputs=given, allow_unused=True)
+            guard = BackwardGuard(params)
+            grads = call.loss.params.call(params, lambda _: guard.grads(differentiated, given), ())
         return one_row(call, grads, loss=params[0].real.new_zeros(()))
 
     return trees.tree_map(compact, z), back_propagate

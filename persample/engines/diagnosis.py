@@ -15,6 +15,7 @@ from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.utils import trees
 from persample.utils.origin import handled_error, is_raised, is_users, user_line
+from persample.vmap_rules.effects import wrote
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
@@ -204,19 +205,22 @@ def unwritten(call: Call) -> Iterator[None]:
         call: the loss and its arguments.
 
     Raises:
-        LossError: if the loss wrote into one of them. The write is not undone.
+        LossError: if the loss wrote into one of them. The write is not undone; other memory of a frozen parameter is,
+            which it gets by ``set_``, that no mode sees.
     """
     tensors = call.tensors
     versions = list(map(version, tensors))
-    yield
+    frozen = [(x, x.data) for x in call.loss.params.frozen]
+    try:
+        yield
+    finally:
+        replaced = [x.set_(memory) for x, memory in frozen if x.data_ptr() != memory.data_ptr()]  # type: ignore[call-overload]
+        if replaced:
+            raise LossError(wrote(call.loss.called, "a frozen parameter (set_)"))
     if versions != list(map(version, tensors)):  # names are looked up only here, because every call is checked
         names = [name for name, _ in _named(call)]
         written = [name for name, x, before in zip(names, tensors, versions, strict=True) if version(x) != before]
-        raise LossError(
-            f"{call.loss.called} wrote in place into {', '.join(written)}, which it must leave alone: other samples "
-            "and later calls see what it wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it "
-            "first."
-        )
+        raise LossError(wrote(call.loss.called, ", ".join(written)))
 
 
 def _named(call: Call) -> list[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.utils import rng
 from persample.utils.trees import tree_map
+from persample.vmap_rules.effects import guarded
 
 
 def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
@@ -51,7 +53,8 @@ def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
     for i in rng.replayed(range(call.size), call.randomness):
         with diagnosed(call, batched=False):
             params, leaves = call.at(i)
-            row = naive.value_and_grad(loss, params, leaves, like=loss.params.tensors, create_graph=call.differentiated)
+            options: dict[str, Any] = {"like": loss.params.tensors, "create_graph": call.differentiated}
+            row = loss.params.unchanged(partial(naive.value_and_grad, guarded(loss), params, leaves, **options))
         if call.randomness == "error" and rng.moved_since(start):
             raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row

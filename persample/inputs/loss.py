@@ -57,7 +57,7 @@ class SampleLoss:
 
     def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """Call the user's function for one sample, and return its result unchecked."""
-        with inside(self.called):
+        with inside(self.called, self.params):
             return self.params.call(params, self.fn, self.arguments(self.shaped(leaves)))
 
     def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from persample._torch import buffer_slots, flat_weights, module_slots, parameter
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.interrupts import undone
+from persample.utils.strides import storage_key
 
 T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -69,6 +71,7 @@ class _Modules:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []  # the lists and dicts in attributes, and copies of them
         self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
+        self.keeps = False  # whether what was swapped stays until the end of ``ParamTree.unchanged``
 
     def swap(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some parameters by other tensors, and all buffers by clones, until ``restore``.
@@ -77,7 +80,8 @@ class _Modules:
             tensors: the new tensors, by the first name of each parameter.
         """
         clones = {id(held): _marked(held.clone(), held) for _, _, held in self._buffers}
-        self.remember()
+        if not self.keeps:
+            self.remember()
         for slots, name, first_name in self._slots:
             if first_name in tensors:
                 slots[name] = _marked(tensors[first_name], slots[name])
@@ -103,6 +107,15 @@ class _Modules:
         self._held = [
             (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
         ]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the parameters, and the tensors that attributes held when ``remember`` noted them, with names."""
+        yield from ((name.partition(".")[2], param) for name, param in self.parameters.items())
+        noted = [attributes for _, attributes in self._attributes] or map(vars, self._plain)
+        for part, attributes in zip(self._plain, noted, strict=True):
+            for name in attributes.keys() - _OF_EVERY_MODULE:
+                of_part = f"{type(part).__name__}.{name}"
+                yield from ((of_part, x) for x in trees.flatten(attributes[name])[0] if isinstance(x, Tensor))
 
     @property
     def has_changed(self) -> bool:
@@ -232,7 +245,28 @@ class ParamTree:
             inside.swap(tensors)
             return loss_fn(args, *sample)
 
-        return undone(swapped, inside.restore)
+        return swapped() if inside.keeps else undone(swapped, inside.restore)
+
+    def buffer_name(self, x: Tensor) -> str | None:
+        """Return the name of a tensor that is a buffer now; None of any other."""
+        slots = (pair for part in self.parts.values() for pair in buffer_slots(part).items())
+        return next((name for name, held in slots if held is x), None)
+
+    @cached_property
+    def owned(self) -> list[tuple[str, Tensor]]:
+        """The tensors that a loss must leave alone, with their names: all but buffers, of which it gets clones."""
+        return [*zip(self.paths, self.tensors, strict=True), *(self.inside.named() if self.inside else ())]
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The names of the tensors that a loss must leave alone, by their own ids and by those of their storages."""
+        return {key: name for name, x in reversed(self.owned) for key in (id(x), storage_key(x))}
+
+    @property
+    def frozen(self) -> list[nn.Parameter]:
+        """The parameters of modules that require no gradients; those of other classes may have no memory."""
+        found = self.inside.parameters.values() if self.inside else ()
+        return [x for x in found if not x.requires_grad and type(x) is nn.Parameter]
 
     @property
     def has_changed(self) -> bool:
@@ -240,16 +274,24 @@ class ParamTree:
         return self.inside is not None and self.inside.has_changed
 
     def unchanged(self, body: Callable[[], T]) -> T:
-        """Call a function, and undo its effects on the modules."""
+        """Call a function, and undo its effects on the modules; until then, what ``call`` has swapped stays in place.
+
+        Backward passes belong into the function, because a block may run again in its own backward pass.
+        """
         if self.inside is None:
             return body()
         inside = self.inside
 
         def remembered() -> T:
+            inside.keeps = True
             inside.remember()
             return body()
 
-        return undone(remembered, inside.restore)
+        def restore() -> None:
+            inside.keeps = False
+            inside.restore()
+
+        return undone(remembered, restore)
 
 
 def take_apart(params: Any, name: str = "params") -> ParamTree:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from persample._torch import keep_strides
+from persample._torch import get_unwrapped, is_functorch_wrapped_tensor, keep_strides, storage_id
 from persample.utils.tracing import is_traced
 
 
@@ -22,6 +23,13 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
         return x.contiguous()
     order = sorted(range(x.ndim), key=like.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
+
+
+def storage_key(x: Tensor) -> int:
+    """Return what identifies the memory of a tensor, of one inside of the wrappers of ``torch.func``, too."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return storage_id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
 def is_folded(x: Tensor) -> bool:

@@ -38,6 +38,7 @@ from persample.vmap_rules import (
     vision,
 )
 from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
+from persample.vmap_rules.effects import is_pure, refuse_writes
 from persample.vmap_rules.refusals import is_refusal, swallowed
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -116,11 +117,9 @@ class VmapRules(TorchFunctionMode):
             The result of the function.
         """
         try:
-            if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
-                kwargs = memory_layout.without_image_format(args[0], kwargs)
-            if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
-                kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
-            return self._rule(func)(*args, **(kwargs or {}))
+            if kwargs or not is_pure(func):
+                refuse_writes(func, args, kwargs or {})
+            return self.replaced(func, args, kwargs)
         except Exception as error:
             if is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
@@ -132,6 +131,14 @@ class VmapRules(TorchFunctionMode):
         refusal, self._refusal = self._refusal, None  # its traceback refers to this mode
         if refusal is not None and (wrong := swallowed(refusal, error)):
             raise wrong from None
+
+    def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call the rule of a function that writes into nothing that the loss must leave alone."""
+        if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
+            kwargs = memory_layout.without_image_format(args[0], kwargs)
+        if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
+            kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
+        return self._rule(func)(*args, **(kwargs or {}))
 
     def _rule(self, func: Any) -> Callable[..., Any]:
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):

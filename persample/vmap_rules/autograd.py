@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from persample._torch import TransformType, is_batchedtensor, make_dual, peek_interpreter_stack
 from persample.errors import LossError
+from persample.vmap_rules.effects import SETS_DATA, refusal
 
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -29,4 +30,9 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     return make_dual(tensor, tangent, level=level)
 
 
-RULES: dict[Any, Callable[..., Any]] = {_data: _detached_data, make_dual: _dual}
+def _set_data(*_: Any) -> None:
+    # torch would put a wrapper into the object, which outlives the wrapper's level and crashes when it is read.
+    raise refusal("a tensor (x.data = y)")
+
+
+RULES: dict[Any, Callable[..., Any]] = {_data: _detached_data, SETS_DATA: _set_data, make_dual: _dual}

@@ -34,6 +34,7 @@ from persample._torch import (
     run_captured,
     set_dynamo_settings,
 )
+from persample.engines.compiled.batchable import memory_of, written_memory
 from persample.engines.compiled.graph import Capture, History, Marker, Output
 from persample.engines.compiled.kept import split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
@@ -93,6 +94,14 @@ class Captured:
     def returned(self) -> set[int]:
         """The outputs that the function returned, or may keep."""
         return {x.index for x in filter(_is_marker, self.leaves)} | self.known
+
+    @property
+    def written(self) -> list[Any]:
+        """The tensors that the graph takes and writes into."""
+        graph = self.capture.graph.graph if self.capture else torch.fx.Graph()
+        memory = (written_memory(graph) | {memory_of(node.kwargs.get("out")) for node in graph.nodes}) - {None}
+        nodes = graph.find_nodes(op="placeholder")[1:]
+        return [x for node, x in zip(nodes, self.inputs, strict=True) if memory_of(node) in memory]
 
     def places(
         self, given: Sequence[Any], batched: Sequence[bool]

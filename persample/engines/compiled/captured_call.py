@@ -17,6 +17,7 @@ from persample.engines.compiled.trace import Format
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
+from persample.utils.strides import storage_key
 
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
@@ -93,10 +94,18 @@ def captured_call(call: Call) -> Call:
                 tree.has_changed,
             )
 
+        before = [(x, x.requires_grad, x.grad) for _, x in tree.owned]
         captured, stored, changes = tree.unchanged(captured_and_stored)
+        for x, requires_grad, grad in before:
+            if x.requires_grad != requires_grad or x.grad is not grad:
+                x.requires_grad, x.grad = requires_grad, grad
+                raise UncapturableError(f"it changes requires_grad or grad of {tree.names[id(x)]}")
         if changes:
             entry_of(loss.fn).changes_modules = True
     buffers = [x for part in tree.parts.values() for x in part.buffers(recurse=False)]
+    written = {tree.names.get(storage_key(x)) for x in captured.written} - {None}
+    if written:
+        raise UncapturableError(f"it writes into {', '.join(map(str, written))}")
     split = [*call.params_batched, *call.leaves_batched]
     fn, closed_over = _graph_function(captured, [*values, *sample], split, buffers, stored)
     batched = (*call.leaves_batched, *(False for _ in closed_over))

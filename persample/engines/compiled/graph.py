@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
 
-from persample.engines.compiled.batchable import make_batchable, read_inputs
+from persample.engines.compiled.batchable import make_batchable, name_of, read_inputs
 from persample.engines.compiled.in_place_shapes import refused_views, shape_changes
 from persample.engines.compiled.messages import users_line
 from persample.inputs.modules import StandIn
@@ -83,7 +83,8 @@ class Capture:
         """
         if not self._prepared:
             changes = shape_changes(self.graph)
-            self.refusal = refused_views(changes)
+            sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
+            self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_views(changes)
             make_batchable(self.graph)
             self.history = history
             self._prepared = True

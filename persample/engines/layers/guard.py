@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.engines.layers.effects import is_pure, reads_state, written_tensors
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.shared import NotLayersError
 from persample.errors import LossError
 from persample.outputs import memory
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched, unwrapped
+from persample.vmap_rules.effects import is_pure, reads_state, written_tensors
 from persample.vmap_rules.refusals import is_refusal
 
 
@@ -44,7 +44,7 @@ class LayerGuard(VmapRules):
             recorded = torch.is_grad_enabled()
             if (recorded and params.are_among((*args, *kwargs.values()))) or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            result = super().__torch_function__(func, types, args, kwargs)
+            result = self.replaced(func, args, kwargs)
         except Exception as error:
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error

@@ -18,7 +18,6 @@ from persample._torch import (
     temporarily_clear_interpreter_stack,
 )
 from persample.engines.layers.convolutions import Geometry, convolved_images, geometry_of, transposed_geometry_of
-from persample.engines.layers.effects import written_tensors
 from persample.engines.layers.mixed import mixed
 from persample.engines.layers.pointwise import is_pointwise
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
@@ -30,6 +29,7 @@ from persample.utils.tracing import is_wrapped
 from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import batch_first, unwrapped
+from persample.vmap_rules.effects import written_tensors
 from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.linear import linear
 from persample.vmap_rules.recurrent import recurrent_rule

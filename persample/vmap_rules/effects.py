@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from persample._torch import OpOverload, backward_hooks_getter, schema
+from persample.errors import LossError
+from persample.utils.flags import flags, is_inside, owner_inside
+from persample.utils.strides import storage_key
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_WRITING = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+_WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 _ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", "_base", "_version")
 _AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
@@ -33,6 +37,10 @@ _STATE = {
         "_version",
     ),
 }
+SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD = {Tensor.grad.__set__, Tensor.grad.__delete__}  # type: ignore[union-attr]
+# These change an object, and not its memory, which other objects may share.
+_OF_OBJECT = {Tensor.requires_grad_, Tensor.requires_grad.__set__, *_GRAD}  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -78,6 +86,56 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         written.append(given["weight"])
     flat = [y for x in written for y in (x if isinstance(x, list | tuple) else [x])]
     return [x for x in flat if isinstance(x, Tensor)]
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that refuses writes as ``VmapRules`` does, for losses that run without these rules."""
+
+    def call(*args: Any) -> Any:
+        with _WriteGuard():
+            return function(*args)
+
+    return call
+
+
+class _WriteGuard(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs or not is_pure(func):
+            refuse_writes(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a write into parameters, or into what their modules hold; only clones of buffers may be written into.
+
+    Raises:
+        LossError: if the function would write; also when the loss returns, for torch or the loss may catch the error.
+    """
+    owner = owner_inside()
+    for x in written_tensors(func, args, kwargs) if owner is not None else ():
+        value = args[1] if len(args) > 1 else kwargs.get("requires_grad", func is Tensor.requires_grad_ or None)
+        if func in _OF_OBJECT:
+            is_changed = x.grad is not value if func in _GRAD else x.requires_grad != value
+            name = owner.names.get(id(x)) if is_changed else None
+        else:
+            name = owner.names.get(storage_key(x)) or (func == SETS_DATA and owner.buffer_name(x))
+        if name:
+            raise refusal(name)
+
+
+def refusal(name: str) -> LossError:
+    """Return the error of a write, which the loss cannot catch: it is raised again when the loss returns."""
+    flags.refusal = LossError(wrote(is_inside(), name))
+    return flags.refusal
+
+
+def wrote(called: str | None, what: str) -> str:
+    """Return the message about a loss that writes into what it must leave alone."""
+    return (
+        f"{called} wrote in place into {what}, which it must leave alone: other samples and later calls see what it "
+        "wrote. Compute a new tensor instead (x = 2 * x, not x.mul_(2)), or clone it first."
+    )
 
 
 def _name(func: Any) -> str:

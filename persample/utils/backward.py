@@ -1,0 +1,102 @@
+"""Backward passes that run code of the user's: blocks that run again in their own backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from persample._torch import engine_run_backward
+from persample.errors import LossError
+from persample.utils import trees
+from persample.utils.strides import storage_key
+
+_OUTSIDE = (
+    "loss_fn: code that runs in the backward pass differentiates a parameter itself, not the tensor that stands for it "
+    "in the loss; the gradient would be lost. Pass the module as params (functional_call puts the parameters back "
+    "before the backward pass), or give the block the parameters that loss_fn received."
+)
+_TWICE = (
+    "loss_fn: a block that runs again in its own backward pass cannot be differentiated twice, because it would read "
+    "other parameters in the second pass. Leave differentiable=False, or write the block without an autograd.Function."
+)
+
+
+class BackwardGuard(TorchFunctionMode):
+    """Computes gradients of stand-ins; refuses code in the backward pass that differentiates what they stand for.
+
+    Args:
+        stand_ins: tensors in place of parameters.
+    """
+
+    def __init__(self, stand_ins: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._stand_ins, self._has_differentiated = stand_ins, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            self._has_differentiated = True
+            self._check(*args[:2] if func is torch.autograd.grad else (args[0], self._stand_ins))
+        return func(*args, **(kwargs or {}))
+
+    def grads(
+        self, outputs: Sequence[Tensor], units: Sequence[Tensor], *, retain: bool = False, create_graph: bool = False
+    ) -> list[Any]:
+        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added.
+
+        Args:
+            outputs: tensors with a graph.
+            units: the gradients of the outputs.
+            retain: whether the graph is retained.
+            create_graph: whether the gradients have a graph.
+
+        Raises:
+            LossError: if code in the backward pass differentiates what a stand-in stands for.
+        """
+        plain = [x for x in self._stand_ins if x.is_leaf]
+        for x in plain:
+            x.grad = None
+        with self:  # torch.autograd.grad would leave the mode before the backward pass
+            flags = retain, create_graph, tuple(self._stand_ins), True
+            found = engine_run_backward(tuple(outputs), tuple(units), *flags, accumulate_grad=False)
+        more = {id(x): x.grad for x in plain if x.grad is not None}
+        pairs = [(g, more.get(id(x))) for x, g in zip(self._stand_ins, found, strict=True)]
+        return [g if own is None else own if g is None else g + own for g, own in pairs]
+
+    def refuse_derivatives(self, results: Any) -> None:
+        """Have backward passes through results raise an error if blocks would run again in them, without stand-ins."""
+        for x in trees.flatten(results)[0] if self._has_differentiated else ():
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(_refuse_twice)
+
+    def _check(self, outputs: Any, inputs: Any) -> None:
+        given = [x for x in trees.flatten(inputs)[0] if isinstance(x, Tensor)]
+        ours = {x.grad_fn or id(x): x for x in self._stand_ins}
+        reached = _reached(outputs, () if inputs is self._stand_ins else ours)
+        memory = {storage_key(x) for x in self._stand_ins}
+        # What functional_call has put back has the shape of a stand-in that takes no part.
+        lost = [x.shape for x in given if (key := x.grad_fn or id(x)) in ours and key not in reached]
+        for x in (*given, *reached.values()):
+            if isinstance(x, nn.Parameter) and id(x) not in ours and (storage_key(x) in memory or x.shape in lost):
+                raise LossError(_OUTSIDE)
+
+
+def _reached(outputs: Any, ends: Any) -> dict[Any, Any]:
+    """Return the nodes of a graph up to some ends, and the leaves by their ids; the values of leaves are tensors."""
+    reached: dict[Any, Any] = {}
+    stack = [x.grad_fn for x in trees.flatten(outputs)[0] if isinstance(x, Tensor)]
+    while stack:
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)
+        key = node if leaf is None else id(leaf)
+        if node is not None and key not in reached:
+            reached[key] = leaf
+            stack += [] if key in ends else [parent for parent, _ in node.next_functions]
+    return reached
+
+
+def _refuse_twice(_: Tensor) -> None:
+    raise LossError(_TWICE)
