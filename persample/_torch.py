@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import logging
 import operator
 import pkgutil
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.fx import Graph
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -507,7 +505,6 @@ def compile_graph(
     *,
     prefers_channels_last: bool,
     calls_in_cpp: bool,
-    rewrite: Callable[[Graph], None] | None = None,
 ) -> Any:
     """Compile a functional graph of aten operations by Inductor, without the guards of ``torch.compile``.
 
@@ -517,7 +514,6 @@ def compile_graph(
         inputs: fake tensors like those that the code will be called with.
         prefers_channels_last: whether convolutions may be laid out so, where Inductor would.
         calls_in_cpp: whether the code that calls the kernels is C++, too, and not Python.
-        rewrite: changes a graph after Inductor's own rewriting; a function of a module.
 
     Returns:
         A function from a list of tensors, which it empties, to the outputs.
@@ -529,7 +525,6 @@ def compile_graph(
         "cpp.min_chunk_size": max(config.cpp.min_chunk_size, _LEAST_PER_THREAD),
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
         "_post_fusion_custom_pass": _without_shared_buffers(),
-        "post_grad_custom_post_pass": rewrite and _graph_pass(rewrite),
         # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.
         "unsafe_marked_cacheable_functions": {f"{x.__module__}.{x.__name__}": "body in key" for x in (scan, cond)},
     }
@@ -543,20 +538,6 @@ def compile_graph(
         compiler = private("torch._inductor.compile_fx:compile_fx_inner")
         code = compiler(graph, list(inputs), is_inference=True, cpp_wrapper=calls_in_cpp)
     return code.current_callable  # a call of ``code`` itself looks for tools of torch's developers each time
-
-
-def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
-    """Return a pass of Inductor's over graphs, which its cache on disk knows by the file that defines it."""
-    passes = private("torch._inductor.custom_graph_pass")
-
-    class Pass(passes.CustomGraphPass):  # type: ignore[misc, name-defined]
-        def __call__(self, graph: Graph) -> None:
-            rewrite(graph)
-
-        def uuid(self) -> Any:
-            return passes.get_hash_for_files((inspect.getfile(rewrite),))
-
-    return Pass()
 
 
 @functools.cache

@@ -123,6 +123,8 @@ def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tenso
         recorder = LayerRecorder(params.plain, call.size, plan)
         with LayerGuard(LayerInterceptor(params, vmap, recorder), leaves):
             value, (aux, has_aux) = call.loss(params.given, leaves)
+        penalty = params.get(value)  # a loss of parameters alone
+        value = value if penalty is None else params.copy(penalty)
         losses = remove_batch_dim(value, level, call.size, 0)
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: remove_batch_dim(x, level, call.size, 0).detach().clone(), aux)

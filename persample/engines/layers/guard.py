@@ -32,7 +32,6 @@ class LayerGuard(VmapRules):
     def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
         super().__init__({F.linear: interceptor.linear}, differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
-        self._of_copies = interceptor.params.copies.known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,17 +40,14 @@ class LayerGuard(VmapRules):
                 self._check_effects(func, args, kwargs)
             params = self._interceptor.params
             # Without grad mode, results are constants, whatever a parameter is used for.
-            recorded = torch.is_grad_enabled()
-            if (recorded and params.are_among((*args, *kwargs.values()))) or func in WITHIN_A_DERIVATIVE:
+            is_used = torch.is_grad_enabled() and params.are_among((*args, *kwargs.values()))
+            if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            result = self.replaced(func, args, kwargs)
+            return self.replaced(func, args, kwargs)
         except Exception as error:
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise
-        if args and id(args[0]) in self._of_copies and recorded and not kwargs:
-            params.note(func, args, result)
-        return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         refusal = self._refusal
@@ -68,8 +64,6 @@ class LayerGuard(VmapRules):
         reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
         if reads or not all(map(self._is_computed, written)):
             raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
-        if written:
-            params.copies.forget_results()
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, with one value per sample."""

@@ -68,7 +68,7 @@ class LayerInterceptor:
     def _other(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that is no layer."""
         leaves, structure = flatten((args, kwargs))
-        if all(id(x) in self.params.copies.known for x in leaves if self._is_other(x)):
+        if all(self.params.place_of(x) is not None for x in leaves if self._is_other(x)):
             return self.params.compute(func, leaves, structure)
         leaves = self._with_copies(func, leaves)
         args, kwargs = unflatten(leaves, structure)

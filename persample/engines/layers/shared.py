@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
-from persample.engines.layers.copies import Copies, call
 from persample.utils.trees import TreeSpec, flatten, unflatten
+from persample.vmap_rules import VmapRules
 
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
 
@@ -54,7 +54,7 @@ class SharedParams:
 
     Small vectors are given as one copy per sample, for any use. Matrices and large vectors are shared by all samples,
     and are expanded to copies only where that takes no longer. What a function computes of them alone is computed once,
-    and is a further parameter. Beside them, copies stand for the vector, and so do results of copies alone.
+    and is a further parameter. Beside them, copies stand for the vector.
 
     Args:
         params: the parameters.
@@ -67,7 +67,7 @@ class SharedParams:
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
         self.defers = False  # whether the backward pass of the loss defers products
         self._shared: dict[int, SharedParam] = {}
-        self.copies = Copies()
+        self._copies: dict[int, tuple[int, Tensor]] = {}  # by id: the place of the vector, and its copies, kept alive
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
         self.given = [self._give(place) for place in range(len(self.plain))]
@@ -79,7 +79,9 @@ class SharedParams:
     def place_of(self, x: Any) -> int | None:
         """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
         param = self.get(x)
-        return self.copies.place_of(x) if param is None or param.transposed else param.place
+        if param is None or param.transposed:
+            return self._copies[id(x)][0] if id(x) in self._copies else None
+        return param.place
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
@@ -108,23 +110,20 @@ class SharedParams:
 
     def compute(self, func: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
         """Call a function of parameters alone, whose results are further parameters."""
-        results, results_structure = flatten(call(func, [self._with_graph(x) for x in leaves], structure))
+        args, kwargs = unflatten([self._with_graph(x) for x in leaves], structure)
+        with VmapRules(differentiated_by="any"):  # the backward pass will be batched
+            results, results_structure = flatten(func(*args, **kwargs))
         # A leaf is no result: the deep copy of a parameter.
         computed = [isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in results]
         given = [self._add(x) if yes else x for x, yes in zip(results, computed, strict=True)]
         return unflatten(given, results_structure)
 
-    def note(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Remember the results of a function of copies, unless it is called inside of another transform."""
-        if self._vmap.is_innermost:
-            self.copies.note(func, args, result)
-
     def _with_graph(self, x: Any) -> Any:
         """Return an argument of a function as plain autograd is given it."""
         param = self.get(x)
-        place = self.copies.place_of(x) if param is None else param.place
+        place = self.place_of(x) if param is None else param.place
         if place is None:
-            return self.copies.of_vectors(x, self._with_graph) if id(x) in self.copies.known else x
+            return x
         plain = self.computed.get(place, self.plain[place])
         return plain.mT if param is not None and param.transposed else plain
 
@@ -138,10 +137,10 @@ class SharedParams:
 
     def _give(self, place: int) -> Tensor:
         x = self.plain[place]
-        if x.ndim > 1 or x.numel() > _SMALL:
+        if x.ndim > 1 or x.numel() > _SMALL or place in self.computed:
             return self._keep(SharedParam(x, place))
         copy = self._copy(place)
-        self.copies.add(copy, place)
+        self._copies[id(copy)] = place, copy
         return copy
 
     def _copy(self, place: int) -> Tensor:
