@@ -9,7 +9,7 @@ tensor([-1., -1.])
 from persample import losses, naive
 from persample.composite import composite_grads
 from persample.engines import clear_cache
-from persample.errors import ArgumentError, FallbackWarning, LossError, SinkError
+from persample.errors import ArgumentError, CompileLimitWarning, FallbackWarning, LossError, SinkError
 from persample.explain import explain
 from persample.fisher import fisher_vector_product
 from persample.inputs.modules import set_grads
@@ -45,6 +45,7 @@ __all__ = [
     "Aux",
     "ClippedMean",
     "ClippedSum",
+    "CompileLimitWarning",
     "CosineSimilarity",
     "Dot",
     "Factored",

@@ -45,6 +45,10 @@ class FallbackWarning(RuntimeWarning):
     """A call was answered in a slower way than its engine's; the message says why, and what it costs."""
 
 
+class CompileLimitWarning(FallbackWarning):
+    """``engine="compiled"`` answers eagerly, because the loss changes at every call what it was compiled for."""
+
+
 class SinkError(RuntimeError):
     """A folder of results cannot be written, or does not hold what was written to it."""
 

@@ -19,7 +19,7 @@ from persample.inputs.loss import NOT_CONNECTED
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 START, END = "<!-- list: python tests/test_errors_page.py -->\n", "<!-- end of list -->\n"
-KINDS = ("ArgumentError", "LossError", "TorchVersionError", "FallbackWarning", "RuntimeWarning")
+KINDS = ("ArgumentError", "LossError", "TorchVersionError", "FallbackWarning", "CompileLimitWarning", "RuntimeWarning")
 PARTS = {  # the folders of the package, in the order of a call
     "inputs": "Arguments",
     "engines": "Losses and engines",

@@ -18,6 +18,7 @@ from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import Format, TraceError
 from persample.errors import LossError, TorchVersionError
+from persample.utils.interrupts import after_imports
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -95,7 +96,7 @@ def program_of(task: Task) -> Program:
             raise type(family.failure)(*family.failure.args)  # a new one: each raise adds frames to an error
         if fault := family.faults.get(tuple(formats)):
             raise FaultError(fault)
-        found = _compiled(family, task, formats)
+        found = after_imports(lambda: _compiled(family, task, formats))
     return found
 
 
