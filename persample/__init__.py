@@ -12,6 +12,7 @@ from persample.engines import clear_cache
 from persample.errors import (
     ArgumentError,
     BatchStatisticsWarning,
+    CompileLimitWarning,
     CompilerWarning,
     ConditionWarning,
     FallbackWarning,
@@ -58,6 +59,7 @@ __all__ = [
     "BatchStatisticsWarning",
     "ClippedMean",
     "ClippedSum",
+    "CompileLimitWarning",
     "CompilerWarning",
     "ConditionWarning",
     "CosineSimilarity",

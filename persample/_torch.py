@@ -359,8 +359,12 @@ _CAPTURE_SETTINGS = {
     "record_runtime_overhead": False,  # at every call, for the profiler
     "automatic_dynamic_shapes": True,
     "specialize_float": False,
-    "recompile_limit": 128,  # of one loss: beyond capture.MOST_CAPTURES, which ends it with a reason
+    "allow_unspec_int_on_nn_module": True,  # a module may count its calls
+    "recompile_limit": 128,  # of one loss: beyond capture.MOST_CAPTURES, after which the engine is eager
 }
+# Functions that register something, and fail when they are called again after an interrupt.
+DONE_ONCE = frozenset({"lazy_init", "lazy_load_decompositions"})
+GlobalStateGuard = private("torch._C._dynamo.guards:GlobalStateGuard")  # the modes and defaults that Dynamo guards
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 frame_callback_state = private("torch._C._dynamo.eval_frame:get_eval_frame_callback", _unknown)
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")

@@ -58,6 +58,10 @@ class RecompilationWarning(PersampleWarning):
     """The same loss is compiled again and again; the message says what changes from call to call."""
 
 
+class CompileLimitWarning(PersampleWarning):
+    """``engine="compiled"`` answers eagerly, because the loss changes at every call what it was compiled for."""
+
+
 class ConditionWarning(PersampleWarning):
     """A linear system is so ill-conditioned that less than half of the digits of its solution are right."""
 

@@ -149,7 +149,6 @@ def per_sample_grads(
     differentiated = inputs.is_differentiated("per_sample_grads", requested=differentiable)
     inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
     wanted, container = inputs.reductions(reduce)
-    inputs.check_out(out, differentiated=differentiated)
     if engine == "compiled" and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
     options = in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory
@@ -158,6 +157,7 @@ def per_sample_grads(
         return found[0]
 
     def compute() -> Any:
+        inputs.check_out(out, differentiated=differentiated)
         call = inputs.normalize(
             loss_fn,
             params,

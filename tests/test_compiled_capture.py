@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -314,6 +315,104 @@ def test_a_list_outside_that_keeps_activations():
 
 def tanh(w, x):
     return (w @ x).tanh()
+
+
+COUNT = 0
+RECORD = {"calls": 0}
+
+
+class Steps:
+    calls = 0
+
+
+class Counter(nn.Module):
+    """Changes something of its own, or around it, at every call."""
+
+    total = 0
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear = nn.Linear(3, 1, dtype=F64)
+        self.calls, self.seconds, self.name, self.log, self.record, self.change = 0, 0.5, "", [], {"calls": 0}, change
+        self.kept = Steps()
+
+    def forward(self, x):
+        self.change(self)
+        return self.linear(x).tanh()
+
+
+def add_to_a_global(_):
+    global COUNT  # noqa: PLW0603 - as people do
+    COUNT += 1
+
+
+COUNTS = {  # what a call changes, and how often that was done
+    "attribute": (lambda net: setattr(net, "calls", net.calls + 1), lambda net: net.calls),
+    "float": (lambda net: setattr(net, "seconds", net.seconds + 1), lambda net: int(net.seconds)),
+    "entry": (lambda net: net.record.update(calls=net.record["calls"] + 1), lambda net: net.record["calls"]),
+    "new entry": (lambda net: net.record.update({len(net.record): 0}), lambda net: len(net.record) - 1),
+    "list": (lambda net: net.log.append(0), lambda net: len(net.log)),
+    "text": (lambda net: setattr(net, "name", net.name + "."), lambda net: len(net.name)),
+    "object": (lambda net: setattr(net.kept, "calls", net.kept.calls + 1), lambda net: net.kept.calls),
+    "class": (lambda _: setattr(Counter, "total", Counter.total + 1), lambda _: Counter.total),
+    "global": (add_to_a_global, lambda _: COUNT),
+    "entry of a global": (lambda _: RECORD.update(calls=RECORD["calls"] + 1), lambda _: RECORD["calls"]),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_what_counts_calls_costs_two_programs_at_most(kind):
+    change, count = COUNTS[kind]
+    net, before = Counter(change), count(None) if "global" in kind or kind == "class" else 0
+    expected = per_sample_grads(lambda net, x: net.linear(x).tanh().sum(), net, X, ps.Norm())
+
+    def loss(net, x):
+        return net(x).sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for calls in range(1, 201):
+            assert_trees_close(per_sample_grads(loss, net, X, ps.Norm(), engine="compiled"), expected, 1e-9)
+            assert count(net) - before == calls
+    assert {warning.category for warning in caught} <= {ps.CompileLimitWarning}
+    assert len(caught) <= 1  # a list can only be told by its length, so that each length is another loss
+    assert len(ps.explain(loss, net, X, ps.Norm(), engine="compiled").compilations) <= 2
+
+
+def test_a_count_that_the_result_depends_on_ends_on_the_eager_engine():
+    count = [0]
+
+    def loss(w, x):
+        count[0] += 1
+        return count[0] * tanh(w, x)
+
+    def train():
+        for calls in range(1, 31):
+            rows = per_sample_grads(loss, W, X, engine="compiled")
+            assert count == [calls]
+            assert_trees_close(rows, calls * per_sample_grads(tanh, W, X), 1e-9)
+
+    with pytest.warns(ps.CompileLimitWarning, match=r"eagerly: it was captured 7 times, .*cell_contents") as caught:
+        train()
+    assert len(caught) == 1
+
+
+def test_equal_graphs_under_other_defaults_have_programs_of_their_own():
+    log = []
+
+    def loss(w, x):
+        log.append(0)
+        return tanh(w, x) * torch.ones(()), torch.ones(()) / 3
+
+    for dtype in (torch.float32, F64, torch.float32, F64):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            aux = per_sample_grads(loss, W, X, ps.Aux(), engine="compiled")
+        finally:
+            torch.set_default_dtype(before)
+        assert aux.dtype == dtype
+        assert aux[0] == torch.ones((), dtype=dtype) / 3
 
 
 def counted(step):

@@ -63,6 +63,23 @@ def returns_a_vector(w, x):
     return w * x
 
 
+def asks_for_an_order_before_it_writes(w, x):
+    if not (CLOSED[1:] >= CLOSED[:-1]).all():
+        raise ValueError
+    out = torch.empty(2, dtype=F64)
+    out[0], out[1] = w[0] * x[0], w[1] * x[1]
+    return out.square().sum()
+
+
+def test_the_reason_is_that_of_this_engine():
+    with pytest.raises(ps.LossError, match="writes per-sample values in place"):
+        per_sample_grads(asks_for_an_order_before_it_writes, W, X)
+    with pytest.raises(ps.LossError, match=r"cannot be compiled: .*branch.*any loss\.$") as caught:
+        per_sample_grads(asks_for_an_order_before_it_writes, W, X, engine="compiled")
+    assert "in place" not in str(caught.value)
+    assert "engine='eager'" not in str(caught.value)
+
+
 REFUSED = {
     branches_on_a_value_of_the_batch: r"reads values of a sample .* torch\.where .*engine='loop'",
     fills_with_a_value_of_the_batch: r"reads values of a sample",
@@ -296,6 +313,34 @@ def run(tmp_path, program, **env):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+def test_a_later_call_with_tensors_that_have_no_strides(tmp_path):
+    """Torch compares strides where no error can be raised, so that the process would end."""
+    program = """
+        import torch
+        from persample import ArgumentError, Norm, per_sample_grads
+
+        def loss(w, x):
+            return (w * x).sum()
+
+        def call(params=torch.ones(4), batch=torch.ones(4, 4), out=None):
+            return per_sample_grads(loss, params, batch, Norm(), engine="compiled", out=out)
+
+        found = call(), call(out=torch.ones(4))
+        nested = torch.nested.nested_tensor([torch.ones(4) for _ in range(4)])
+        with torch._subclasses.FakeTensorMode():
+            fake = torch.ones(4, 4)
+        for changed in ({"params": nested}, {"batch": nested}, {"out": nested}, {"batch": fake}, {"out": fake[0]}):
+            try:
+                call(**changed)
+            except ArgumentError as error:
+                assert str(error).startswith(tuple(changed)), error
+            else:
+                raise AssertionError(changed)
+        print(call().tolist())
+    """
+    assert run(tmp_path, program, CXX="/nowhere/g++", PYTHONWARNINGS="ignore").strip() == "[2.0, 2.0, 2.0, 2.0]"
 
 
 def test_without_a_compiler(tmp_path):

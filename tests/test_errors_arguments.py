@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import persample as ps
@@ -217,6 +218,56 @@ def test_batch(batch, words):
 def test_nested_tensors_are_told_to_be_padded(layout):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
     refuse("batch:", "one length", "a nested tensor", "Pad episodes", batch=nested)
+
+
+def quantized(*shape):
+    return torch.quantize_per_tensor(torch.ones(*shape), 0.1, 0, torch.qint8)
+
+
+def masked(*shape):
+    return torch.masked.masked_tensor(torch.ones(*shape), torch.ones(*shape) > 0)
+
+
+def fake(*shape):
+    with FakeTensorMode():
+        return torch.ones(*shape)
+
+
+def left(*shape):
+    """Return a tensor of a vmap that has ended."""
+    kept = []
+    torch.func.vmap(lambda x: (kept.append(x), x)[1])(torch.ones(2, *shape))
+    return kept[0]
+
+
+def nested(*shape):
+    return torch.nested.nested_tensor([torch.ones(2) for _ in range(shape[0])])
+
+
+STRANGE = {
+    "nested": nested,
+    "quantized": quantized,
+    "masked": masked,
+    "fake": fake,
+    "uninitialized": lambda *_: nn.UninitializedParameter(),
+    "layout torch.sparse_coo": lambda *shape: torch.ones(*shape).to_sparse(),
+    "layout torch.sparse_csr": lambda *shape: torch.ones(1, *shape).reshape(-1, shape[-1]).to_sparse_csr(),
+    "layout torch._mkldnn": lambda *shape: torch.ones(*shape).to_mkldnn(),
+    "transform that has ended|wrapper": left,
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of (nested|MaskedTensors)", "ignore:Sparse CSR", "ignore::UserWarning"
+)
+@pytest.mark.parametrize("place", ["params", "batch", "out", "weights"])
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_that_are_no_block_of_numbers(kind, place):
+    shape = {"params": (3,), "batch": (4, 3), "out": (4, 3), "weights": (4,)}[place]
+    for engine in ("eager", "loop", "auto"):
+        options = {"params": W, "batch": X, place: STRANGE[kind](*shape)}
+        with pytest.raises(ArgumentError, match=rf"^{place}: expected .*({kind}|4 finite real numbers)"):
+            per_sample_grads(any_loss, options.pop("params"), options.pop("batch"), engine=engine, **options)
 
 
 def test_the_padding_hint_is_for_leaves_that_differ_in_length_alone():

@@ -22,7 +22,7 @@ from persample.inputs.loss import NOT_CONNECTED
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 START, END = "<!-- list: python tests/test_errors_page.py -->\n", "<!-- end of list -->\n"
-WARNINGS = {PersampleWarning, *PersampleWarning.__subclasses__()}
+WARNINGS = (PersampleWarning, *PersampleWarning.__subclasses__())
 KINDS = ("ArgumentError", "LossError", "TorchVersionError", *(category.__name__ for category in WARNINGS))
 PARTS = {  # the folders of the package, in the order of a call
     "inputs": "Arguments",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -316,6 +318,94 @@ def test_modes_of_the_caller_are_there_again_where_torch_took_them_off():
     with Mode() as mode:
         interrupts.in_same_state(torch.overrides._pop_mode)
         assert torch.overrides._get_current_function_mode_stack() == [mode]
+
+
+INTERRUPTED = """
+import signal, sys
+import torch
+from persample import per_sample_grads
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == MODULE:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+def loss(w, x):
+    return (w * x).sum() ** 2
+
+def call():
+    return per_sample_grads(loss, torch.ones(3), torch.ones(4, 3), engine=ENGINE)
+
+sys.meta_path.insert(0, Finder())
+try:
+    call()
+except KeyboardInterrupt:
+    print("interrupted")
+assert MODULE in sys.modules
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+print(call()[0].tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "module"),
+    [
+        ("eager", "torch._dynamo.symbolic_convert"),
+        ("compiled", "torch._inductor.codecache"),
+        pytest.param("auto", "sympy.printing", marks=pytest.mark.slow),
+        pytest.param("compiled", "sympy.printing", marks=pytest.mark.slow),
+        pytest.param("compiled", "torch._inductor.fx_passes.fuse_attention", marks=pytest.mark.slow),
+    ],
+)
+def test_an_import_ends_before_an_interrupt(engine, module):
+    program = INTERRUPTED.replace("MODULE", repr(module)).replace("ENGINE", repr(engine))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CXX": "/nowhere/g++", "PYTHONPATH": str(Path(persample.__file__).parents[1])},
+        check=False,
+    )
+    assert done.stdout == "interrupted\n[6.0, 6.0, 6.0]\n", done.stderr
+
+
+def importing(body):
+    """Call a function from a frame like that of an import."""
+    names = {}
+    exec(compile("def load(body): return body()", "<frozen importlib._bootstrap>", "exec"), names)
+    return names["load"](body)
+
+
+def test_interrupts_wait_for_imports_inside_alone():
+    went_on = []
+
+    def load():
+        signal.raise_signal(signal.SIGALRM)
+        went_on.append("load")
+
+    def call():
+        importing(load)
+        time.sleep(1)
+        went_on.append("call")
+
+    with pytest.raises(Interrupted):
+        interrupts.after_imports(call)
+    assert went_on == ["load"]
+    with pytest.raises(Interrupted):  # an import of the caller's, such as that of a script
+        importing(lambda: interrupts.after_imports(lambda: signal.raise_signal(signal.SIGALRM)))
+    with pytest.raises(Interrupted):  # at the very end
+        interrupts.after_imports(lambda: importing(load))
+    assert signal.getsignal(signal.SIGALRM) is interrupt
+
+
+def test_other_threads_and_handlers_set_meanwhile_are_left_alone():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(interrupts.after_imports(lambda: 3)))
+    thread.start()
+    thread.join()
+    interrupts.after_imports(lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN))
+    assert (found, signal.getsignal(signal.SIGALRM)) == ([3], signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("step", ["_inline", "_keep_values", "_give_each_sample_its_own"])

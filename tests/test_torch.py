@@ -1161,6 +1161,22 @@ def test_frames_of_python_are_seen_by_the_callback():
         _torch.set_eval_frame(before)
 
 
+def test_the_state_that_dynamo_guards():
+    state, before = _torch.GlobalStateGuard(), torch.get_default_dtype()
+    assert state.check()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert not state.check()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_torch_does_once():
+    pattern_matcher = importlib.import_module("torch._inductor.pattern_matcher")
+    names = {code.co_name for code in pattern_matcher.init_once_fakemode.__code__.co_consts if hasattr(code, "co_name")}
+    assert {*names, _torch.lazy_load_decompositions.__name__} >= _torch.DONE_ONCE
+
+
 def test_dynamo_settings():
     before = _torch.dynamo_settings()
     with _torch.capture_settings():

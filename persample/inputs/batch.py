@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from persample._torch import FakeTensor, FakeTensorMode, get_dispatch_mode_stack, is_functorch_wrapped_tensor
 from persample.errors import ArgumentError
 from persample.utils import trees
 
@@ -19,6 +21,7 @@ _PAD = (
     "length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
 )
 _SHOWN = 4  # leaves in a message
+_PLAIN = {Tensor, nn.Parameter}
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
@@ -31,8 +34,10 @@ def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
         like: the parameter that determines the device of arrays, and the dtype of floating ones.
 
     Raises:
-        ArgumentError: if an array does not hold numbers.
+        ArgumentError: if an array does not hold numbers, or as ``check_kind`` does.
     """
+    if isinstance(leaf, Tensor):
+        check_kind(path, leaf)
     if not isinstance(leaf, np.ndarray):
         return leaf
     if leaf.dtype.kind not in "biufc":
@@ -102,13 +107,14 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool 
         elif isinstance(leaf, DataLoader | Iterator):
             fix = "Pass one of its batches, or all of them to accumulate(loss_fn, params, batches)."
         raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
-    if leaf.is_nested:
-        raise ArgumentError.about(path, expected="a tensor of one length", received="a nested tensor", fix=_PAD)
-    if leaf.layout != torch.strided:
-        fix = "Convert it with .to_dense()."
-        raise ArgumentError.about(path, expected="a dense tensor", received=f"layout {leaf.layout}", fix=fix)
-    # Autograd rejects inference tensors, but not their clones.
-    leaf = leaf.clone() if leaf.is_inference() else leaf if keep_graph else leaf.detach()
+    try:  # autograd rejects inference tensors, but not their clones
+        leaf = leaf.clone() if leaf.is_inference() else leaf if keep_graph else leaf.detach()
+    except RuntimeError as error:
+        if not is_functorch_wrapped_tensor(leaf):
+            raise
+        fix = "Use it inside of the function that was transformed, or return it from there."
+        received = "one of a torch.func transform that has ended"
+        raise ArgumentError.about(path, expected="a tensor with values", received=received, fix=fix) from error
     if dim is None:
         return leaf, False
     if not -leaf.ndim <= dim < leaf.ndim:
@@ -119,6 +125,36 @@ def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool 
         )
         raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
     return (leaf.movedim(dim, 0) if dim else leaf), True
+
+
+def check_kind(path: str, x: Tensor) -> None:
+    """Reject a tensor that is not one dense block of numbers: operations on it may even end the process.
+
+    Args:
+        path: the name of the tensor.
+        x: the tensor.
+
+    Raises:
+        ArgumentError: if the tensor is nested, sparse, quantized, masked, fake or uninitialized.
+    """
+    if type(x) in _PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized):  # the usual case
+        return
+    expected, received, fix = "a dense tensor", "", ""
+    if is_lazy(x):
+        expected, received = "a tensor", "an uninitialized one"
+        fix = "Run one forward pass first, so that lazy modules learn their shapes."
+    elif x.is_nested:
+        expected, received, fix = "a tensor of one length", "a nested tensor", _PAD
+    elif x.layout != torch.strided:
+        received, fix = f"layout {x.layout}", "Convert it with .to_dense()."
+    elif x.is_quantized:
+        received, fix = f"a quantized one, {x.dtype}", "Convert it with .dequantize()."
+    elif isinstance(x, torch.masked.MaskedTensor):
+        received, fix = "a masked one", "Pass x.to_tensor(0) and, as a leaf of its own, x.get_mask()."
+    elif isinstance(x, FakeTensor) and not any(isinstance(mode, FakeTensorMode) for mode in get_dispatch_mode_stack()):
+        expected, received, fix = "a tensor with values", "a fake one", "Make the call under its FakeTensorMode."
+    if fix:
+        raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
 
 
 def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool], argument: str) -> int:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from torch import Tensor
+
 from persample._torch import transforms
 from persample.errors import ArgumentError
+from persample.inputs.batch import check_kind
+from persample.utils import trees
 
 Engine: TypeAlias = Literal["eager", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
@@ -59,19 +63,27 @@ def check_loop(engine: str) -> None:
 
 
 def check_out(out: Any, *, differentiated: bool) -> None:
-    """Reject ``out`` where derivatives or transforms of the caller's act on the results.
+    """Reject ``out`` where derivatives or transforms of the caller's act on the results, or without memory.
 
     Args:
         out: the argument.
         differentiated: whether the caller differentiates the results.
 
     Raises:
-        ArgumentError: if there is memory to write into.
+        ArgumentError: if results cannot be written into it.
     """
     if out is not None and (differentiated or transforms()):
         around = "torch.func's transforms" if transforms() else "differentiable=True"
         fix = "Leave it out: memory that is written again cannot be part of a graph or of a larger batch."
         raise ArgumentError.about("out", expected=f"None with {around}", received="a previous result", fix=fix)
+    for x in trees.flatten(out)[0]:
+        if isinstance(x, Tensor):
+            check_kind("out", x)
+            try:
+                x.untyped_storage().data_ptr()
+            except RuntimeError as error:
+                received, fix = "a wrapper of a tensor", "Pass what the same call returned before."
+                raise ArgumentError.about("out", expected="tensors with memory", received=received, fix=fix) from error
 
 
 def check_chunk_size(chunk_size: Any) -> None:

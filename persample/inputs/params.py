@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from persample._torch import NormBase
 from persample.errors import STOP_STATISTICS, ArgumentError
+from persample.inputs.batch import check_kind
 from persample.inputs.hooks import is_hooked
 from persample.inputs.modules import ParamTree, take_apart
 
@@ -35,9 +35,8 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
         _check_script(name, path.partition(".")[2], part)
         _check_part(name, path.partition(".")[2], part, batch_statistics=batch_statistics)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
-        if is_lazy(leaf):
-            fix = "Run one forward pass first, so that lazy modules learn their shapes."
-            raise ArgumentError.about(path, expected="a tensor", received="an uninitialized one", fix=fix)
+        if isinstance(leaf, Tensor):
+            check_kind(path, leaf)
         if hasattr(leaf, "full_tensor"):  # importing DTensor takes a second
             raise ArgumentError.about(
                 path,

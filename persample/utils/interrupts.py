@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import _thread
+import inspect
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager, contextmanager, suppress
+from types import FrameType
 from typing import TypeVar
 
+from persample._torch import DONE_ONCE
 from persample.utils.flags import flags
 from persample.utils.origin import handled_error, raised_since
 from persample.utils.thread_state import restore_shared_state, restore_thread_state, shared_state, thread_state
 
 T = TypeVar("T")
 _STEPS = {"__enter__", "__exit__"}
+_IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
+_PAUSE = 0.01  # seconds
 _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
 
 
@@ -72,8 +81,63 @@ def in_same_state(body: Callable[[], T]) -> T:
             vars(flags).clear()
             vars(flags).update(ours)
 
+    is_cold = "torch._dynamo" not in sys.modules  # torch.func imports it
     with interrupts_first():
-        return undone(body, undo)
+        return undone((lambda: after_imports(body)) if is_cold else body, undo)
+
+
+def after_imports(body: Callable[[], T]) -> T:
+    """Call a function; a signal that comes while it imports a module is handled once the import is done.
+
+    Torch's compiler, imported at its first use, does not survive half an import: it refuses to register twice what it
+    registers. The same holds for what ``DONE_ONCE`` names. Other threads are not interrupted by signals.
+
+    Args:
+        body: the function.
+
+    Returns:
+        What ``body`` returns.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return body()
+    here, waiting = inspect.currentframe(), set[int]()
+    handlers = {int(x): handler for x in signal.valid_signals() if callable(handler := signal.getsignal(x))}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        waiting.discard(number)
+        if _is_importing(frame, here):
+            waiting.add(number)
+            _thread.start_new_thread(again, (number,))  # takes no lock that the import may hold
+        else:
+            handlers[number](number, frame)
+
+    def again(number: int) -> None:
+        time.sleep(_PAUSE)
+        if number in waiting:
+            signal.raise_signal(number)
+
+    def handled() -> T:
+        for number in handlers:
+            signal.signal(number, handle)
+        return body()
+
+    def put_back() -> None:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handle:  # else the body has set its own
+                signal.signal(number, handler)
+        while waiting:
+            signal.raise_signal(waiting.pop())
+
+    return undone(handled, put_back)
+
+
+def _is_importing(frame: FrameType | None, outer: FrameType | None) -> bool:
+    """Return whether an import, or what torch does once, is among the frames inside of another one."""
+    while frame is not None and frame is not outer:
+        if frame.f_code.co_filename == _IMPORTS or frame.f_code.co_name in DONE_ONCE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -36,21 +37,29 @@ from persample._torch import (
 )
 from persample.engines.compiled.batchable import memory_of, written_memory
 from persample.engines.compiled.graph import Capture, History, Marker, Output
-from persample.engines.compiled.kept import split_kept
+from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.engines.compiled.one_thread import in_one_thread
+from persample.errors import CompileLimitWarning
 from persample.utils import trees
-from persample.utils.interrupts import undone
+from persample.utils.interrupts import after_imports, undone
+from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
 from persample.vmap_rules.indexing import getitem_unread
 from persample.vmap_rules.regression_losses import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64
+# Captures that bring nothing: of the same graph, or for one value of a number that the loss itself changes.
+_MOST_VAIN = 6
 
 
 class UncapturableError(Exception):
     """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
+
+
+class LimitError(Exception):
+    """Raised for a function that was captured too often; the eager engine computes the call."""
 
 
 class NewError(Exception):
@@ -171,6 +180,8 @@ class Entry:
         self.calls: list[Any] = []
         self.changes_modules = False
         self.history = History()
+        self._vain = 0
+        self._has_warned = False
         self._unread: type[_Unread] | None = None  # the mode is traced with the loss, which takes longer
 
     @in_one_thread
@@ -196,20 +207,26 @@ class Entry:
 
         Raises:
             UncapturableError: if the function cannot be captured as one graph.
+            LimitError: if it was captured too often.
         """
         try:
             return self._prepared(Captured.of(self.find(function, *args)))
         except NewError:
             pass
-        if len(self.captures) >= MOST_CAPTURES:
-            guard, count = Counter(made.guard for made in self.captures if made.reason).most_common(1)[0]
-            raise UncapturableError(
-                f"it was captured {MOST_CAPTURES} times, {count} of them because this no longer held: {guard}. "
-                "Pass what changes in batch (unbatched, None in in_dims) or as a tensor, or call "
-                "persample.clear_cache()"
-            )
+        if len(self.captures) >= MOST_CAPTURES or self._vain >= _MOST_VAIN:
+            guard, count = Counter(made.guard for made in self.captures).most_common(1)[0]
+            if not self._has_warned:
+                warnings.warn(
+                    f"engine='compiled' answers calls of this loss_fn eagerly: it was captured {len(self.captures)} "
+                    f"times, {count} of them because this no longer held: {guard}. Pass what changes in batch "
+                    "(unbatched, None in in_dims) or as a tensor; when it no longer changes, call clear_cache().",
+                    CompileLimitWarning,
+                    stacklevel=users_depth(),
+                )
+            self._has_warned = True
+            raise LimitError
         try:
-            captured = self._record(function, args)
+            captured = after_imports(lambda: self._record(function, args))
         except NewError as error:
             forget_entry(self)  # torch has marked its code
             raise UncapturableError(
@@ -224,10 +241,12 @@ class Entry:
 
     def _prepared(self, captured: Captured) -> Captured:
         if captured.capture is not None:  # not in the backend, where torch traces; an interrupt may have come between
-            captured.capture.prepare(self.history)
+            captured.capture.prepare(self.history, self.captures)
+            self._vain += captured.capture not in self.captures and captured.capture.twin is not captured.capture
             self.captures.add(captured.capture)
             if captured.capture.refusal is not None:
                 raise UncapturableError(captured.capture.refusal)
+            return replace(captured, capture=captured.capture.twin)
         return captured
 
     def _record(
@@ -240,9 +259,10 @@ class Entry:
         before = dynamo_settings()
         try:
             return undone(recorded, lambda: set_dynamo_settings(before))  # also after a signal
-        except RuntimeError:
+        except RuntimeError as error:
             if numbers_are_constants or not self.captures:
                 raise
+            self._vain += CHANGES_A_NUMBER in str(error)
         # Dynamo makes a number that has changed an input, which math.isnan, range() and str() do not take.
         return self._record(function, args, numbers_are_constants=True)
 
@@ -263,7 +283,7 @@ def entry_of(function: Any) -> Entry:
 
 @in_one_thread
 def _new_entry(key: Any) -> Entry:
-    return _entries.setdefault(key, Entry(next(_numbers)))
+    return after_imports(lambda: _entries.setdefault(key, Entry(next(_numbers))))
 
 
 def entries() -> list[Entry]:

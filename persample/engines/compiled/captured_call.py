@@ -14,6 +14,7 @@ from persample._torch import buffer_slots
 from persample.engines.compiled.capture import Captured, UncapturableError, entry_of
 from persample.engines.compiled.graph import Capture, Marker, Output
 from persample.engines.compiled.trace import Format
+from persample.inputs.batch import check_kind
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
@@ -187,6 +188,8 @@ def _graph_function(
     if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")
     inputs, leaves, closed_over = captured.places(given, batched)
+    for x in closed_over:
+        check_kind("a tensor that loss_fn reads", x)
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
     sliced = list(batched).index(True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any, cast
 
 from persample import pipeline
-from persample.engines.compiled.capture import UncapturableError
+from persample.engines.compiled.capture import LimitError, UncapturableError
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.repeated import Asked, remember
@@ -94,6 +95,8 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     try:
         captured = task.captured()
         program = program_of(captured)
+    except LimitError:
+        return _eagerly(task)
     except UnfinishedError:
         return task.last_step(_computed(replace(task, finishes=False, total=None)))
     except (UncapturableError, TraceError) as error:
@@ -103,12 +106,18 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     else:
         return _run(program, captured, task, asked)
     # Outside of the block above, so that the error of a loss that is wrong is its own.
-    task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))
+    engines = "engine='eager', which computes the same, or engine='loop', which takes any loss"
+    try:
+        task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))
+    except LossError as error:
+        line = re.search(r"\([^()]*:\d+\)", str(refusal))
+        if error.__cause__ is None or line is None or line[0] in str(error):
+            raise
+        engines = "engine='loop', which takes any loss"  # vmap refuses another line
     raise LossError(
         f"loss_fn cannot be compiled: {refusal}. A compiled loss must not branch on values, nor have shapes that "
         "depend on them (use torch.where and masks), nor write into its arguments or what it closed over, nor keep "
-        "tensors elsewhere (return them in aux). Or pass engine='eager', which computes the same, or engine='loop', "
-        "which takes any loss."
+        f"tensors elsewhere (return them in aux). Or pass {engines}."
     ) from refusal
 
 

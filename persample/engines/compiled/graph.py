@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
 
+from persample._torch import GlobalStateGuard, get_function_mode_stack
 from persample.engines.compiled.batchable import make_batchable, name_of, read_inputs
 from persample.engines.compiled.in_place_shapes import refused_views, shape_changes
 from persample.engines.compiled.messages import users_line
@@ -55,6 +56,7 @@ class Capture:
     Attributes:
         programs: what was compiled from the graph.
         history: what happened to the function.
+        twin: the first capture with the same graph, whose programs serve this one, too.
         refusal: why the function cannot be differentiated, or None.
         constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
     """
@@ -68,6 +70,7 @@ class Capture:
         self.history = History()
         self.constants: list[int] = []
         self.refusal: str | None = None
+        self.twin = self
         self._prepared = False
 
     @property
@@ -75,11 +78,12 @@ class Capture:
         """The guard that failed, without values."""
         return self.reason.partition(" == ")[0]
 
-    def prepare(self, history: History) -> None:
+    def prepare(self, history: History, others: Iterable[Capture]) -> None:
         """Rewrite the graph so that torch.func can batch it, unless that is done.
 
         Args:
             history: what happened to the function.
+            others: the captures of the function.
         """
         if not self._prepared:
             changes = shape_changes(self.graph)
@@ -87,6 +91,10 @@ class Capture:
             self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_views(changes)
             make_batchable(self.graph)
             self.history = history
+            self.state = GlobalStateGuard()
+            self.contents = get_function_mode_stack(), *_contents(self.graph)
+            same = (x.twin for x in others if x.contents == self.contents and x.state.check())
+            self.twin = next(same, self)
             self._prepared = True
 
     def run(self, *inputs: Any) -> Any:
@@ -97,6 +105,12 @@ class Capture:
         """Let programs contain the values that the function reads, and return whether they did not before."""
         before, self.constants = self.constants, read_inputs(self.graph.graph)
         return self.constants != before
+
+
+def _contents(graph: GraphModule) -> list[Any]:
+    """Return what is the same for graphs that compute the same."""
+    codes = [part.graph.python_code("self") for part in graph.modules() if isinstance(part, GraphModule)]
+    return [*((code.src, code.globals) for code in codes), *map(id, (*graph.parameters(), *graph.buffers()))]
 
 
 class _Naming(Interpreter):

@@ -16,6 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from persample._torch import SETS_MODE, is_number_input, is_part_of, is_size_input
 from persample.engines.compiled.batchable import memory_of, written_memory
 
+CHANGES_A_NUMBER = "the function changes a number that its result depends on"
+
 
 class Split(NamedTuple):
     """A graph of Dynamo without its numbers.
@@ -57,7 +59,7 @@ def split_kept(module: GraphModule) -> Split | None:
     if not dropped and not kept:
         return None
     if _ancestors([x for x in results if x in numbers]) & of_tensors:
-        raise RuntimeError("the function changes a number that its result depends on")
+        raise RuntimeError(CHANGES_A_NUMBER)
     sets_mode = [x for x in nodes if getattr(x.target, "__name__", "") in SETS_MODE]
     of_kept = _ancestors([*sets_mode, *(results[place] for place in kept)])
     tensors = [place for place, x in enumerate(results) if x not in numbers]

@@ -19,6 +19,7 @@ from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import Format, TraceError
 from persample.errors import LossError, RecompilationWarning, TorchVersionError
+from persample.utils.interrupts import after_imports
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16
@@ -97,7 +98,7 @@ def program_of(task: Task) -> Program:
         if fault := family.faults.get(tuple(formats)):
             raise FaultError(fault)
         with compiling():
-            found = _compiled(family, task, formats)
+            found = after_imports(lambda: _compiled(family, task, formats))
     return found
 
 

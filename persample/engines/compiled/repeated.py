@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from persample.reductions import Reduction
 from persample.utils import trees
 
 _MOST = 8
+_is_nested = operator.attrgetter("is_nested")
 
 
 class FlatParams(NamedTuple):
@@ -141,7 +143,8 @@ class EarlierCall:
         asked: the options, and the reductions without the fields that may change.
         names: the names of the parameters of a module.
         structures: the structures of params, batch and out.
-        guards: torch's comparison of tensors with those of the call: classes, dtypes, devices, shapes, strides.
+        kinds: the classes of the tensors.
+        guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
         rows: for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls:
             captured losses read no values. None for a leaf that all samples share.
         unpack: whether the batch is passed as positional arguments.
@@ -159,6 +162,7 @@ class EarlierCall:
     asked: tuple[Any, ...]
     names: tuple[str, ...]
     structures: tuple[Any, ...]
+    kinds: list[type]
     guards: Any
     rows: list[Tensor | None]
     unpack: bool
@@ -177,6 +181,8 @@ class EarlierCall:
             self.names == flat.names
             and self.structures == flat.structures
             and self.asked == _compared(asked)
+            and self.kinds == list(map(type, flat.tensors))
+            and not any(map(_is_nested, flat.tensors))  # they have no strides to compare, which ends the process
             and self.guards.check(*flat.tensors)
             and not any(map(is_hooked, flat.params))
         )
@@ -228,7 +234,7 @@ class EarlierCall:
             ArgumentError: if an average needs more samples.
         """
         marker = found.marker
-        if marker is None or marker.capture is not self.capture:
+        if marker is None or marker.capture.twin is not self.capture:
             return None
         if self.places and _places(marker.inputs, [*found.params, *found.rows]) != self.places:
             return None
@@ -277,6 +283,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
         flat.names,
         flat.structures,
+        list(map(type, flat.tensors)),
         TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
         [row_like(x, call.loss.keep_batch_dim) if split else None for x, split in pairs],
         unpack,
