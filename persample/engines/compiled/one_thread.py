@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from persample._torch import compile_lock
+from persample.utils.interrupts import after_imports
 from persample.utils.locks import locked
 
 P = ParamSpec("P")
@@ -22,6 +24,7 @@ def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
-        return locked((compile_lock(),), lambda: function(*args, **kwargs))
+        lock = compile_lock() if "torch._dynamo.convert_frame" in sys.modules else after_imports(compile_lock)
+        return locked((lock,), lambda: function(*args, **kwargs))
 
     return waiting
