@@ -25,7 +25,7 @@ from persample.engines.compiled.kernels import with_torch_kernels
 from persample.engines.compiled.quotients import divide_operands
 from persample.engines.compiled.sums import part_sums
 from persample.engines.compiled.tanh import tanh
-from persample.engines.compiled.writes import Pure
+from persample.engines.compiled.writes import Pure, copy_overwritten
 from persample.errors import TorchVersionError
 from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
@@ -86,6 +86,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
             pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
         flat = make_fx(pure.run, decomposition_table=table)(*inputs)
         divide_operands(flat)
+        copy_overwritten(flat.graph)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat
