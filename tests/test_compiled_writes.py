@@ -224,3 +224,45 @@ def test_a_write_through_a_view_is_never_lost(monkeypatch):
     with pytest.warns(ps.FallbackWarning, match="Cannot view a tensor"):
         found = ps.per_sample_grads(loss, w, x, ps.Stack(), engine="compiled")
     assert_trees_close(found, ps.per_sample_grads(loss, w, x, ps.Stack(), engine="loop"), 1e-9)
+
+
+# What indices that are the same for all samples write into is one copy for all, until the write.
+INDEX = torch.tensor([2, 0, 2])
+SHARED = torch.arange(12.0, dtype=torch.float64).view(3, 4)
+SCATTERS = {
+    "index_select": lambda x: x.index_select(0, INDEX),
+    "index_select of columns": lambda x: x.index_select(1, torch.tensor([3, 3, 0])),
+    "repeat_interleave": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 0, output_size=3),
+    "index": lambda x: x[INDEX, torch.tensor([1, 1, 0])],
+    "take": lambda x: x.take(torch.tensor([5, 1, 5])),
+    "gather": lambda x: x.gather(1, INDEX[:, None]),
+    "index_add": lambda x: SHARED.index_add(0, INDEX, x),
+    "index_copy": lambda x: SHARED.index_copy(1, torch.tensor([2, 0, 1, 3]), x),
+    "index_put": lambda x: SHARED.index_put((INDEX,), x, accumulate=True),
+    "put": lambda x: SHARED.put(torch.tensor([1, 2, 1]), x[:, 0], accumulate=True),
+    "scatter": lambda x: SHARED.scatter(1, torch.tensor([[0, 3, 1, 2]] * 3), x),
+    "scatter_add": lambda x: SHARED.scatter_add(0, INDEX.expand(4, 3).t(), x),
+    "scatter_reduce": lambda x: SHARED.scatter_reduce(0, INDEX.expand(4, 3).t(), x, "mean"),
+    "masked_scatter": lambda x: SHARED.masked_scatter(SHARED > 5, x),
+    "slice_scatter": lambda x: SHARED.slice_scatter(x[:, :2], 1, 0, 4, 2),
+    "select_scatter": lambda x: SHARED.select_scatter(x[0], 0, 1),
+    "diagonal_scatter": lambda x: SHARED.diagonal_scatter(x[0, :3]),
+    "unfold": lambda x: x.unfold(1, 3, 1),
+}
+
+
+def test_nothing_is_written_into_what_samples_share():
+    """One program for all: compiling takes seconds."""
+    params = {key: torch.randn(3, 4, dtype=torch.float64) for key in SCATTERS}
+    batch = {key: torch.randn(2, 3, 4, dtype=torch.float64) for key in SCATTERS}
+
+    def loss(params, batch):
+        losses = {key: function(params[key] * batch[key]).square().sum() for key, function in SCATTERS.items()}
+        return sum(losses.values()), losses
+
+    wanted = {"grads": ps.Stack(), "losses": ps.Aux()}
+    actual, expected = (
+        ps.per_sample_grads(loss, params, (batch,), wanted, engine=engine) for engine in ("compiled", "loop")
+    )
+    for key in SCATTERS:
+        assert_trees_close(*({of: each[of][key] for of in wanted} for each in (actual, expected)), 1e-12)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from persample._torch import aten_upsample_nearest, schema
+from persample.utils import trees
 
 _aten = torch.ops.aten
 
@@ -26,7 +27,8 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
     Args:
         table: the decompositions of all operations of aten.
     """
-    return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}}
+    kernels = {x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}
+    return {**table, **kernels, _aten.pow.Scalar: _power}
 
 
 def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
@@ -48,24 +50,12 @@ def _kept(*_args: Any, **_kwargs: Any) -> Any:
     return NotImplemented  # make_fx then leaves the operation as it is
 
 
-def _is_on_cpu(x: Tensor, *_: Any) -> bool:
-    return x.device.type == "cpu"
-
-
-def _is_float64_on_cpu(x: Tensor, *_: Any) -> bool:
-    return _is_on_cpu(x) and x.dtype == torch.float64  # in float32 tanh is a formula, see tanh.py
-
-
-def _is_integral(base: Any, exponent: Tensor) -> bool:
-    """Return whether a power has integers: C++ passes numbers as floats, and would read floats as integers."""
+def _power(base: Any, exponent: Tensor) -> Any:
+    """Return a power of tensors: C++ passes numbers as floats, and would read powers of floats as integers."""
     dtype = torch.result_type(base, exponent)
-    return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _exceeds_border(*args: Any) -> bool:
-    """Return whether means at the border may be of fewer elements, which Inductor's gradients of means ignore."""
-    ceil_mode, count_include_pad, divisor = args[5:8]
-    return bool(ceil_mode and count_include_pad and divisor is None)
+    if dtype.is_floating_point or dtype.is_complex:
+        return NotImplemented
+    return torch.full((), base, dtype=dtype, device=exponent.device) ** exponent
 
 
 def _is_scaled(x: Tensor, sizes: Sequence[Any], *rest: Any) -> bool:
@@ -78,13 +68,15 @@ def _is_scaled(x: Tensor, sizes: Sequence[Any], *rest: Any) -> bool:
     return False
 
 
-_LEFT_TO_TORCH: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((_aten.tanh.default, _aten.tanh_backward.default), _is_float64_on_cpu),
-    _aten.hardsigmoid_backward.default: _is_on_cpu,
-    _aten.soft_margin_loss_backward.default: _is_on_cpu,
-    _aten.binary_cross_entropy_backward.default: _is_on_cpu,
-    _aten.pow.Scalar: _is_integral,
-    **dict.fromkeys((_aten.avg_pool2d_backward.default, _aten.avg_pool3d_backward.default), _exceeds_border),
+_TANH, _MEANS = (_aten.tanh, _aten.tanh_backward), (_aten.avg_pool2d_backward, _aten.avg_pool3d_backward)
+_ROUNDED = _aten.hardsigmoid_backward, _aten.soft_margin_loss_backward, _aten.binary_cross_entropy_backward
+_LEFT_TO_TORCH: dict[Any, Callable[..., Any]] = {
+    # In float32 tanh is a formula, see tanh.py.
+    **{x.default: lambda x, *_: x.device.type == "cpu" and x.dtype == torch.float64 for x in _TANH},
+    **{x.default: lambda x, *_: x.device.type == "cpu" for x in _ROUNDED},
+    # With ceil_mode, count_include_pad and no divisor, Inductor divides by too much at the border.
+    **{x.default: lambda *args: args[5] and args[6] and args[7] is None for x in _MEANS},
+    _aten.multilabel_margin_loss_forward.default: lambda *_: True,  # torch's decomposition counts what comes after -1
     **dict.fromkeys((*aten_upsample_nearest, _aten.upsample_nearest2d_backward.default), _is_scaled),
 }
 
@@ -96,12 +88,12 @@ def _opaque(operation: Any) -> Any:
     Args:
         operation: an operation of aten that Inductor would replace.
     """
-    name, signature = operation.name().replace("aten", "persample").replace(".", "_"), str(schema(operation))
+    name, _, signature = str(schema(operation)).removeprefix("aten::").partition("(")
     compute = functools.partial(_computed, operation)
-    own = torch.library.custom_op(name, compute, mutates_args=(), schema=signature[signature.index("(") :])
+    own = torch.library.custom_op(f"persample::{name}", compute, mutates_args=(), schema=f"({signature}")
     own.register_fake(compute)
     return own
 
 
-def _computed(operation: Any, *args: Any) -> Tensor:
-    return operation(*args).contiguous()
+def _computed(operation: Any, *args: Any) -> Any:
+    return trees.map_tensors(Tensor.contiguous, operation(*args))

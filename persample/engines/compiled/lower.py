@@ -22,7 +22,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.kernels import with_torch_kernels
 from persample.engines.compiled.tanh import tanh
-from persample.engines.compiled.writes import Pure
+from persample.engines.compiled.writes import Pure, copy_overwritten
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
@@ -80,6 +80,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
         if pure.needs_functionalization:  # with its views: a `reshape` that copies would lose writes through them
             pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
         flat = make_fx(pure.run, decomposition_table=table)(*inputs)
+        copy_overwritten(flat.graph)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import OpOverload, aten_unsafe_index_put, aten_unsafe_view, schema
 from persample.engines.compiled.kernels import torch_kernel
@@ -46,12 +46,24 @@ class Pure(Interpreter):
             return _aten.reshape.default(*args)
         if kernel := torch_kernel(n.target, args):  # before torch's Python dispatcher decomposes the operation
             return kernel(*args, **kwargs)
-        if n.target in _OVERWRITTEN and 0 in [x for x in args[0].stride() if isinstance(x, int)]:
-            return n.target(args[0].clone(), *args[1:], **kwargs)  # type: ignore[operator]
         if n not in self._simple:
             return super().run_node(n)
         result = self.env[n.all_input_nodes[0]] = self._simple[n](*args, **kwargs).to(args[0].dtype)
         return result
+
+
+def copy_overwritten(graph: Graph) -> None:
+    """Copy what Inductor may overwrite, where rows of it share memory.
+
+    Args:
+        graph: a functional graph, decomposed: ``index_add`` is an ``index_put`` in it.
+    """
+    for node in graph.nodes:
+        if node.target in _OVERWRITTEN and 0 in [x for x in node.args[0].meta["val"].stride() if isinstance(x, int)]:
+            with graph.inserting_before(node):
+                copy = graph.call_function(_aten.clone.default, node.args[:1])
+            copy.meta["val"] = node.args[0].meta["val"].clone()
+            node.update_arg(0, copy)
 
 
 def is_write(node: Node) -> bool:
