@@ -3,7 +3,7 @@
 ``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
 vmap. Linear and recurrent layers, convolutions and embeddings record their inputs and output gradients, which are the
 factors of their weights. What the loss computes of parameters alone is a parameter of the rest. Any other function is
-given small parameters as one copy per sample; with large ones, it has a backward pass of its own.
+given small parameters as one copy per sample; one of large parameters and samples is left to ``vmap(vjp(loss_fn))``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from persample._torch import (
     temporarily_clear_interpreter_stack,
 )
 from persample.engines.layers.convolutions import Geometry, convolved_images, geometry_of, transposed_geometry_of
-from persample.engines.layers.mixed import mixed
 from persample.engines.layers.pointwise import is_pointwise
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.recurrences import scanned_sequences
@@ -26,17 +25,16 @@ from persample.engines.layers.rows import linear_rows, lookup_rows
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.dtypes import is_autocast
 from persample.utils.tracing import is_wrapped
-from persample.utils.trees import TreeSpec, flatten, unflatten
+from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import batch_first, unwrapped
-from persample.vmap_rules.effects import written_tensors
 from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.linear import linear
 from persample.vmap_rules.recurrent import recurrent_rule
 from persample.vmap_rules.recurrent_cells import Cell
 
-# Functions are given copies of matrices of up to so many numbers for all samples. That is more work than a product with
-# one matrix, and less time than a backward pass of the function's own.
+# Functions are given copies of matrices of up to so many numbers for all samples: more work than products with one
+# matrix, and less than that of the transforms of ``vmap(vjp)``.
 _FEW = 2**20
 
 
@@ -67,15 +65,12 @@ class LayerInterceptor:
 
     def _other(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that is no layer."""
+        if func in WITHIN_A_DERIVATIVE:
+            raise NotLayersError("the loss calls a function that torch batches within a derivative alone")
         leaves, structure = flatten((args, kwargs))
         if all(self.params.place_of(x) is not None for x in leaves if self._is_other(x)):
             return self.params.compute(func, leaves, structure)
-        leaves = self._with_copies(func, leaves)
-        args, kwargs = unflatten(leaves, structure)
-        if self.params.are_among(leaves) or func in WITHIN_A_DERIVATIVE:
-            if written_tensors(func, args, kwargs):
-                raise NotLayersError("the loss writes into a tensor what is computed of a matrix")
-            return self._mixed(func, leaves, structure)
+        args, kwargs = unflatten(self._with_copies(func, leaves), structure)
         with VmapRules(differentiated_by="autograd"):
             return func(*args, **kwargs)
 
@@ -84,48 +79,21 @@ class LayerInterceptor:
         return isinstance(x, Tensor) and self.params.get(x) is None and (x.requires_grad or is_wrapped(x))
 
     def _with_copies(self, func: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Return the arguments of a function, with copies in place of parameters where these take no longer."""
+        """Return the arguments of a function with copies in place of parameters, or raise ``NotLayersError``."""
         largest = max(unwrapped(x).numel() for x in leaves if self._is_other(x))
-        pointwise = is_pointwise(func)
 
         def copied(x: Any) -> Any:
             param = self.params.get(x)
             if param is None:
                 return x
             numbers = self._vmap.size * param.tensor.numel()
-            if pointwise and numbers <= largest:
+            if is_pointwise(func) and numbers <= largest:
                 return self.params.copy(param)
             if numbers <= _FEW and func not in _UNLIKE_COPIES:
                 return self.params.copy(param, deferred=True)
-            if pointwise:
-                raise NotLayersError("the loss computes a large tensor per sample, which is better deferred")
-            return x
+            raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
 
         return list(map(copied, leaves))
-
-    def _mixed(self, func: Any, leaves: Sequence[Any], structure: TreeSpec) -> Any:
-        """Call a function of parameters and of values of the samples that is no layer."""
-        shared = {number: param for number, x in enumerate(leaves) if (param := self.params.get(x)) is not None}
-        others = {number: x for number, x in enumerate(leaves) if self._is_other(x)}
-        places = [param.place for param in shared.values()]
-        if not all(map(self._is_batched, others.values())):
-            raise NotLayersError("the loss calls a function with a parameter and tensors that are not one per sample")
-        structures: list[TreeSpec] = []
-
-        def function(params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-            turned = [x.mT if param.transposed else x for x, param in zip(params, shared.values(), strict=True)]
-            found = dict(zip([*shared, *others], [*turned, *values], strict=True))
-            args, kwargs = unflatten([found.get(number, x) for number, x in enumerate(leaves)], structure)
-            with VmapRules():
-                results, results_structure = flatten(func(*args, **kwargs))
-            if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in results):
-                raise NotLayersError("the loss calls a function with a parameter whose results have no gradients")
-            structures.append(results_structure)
-            return results
-
-        plain = [self.params.plain[place] for place in places]
-        results = mixed(function, plain, list(others.values()), self._vmap, self._recorder.function(places))
-        return unflatten(results, structures[0])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a layer, or return ``NotImplemented`` for any other function."""

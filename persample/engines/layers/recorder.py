@@ -14,7 +14,6 @@ from persample.engines.deferred import Deferral, factor_of
 from persample.engines.deferred.placeholder import values_of
 from persample.engines.layers import recurrences
 from persample.engines.layers.convolutions import Geometry
-from persample.engines.layers.mixed import Grads
 from persample.engines.layers.rows import Callback
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
@@ -78,11 +77,6 @@ class LayerRecorder:
         self._num_calls.update(weights)
         return _computed(functools.partial(self._record_recurrence, weights, biases))
 
-    def function(self, places: Sequence[int]) -> Callable[[Callable[[], Grads]], Sequence[Tensor]]:
-        """Register any other function of the parameters at some places; return what runs its backward pass."""
-        self._num_calls.update(places)
-        return functools.partial(self._record_function, places)
-
     def record(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Add to the gradients of the parameters at some places what a backward pass under ``deferral`` returned."""
         for place, grad in zip(places, grads, strict=True):
@@ -139,12 +133,6 @@ class LayerRecorder:
             self._bias_grads[place].append(grad)
         for place, (left, right) in zip(weights, of_weights, strict=True):
             self._add(place, self._product(self._params[place], left.flatten(0, 2), right.flatten(0, 2)))
-
-    def _record_function(self, places: Sequence[int], backward: Callable[[], Grads]) -> Sequence[Tensor]:
-        with self.deferral():
-            grads = backward()
-        self.record(places, grads.of_params)
-        return grads.of_values
 
     def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
         shape = self._params[place].shape
