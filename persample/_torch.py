@@ -212,7 +212,14 @@ def is_forward_mode() -> bool:
     return level >= 0 and not nesting
 
 
-engine_run_backward = private("torch.autograd.graph:_engine_run_backward")  # torch.autograd.grad, but under modes
+engine_run_backward = private(  # torch.autograd.grad, but under modes
+    "torch.autograd.graph:_engine_run_backward",
+    lambda outputs, units, retain, create, inputs, allow_unused, **_: torch.autograd.grad(
+        outputs, inputs, units, retain_graph=retain, create_graph=create, allow_unused=allow_unused
+    ),
+)
+# Methods and attributes that read a tensor's memory or views.
+private_reads = "_base", "_version", "_is_view", "_typed_storage"
 
 # --- Modes and fake tensors, whose public users are torch.compile and torch.export.
 disable_current_modes = private("torch.utils._python_dispatch:_disable_current_modes")  # a context

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from persample import LossError, composite_grads, per_sample_grads
+from persample import LossError, Norm, composite_grads, per_sample_grads
 
 X = torch.linspace(1, 2, 12).reshape(4, 3)
 TWO = torch.full((3,), 2.0)
@@ -223,3 +223,20 @@ def test_a_process_that_sets_data_lives():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (0, "<class 'torch.Tensor'> [1.0, 1.0, 1.0]\n"), found.stderr
+
+
+@pytest.mark.parametrize("engine", ["loop", "auto"])
+@pytest.mark.filterwarnings("ignore::persample.FallbackWarning")
+def test_a_module_that_is_where_it_is_moved_to_is_left_alone(engine):
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.to(x.device)
+            return self.layer(x)
+
+    module, x = Moved(), torch.randn(5, 4)
+    norms = per_sample_grads(lambda m, x: m(x).sum(), module, x, Norm(), engine=engine)
+    torch.testing.assert_close(norms, (3 * x.square().sum(1) + 3).sqrt())

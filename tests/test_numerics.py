@@ -207,3 +207,26 @@ def test_the_signs_of_projections_are_the_same_in_every_version():
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     left, right = (torch.randint(0, 2, (8, n), generator=generator) * 2.0 - 1.0 for n in (3, 1))
     torch.testing.assert_close(found, (left * right).T)
+
+
+@pytest.mark.parametrize("engine", ["loop", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_beside_a_parameter_without_elements(dtype, engine):
+    params, x = (
+        {"w": torch.randn(3, 4, dtype=dtype), "none": torch.zeros(0, dtype=dtype)},
+        torch.randn(5, 4, dtype=dtype),
+    )
+    loss = lambda p, x: (p["w"] @ x).sum() + p["none"].sum()
+    norms, clipped = per_sample_grads(loss, params, x, (Norm(per_param=True), ClippedSum(0.5)), engine=engine)
+    torch.testing.assert_close(norms["w"], 3**0.5 * x.norm(dim=1))
+    assert not norms["none"].any()
+    assert clipped["none"].shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-30, 1e30, torch.nan])
+@pytest.mark.parametrize("count", [3, 2**15])
+def test_norms_of_one_row_for_all_samples(count, scale, dtype):
+    w, x = torch.ones(count, dtype=dtype), torch.ones(6, 3, dtype=dtype)
+    norms = per_sample_grads(lambda w, x: (w * scale).sum(), w, x, Norm())
+    torch.testing.assert_close(norms, torch.full((6,), scale * count**0.5, dtype=dtype), equal_nan=True)

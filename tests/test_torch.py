@@ -965,22 +965,8 @@ def test_short_loops_run_in_one_thread(size, least, runs_in_threads):
     assert ("omp parallel" in source) == runs_in_threads
 
 
-def cosines(graph):
-    """Compute cosines in place of sines."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
-        node.target = torch.ops.aten.cos.default
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compile_graph_rewrites():
-    graph = graph_of(lambda x: [x.sin()], (4,))
-    code = _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False, rewrite=cosines)
-    torch.testing.assert_close(code([torch.ones(4)])[0], torch.ones(4).cos())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("rewrite", [None, cosines])
-def test_programs_are_found_in_the_cache_on_disk(rewrite):
+def test_programs_are_found_in_the_cache_on_disk():
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
 
@@ -988,7 +974,7 @@ def test_programs_are_found_in_the_cache_on_disk(rewrite):
     with fresh_cache():
         for _ in range(2):
             graph = graph_of(lambda x: [x.sin()], (4,))
-            _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False, rewrite=rewrite)
+            _torch.compile_graph(*graph, prefers_channels_last=True, calls_in_cpp=False)
     found = counters["inductor"]
     assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"]) == (1, 1, 0)
 

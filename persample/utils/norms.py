@@ -20,8 +20,9 @@ _FEW = 2**14
 # million elements a flat float32 norm errs by 14 000 eps, blocks of this length by less than 0.2; where all elements
 # are equal, and so are their roundings, by less than 4, and blocks of 1024 by 8 (measured, torch 2.13, CPU).
 _BLOCK = 512
-# Squares of float32 numbers below 1e-19 vanish; beside a norm above this one they do not count.
-_LEAST = 1e-9
+# Squares of float32 numbers below 1e-19 vanish, and of float64 numbers below 1e-154; beside norms above these they do
+# not count.
+_LEAST, _LEAST64 = 1e-9, 1e-140
 
 
 def squared_norms(x: Tensor) -> Tensor:
@@ -100,15 +101,16 @@ def _unchecked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
 def _checked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
     if not all_rows:
         return []
-    norms = [_norms(rows) for rows in all_rows]
-    joined = (torch.cat(norms) if len(norms) > 1 else norms[0]).double()
-    found = joined.view(len(norms), -1)
-    doubtful = [i for i, rows in enumerate(all_rows) if rows.numel() > _FEW or rows.dtype == torch.float64]
-    if doubtful and joined.numel() and not _within(joined, _LEAST):
-        for rows, norm in ((all_rows[i], found[i]) for i in doubtful):
-            extreme = ~((norm > _LEAST) & (norm < torch.inf))
+    joined = torch.cat(list(map(_norms, all_rows))).double()  # a copy, also of one norm for all samples
+    sizes = [rows.shape[0] for rows in all_rows]
+    pairs = zip(all_rows, joined.split(sizes), strict=True)
+    doubtful = [(x, norm) for x, norm in pairs if x.numel() > _FEW or (x.numel() and x.dtype == torch.float64)]
+    least = max((_LEAST if x.dtype != torch.float64 else _LEAST64 for x, _ in doubtful), default=0.0)
+    if doubtful and not _within(joined, least):
+        for rows, norm in doubtful:
+            extreme = ~((norm > least) & (norm < torch.inf))
             norm[extreme] = _scaled(rows[extreme])
-    return found.square().unbind()
+    return joined.square().split(sizes)
 
 
 def _norms(rows: Tensor) -> Tensor:

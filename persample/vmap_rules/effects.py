@@ -11,31 +11,31 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import OpOverload, backward_hooks_getter, schema
+from persample._torch import OpOverload, backward_hooks_getter, private_reads, schema
 from persample.errors import LossError
 from persample.utils.flags import flags, is_inside, owner_inside
 from persample.utils.strides import storage_key
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", "_base", "_version")
+_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2])
 _AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
 }
 # By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
 _STATE = {
     *("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "storage", "untyped_storage", "data_ptr"),
-    *("stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_contiguous", "dim_order", "_typed_storage"),
     *(
-        "as_strided",
-        "as_strided_",
-        "as_strided_copy",
-        "as_strided_scatter",
+        "stride",
+        "sym_stride",
+        "storage_offset",
+        "sym_storage_offset",
+        "is_contiguous",
+        "dim_order",
         "set_",
         "is_set_to",
-        "_is_view",
-        "_version",
     ),
+    *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", *private_reads),
 }
 SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD = {Tensor.grad.__set__, Tensor.grad.__delete__}  # type: ignore[union-attr]
@@ -103,6 +103,8 @@ class _WriteGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs or not is_pure(func):
             refuse_writes(func, args, kwargs)
+        if func == SETS_DATA and args[0] is args[1]:  # of Module.to, where nothing moves
+            return None
         return func(*args, **kwargs)
 
 
@@ -119,7 +121,8 @@ def refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             is_changed = x.grad is not value if func in _GRAD else x.requires_grad != value
             name = owner.names.get(id(x)) if is_changed else None
         else:
-            name = owner.names.get(storage_key(x)) or (func == SETS_DATA and owner.buffer_name(x))
+            is_same = func == SETS_DATA and value is x
+            name = not is_same and (owner.names.get(storage_key(x)) or (func == SETS_DATA and owner.buffer_name(x)))
         if name:
             raise refusal(name)
 

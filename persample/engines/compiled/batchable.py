@@ -89,11 +89,6 @@ def example_of(node: Any) -> Tensor | None:
     return example if isinstance(example, Tensor) and not is_functorch_wrapped_tensor(example) else None
 
 
-def dims_of(values: Sequence[Any]) -> list[int | None]:
-    """Return the number of axes of each tensor in a graph of Dynamo; None of anything else."""
-    return [None if example is None else example.ndim for example in map(example_of, values)]
-
-
 def memory_of(node: Any) -> Any:
     """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else."""
     example = example_of(node)
