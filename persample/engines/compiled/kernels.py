@@ -27,7 +27,10 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
     Args:
         table: the decompositions of all operations of aten.
     """
-    kernels = {x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}
+    rules = {
+        x: table.get(x, lambda *_, **__: NotImplemented) for x in _LEFT_TO_TORCH
+    }  # make_fx then leaves it as it is
+    kernels = {x: functools.partial(_decomposed, x, rule) for x, rule in rules.items()}
     return {**table, **kernels, _aten.pow.Scalar: _power}
 
 
@@ -44,10 +47,6 @@ def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
 
 def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return (torch_kernel(operation, args) or otherwise)(*args, **kwargs)
-
-
-def _kept(*_args: Any, **_kwargs: Any) -> Any:
-    return NotImplemented  # make_fx then leaves the operation as it is
 
 
 def _power(base: Any, exponent: Tensor) -> Any:
