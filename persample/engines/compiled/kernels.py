@@ -27,10 +27,7 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
     Args:
         table: the decompositions of all operations of aten.
     """
-    rules = {
-        x: table.get(x, lambda *_, **__: NotImplemented) for x in _LEFT_TO_TORCH
-    }  # make_fx then leaves it as it is
-    kernels = {x: functools.partial(_decomposed, x, rule) for x, rule in rules.items()}
+    kernels = {x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}
     return {**table, **kernels, _aten.pow.Scalar: _power}
 
 
@@ -41,12 +38,15 @@ def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
         operation: an operation of aten.
         args: its arguments, traced.
     """
-    is_left = _LEFT_TO_TORCH.get(operation)
-    return _opaque(operation) if is_left is not None and is_left(*args) else None
+    return _opaque(operation) if operation in _LEFT_TO_TORCH and _LEFT_TO_TORCH[operation](*args) else None
 
 
 def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return (torch_kernel(operation, args) or otherwise)(*args, **kwargs)
+
+
+def _kept(*_args: Any, **_kwargs: Any) -> Any:
+    return NotImplemented  # make_fx then leaves the operation as it is
 
 
 def _power(base: Any, exponent: Tensor) -> Any:
