@@ -14,7 +14,7 @@ MOST = 18  # operations in a program
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its samples
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_operations_together(seed):
     several = [case for op in differentiable_operations() for case in learned_cases(op, 1, seed)]
     random.Random(seed).shuffle(several)

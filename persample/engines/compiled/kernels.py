@@ -38,8 +38,7 @@ def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
         operation: an operation of aten.
         args: its arguments, traced.
     """
-    is_left = _LEFT_TO_TORCH.get(operation)
-    return _opaque(operation) if is_left is not None and is_left(*args) else None
+    return _opaque(operation) if operation in _LEFT_TO_TORCH and _LEFT_TO_TORCH[operation](*args) else None
 
 
 def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
