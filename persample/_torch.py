@@ -148,8 +148,11 @@ pop_function_mode = private("torch.overrides:_pop_mode")
 len_torch_function_stack = private("torch._C:_len_torch_function_stack")
 get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _unknown)
-push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
-pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
+push_dispatch_mode = private(
+    "torch.utils._python_dispatch:_push_mode",
+    lambda mode: torch._C._push_on_torch_dispatch_stack(mode),  # noqa: PLW0108 - asked for when it is needed
+)
+pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode", lambda: torch._C._pop_torch_dispatch_stack(None))
 len_torch_dispatch_stack = private("torch._C:_len_torch_dispatch_stack")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
 is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)

@@ -1029,8 +1029,8 @@ def test_losses_that_are_dropped_leave_nothing():
         per_sample_grads(new_loss(scale), W, X, ps.Sum(), engine="compiled")
         if scale in {99, 124}:
             counts.append(living())
-    assert counts[0] == counts[1]
-    assert max(counts[0][:-1]) < 100
+    assert all(later <= earlier for earlier, later in zip(*counts, strict=True))  # earlier tests may leave some
+    assert max(counts[1][:-1]) < 100
 
 
 @pytest.mark.parametrize("times", [1, 2])
