@@ -53,12 +53,20 @@ def suits(call: Call) -> bool:
     first = call.params[0]
     if call.randomness != "error" or transforms() or call.loss.outputs == "rows":
         return False
+    if is_traced(first) and _enters_transforms(call.loss.fn):
+        return False
     if any(call.params_batched) or is_autocast(first.device) or not first.is_floating_point():
         return False
     alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
     if not alike or not any(x.ndim >= 2 for x in call.params):
         return False
     return not any(isinstance(part, _NOT_LAYERS) for part in call.loss.params.parts.values())
+
+
+def _enters_transforms(captured: Any) -> bool:
+    """Return whether a captured loss enters transforms, by operations: a refusal would leave it between them."""
+    graph = getattr(getattr(captured, "capture", None), "graph", None)
+    return graph is not None and any("nesting" in str(node.target) for node in graph.graph.nodes)
 
 
 def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
@@ -78,6 +86,7 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
     handled = handled_error()
+    in_trace = is_traced(call.params[0])
     try:
         with interrupts_first():
             return _gradients(call, required_ops)
@@ -86,8 +95,8 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     except NestedCallError as error:  # under vmap(vjp) the call inside of the loss can be differentiated
         raise NotLayersError(str(error)) from error
     except (RuntimeError, ValueError, Warning) as error:
-        # Of torch's errors about views, those of a trace alone are ValueErrors.
-        if is_users(error, handled) or (isinstance(error, ValueError) and not is_traced(call.params[0])):
+        # A captured graph raises no errors of the user's, and those of torch's about views are ValueErrors in a trace.
+        if not in_trace and (isinstance(error, ValueError) or is_users(error, handled)):
             raise
         raise NotLayersError(str(error)) from error
 
