@@ -228,8 +228,6 @@ private_reads = "_base", "_version", "_is_view", "_typed_storage"
 disable_current_modes = private("torch.utils._python_dispatch:_disable_current_modes")  # a context
 # Public autograd replays writes into views by strides only; this context replays the views themselves.
 force_original_view_tracking = private("torch.autograd.grad_mode:_force_original_view_tracking")
-disabled_torch_function = private("torch._C:_disabled_torch_function_impl")  # for subclasses below torch functions
-make_wrapper_subclass = private("torch:Tensor._make_wrapper_subclass")  # a tensor without memory
 
 
 if TYPE_CHECKING:
@@ -251,29 +249,9 @@ fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints t
 inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
 
-class UnguardedDispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch.compile never traces: guarding each of its calls against that costs more than it.
-
-    It sets no flags: torch has them once for all threads, and those that end in another order would leave them set.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> UnguardedDispatchMode:
-        push_dispatch_mode(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pop_dispatch_mode()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 # --- Attributes of tensors, operators and modules.
 version = attribute(torch.Tensor, "_version")  # how often a tensor was written into
+view_base = attribute(torch.Tensor, "_base")  # the tensor that another one is a view of, or None
 backward_hooks = attribute(torch.Tensor, "_backward_hooks")
 backward_hooks_getter = private("torch:Tensor._backward_hooks.__get__")  # as modes see the same
 post_accumulate_grad_hooks = attribute(torch.Tensor, "_post_accumulate_grad_hooks")

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from persample import inputs
-from persample.engines import Compilation, compilations_of
-from persample.engines.deferred import Deferral, Placeholder, storage_key
-from persample.engines.vmap import batched_gradients, eager
+from persample.engines import Compilation, compilations_of, layers
+from persample.engines.vmap import eager
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
+from persample.factors.dense import is_zeros
 from persample.factors.output_list import OutputList
 from persample.factors.outputs import unwrapped
 from persample.factors.storage import reason_to_write_out
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
-from persample.utils import rng, trees
+from persample.utils import rng
 from persample.utils.isolation import isolated
 
-_ELEMENTWISE = "elementwise, or a sum"  # not a product of signals and inputs
+_NO_LAYER = "elementwise, or a sum"  # not a product of signals and inputs
+_UNUSED = "the loss does not depend on it: zeros, stored once"
 
 
 @dataclass(frozen=True)
@@ -197,64 +197,21 @@ def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor],
     rng.rewind(start)
     stored = [unwrapped(factor) for factor in eager(call, required_ops).factors]
     rng.rewind(start)
-    plan = call.plan(required_ops)
-    mode = _Explaining(plan, call.params)
-    grads, *_ = batched_gradients(call, mode)
-    reasons = [reason_to_write_out(factor, plan) if not isinstance(factor, Dense) else "" for factor in could]
-    return could, stored, [reason or mode.reason(grad) for reason, grad in zip(reasons, grads, strict=True)]
+    plan, why = call.plan(required_ops), _why_not_layers(call)
+    rng.rewind(start)
+    reasons = [why or _NO_LAYER if isinstance(x, Dense) else reason_to_write_out(x, plan) for x in could]
+    return could, stored, [_UNUSED if is_zeros(x) else reason for x, reason in zip(could, reasons, strict=True)]
 
 
-class _Explaining(Deferral):
-    """A deferral that records which operation needed a written-out gradient."""
-
-    def __init__(self, plan: Plan, params: Sequence[Tensor]) -> None:
-        super().__init__(plan, params)
-        self._reasons: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # keeps tensors alive, because reused memory would be mistaken for them
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation unchanged, and record which gradients it wrote out.
-
-        Args:
-            func: an operation of aten.
-            types: the tensor subclasses among the arguments.
-            args: the arguments of the operation.
-            kwargs: the keyword arguments of the operation.
-
-        Returns:
-            The result of the operation.
-        """
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for x in trees.flatten(result)[0]:
-            if isinstance(x, Tensor) and not isinstance(x, Placeholder):
-                if Placeholder in types:
-                    self._reasons[storage_key(x)] = _needed_by(str(func.overloadpacket))
-                elif func is torch.ops.aten.add.Tensor:
-                    known = [self.reason(arg) for arg in args if isinstance(arg, Tensor)]
-                    self._reasons[storage_key(x)] = next(
-                        (reason for reason in known if reason != _ELEMENTWISE), _ELEMENTWISE
-                    )
-                self._alive.append(x)
-        return result
-
-    def reason(self, grad: Tensor) -> str:
-        """Return why a gradient is written out.
-
-        Args:
-            grad: the gradients ``[B, *shape]``.
-
-        Returns:
-            The reason in a few words.
-        """
-        if not isinstance(grad, Placeholder):
-            return self._reasons.get(storage_key(grad), _ELEMENTWISE)
-        if not grad.buffer.terms and grad.buffer.value is None:
-            return "the loss does not depend on it: zeros, stored once"
-        return _needed_by(grad.buffer.needed_by)
-
-
-def _needed_by(operation: str) -> str:
-    return f"{operation or 'adding what is there in full'} needs the gradient itself"
+def _why_not_layers(call: Call) -> str:
+    """Return why no gradient is stored as a factor; "" if those of layers are."""
+    if reason := layers.unsuited(call):
+        return reason
+    try:
+        layers.gradients(call, frozenset())
+    except layers.NotLayersError as error:
+        return str(error)
+    return ""
 
 
 def _times(factor: Factor, plan: Plan) -> Estimate | None:

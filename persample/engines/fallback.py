@@ -137,7 +137,7 @@ def _otherwise(
             if (result := tried(functools.partial(by, way))) is not None:
                 return result, _fault(error, call)
         is_batchable = isinstance(error, TorchVersionError) or (
-            tried(lambda: batched_gradients(call, nullcontext(), nullcontext())) is not None
+            tried(lambda: batched_gradients(call, nullcontext())) is not None
         )
     start.go_back()
     if not is_plain or not (is_batchable or engine == "auto"):

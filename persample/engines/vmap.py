@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from persample._torch import transforms
 from persample.engines import layers
-from persample.engines.deferred import Deferral, factor_of
 from persample.engines.diagnosis import add_hint, diagnosed
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.utils import rng
-from persample.utils.dtypes import full_precision
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, VmapRules
 
@@ -35,40 +32,22 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    if not call.differentiated and layers.suits(call):
-        try:
-            return layers.gradients(call, required_ops)
-        except layers.NotLayersError:
-            pass
-        except (ValueError, IndexError, TypeError) as error:
-            add_hint(call, error)
-            raise
-    return by_vmap(call, required_ops)
-
-
-def by_vmap(call: Call, required_ops: frozenset[str]) -> Gradients:
-    """Compute the gradients of all samples of any loss that vmap can batch.
-
-    Args:
-        call: the chunk, not empty.
-        required_ops: the operations of ``Factor`` that the reductions call.
-
-    Raises:
-        LossError: if the loss depends on no parameter, or vmap cannot batch it.
-    """
-    # Placeholders cannot pass through the caller's transforms; and "materialize" needs the gradients written out.
-    in_full = call.differentiated or bool(transforms()) or "materialize" in required_ops
-    plan = call.plan(required_ops)
-    mode = nullcontext() if in_full else Deferral(plan, call.params)
-    grads, losses, aux, has_aux = batched_gradients(call, mode)
-    with full_precision(losses.device):
-        factors = tuple(factor_of(grad, plan) for grad in grads)
-    facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
-    return Gradients.of(factors, **facts)
+    if layers.unsuited(call):
+        return unfactored(call, required_ops)
+    start = rng.snapshot() if call.randomness != "error" else None
+    try:
+        return layers.gradients(call, required_ops)
+    except layers.NotLayersError:
+        if start is not None:
+            rng.rewind(start)
+        return unfactored(call, required_ops)
+    except (ValueError, IndexError, TypeError) as error:
+        add_hint(call, error)
+        raise
 
 
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Compute the gradients of all samples at once, written out: without layers, and nothing deferred.
+    """Compute the gradients of all samples at once, written out, of any loss that vmap can batch.
 
     Args:
         call: the chunk, not empty.
@@ -77,17 +56,18 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    return by_vmap(call, frozenset({"materialize"}))
+    grads, losses, aux, has_aux = batched_gradients(call)
+    facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
+    return Gradients.dense(grads, **facts)
 
 
 def batched_gradients(
-    call: Call, backward_mode: AbstractContextManager[Any], rules: AbstractContextManager[Any] | None = None
+    call: Call, rules: AbstractContextManager[Any] | None = None
 ) -> tuple[list[Tensor], Tensor, Any, bool]:
     """Differentiate the loss of all samples at once.
 
     Args:
         call: the chunk, not empty.
-        backward_mode: the context that the backward pass runs in.
         rules: the context that the loss runs in; None for ``VmapRules``.
 
     Returns:
@@ -111,7 +91,7 @@ def batched_gradients(
 
     def one(params: list[Tensor], leaves: list[Any]) -> tuple[list[Tensor], Tensor, Any]:
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
-        with backward_mode, nullcontext() if call.differentiated else torch.no_grad():
+        with nullcontext() if call.differentiated else torch.no_grad():
             grads = _pulled_back(backward, value, one_by_one=one_by_one)
         return grads, value, aux[0]
 

@@ -54,6 +54,8 @@ class Dense(Factor):
 
     def add(self, other: Factor) -> Dense:
         """Return the factor of gᵢ + hᵢ, written out."""
+        if isinstance(other, Dense):
+            return Dense(self.values + other.values)
         values = self.values.clone(memory_format=torch.contiguous_format)
         other.add_to(values)
         return Dense(values)
@@ -64,3 +66,8 @@ class Dense(Factor):
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.values
+
+
+def is_zeros(factor: Factor) -> bool:
+    """Return whether a factor is that of a parameter that nothing depends on, as ``Dense.zeros`` returns it."""
+    return isinstance(factor, Dense) and not any(factor.values.stride()[:1]) and not bool(factor.values.any())

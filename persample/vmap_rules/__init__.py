@@ -145,9 +145,9 @@ class VmapRules(TorchFunctionMode):
             return _FIRST_DERIVATIVE_RULES[func]
         return self._rules.get(func, func)
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
-            return function(*args)
+            return function(*args, **kwargs)
 
 
 __all__ = ["MISSING", "DifferentiatedBy", "SecondDerivativeError", "VmapRules"]

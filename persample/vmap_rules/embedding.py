@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,8 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
     return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
 
 
-def _embedding_bag(  # noqa: PLR0917 - as torch's
+def embedding_bag(  # noqa: PLR0917 - as torch's
+    lookup: Callable[..., Tensor],
     input: Tensor,  # noqa: A002
     weight: Tensor,
     offsets: Tensor | None = None,
@@ -54,7 +56,8 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    given = dict(locals())
+    """Compute ``F.embedding_bag`` of what ``lookup``, as ``F.embedding``, returns."""
+    given = {name: x for name, x in locals().items() if name != "lookup"}
     own = per_sample_weights is None or (
         mode == "sum" and per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
     )
@@ -63,7 +66,7 @@ def _embedding_bag(  # noqa: PLR0917 - as torch's
     known = own and bags and padded and mode in {"sum", "mean", "max"}
     if not known or max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding_bag(**given)  # torch raises, or vmap does
-    rows = _embedding(input, weight)  # [*, N, D]
+    rows = lookup(input, weight)  # [*, N, D]
     members = _members(input, offsets, include_last_offset)
     if padding_idx is not None:
         members = members & (input != padding_idx % len(weight))
@@ -95,4 +98,8 @@ def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -
     return (places >= offsets[: len(ends), None]) & (places < ends[:, None])
 
 
-RULES: dict[Any, Callable[..., Any]] = {F.embedding: _embedding, F.one_hot: _one_hot, F.embedding_bag: _embedding_bag}
+RULES: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    F.one_hot: _one_hot,
+    F.embedding_bag: functools.partial(embedding_bag, _embedding),
+}

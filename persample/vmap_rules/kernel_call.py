@@ -7,8 +7,7 @@ autograd node, at the level of that derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,37 +17,16 @@ from persample._torch import (
     DisableFuncTorch,
     GradInterpreter,
     SingleLevelFunction,
-    UnguardedDispatchMode,
     add_batch_dim,
     enable_single_level_autograd_function,
-    get_dispatch_mode_stack,
     get_unwrapped,
     maybe_get_bdim,
     maybe_get_level,
-    pop_dispatch_mode,
-    push_dispatch_mode,
     retrieve_all_functorch_interpreters,
     unwrap_dead_wrappers,
     wrap_for_grad,
 )
 from persample.vmap_rules.derivatives import SecondDerivativeError, reject_second_derivative
-
-
-class DeferringMode(UnguardedDispatchMode):
-    """A dispatch mode of backward passes that sees nothing of the kernels: each of its calls costs more than a step."""
-
-
-class Product(NamedTuple):
-    """The gradient of a matrix that all samples share, as a sum of products; it is computed where that may be deferred.
-
-    Args:
-        left: signals, ``[*samples, T, N, o]``.
-        right: inputs, ``[*samples, T, N, i]``.
-    """
-
-    left: Tensor
-    right: Tensor
-
 
 # A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
 Kernel = Callable[..., tuple[Any, ...]]
@@ -114,35 +92,16 @@ class _Node(SingleLevelFunction):
         needed = ctx.needs_input_grad[1:]
         gradients, ctx.gradients = partial(ctx.gradients, needed), None
         out = _called_on_plain_tensors(gradients, (*grads[: ctx.returned], *ctx.saved_tensors))
-        return None, *(_computed(x) if wanted else None for x, wanted in zip(out, needed, strict=True))
-
-
-def _computed(x: Any) -> Tensor | None:
-    if not isinstance(x, Product):
-        return x
-    return x.left.flatten(-3, -2).mT @ x.right.flatten(-3, -2)
+        return None, *(x if wanted else None for x, wanted in zip(out, needed, strict=True))
 
 
 def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
-    with DisableFuncTorch(), _below_deferral():
+    with DisableFuncTorch():
         plain, batch_levels = _samples_first(tuple(x for x in tensors if x is not None), 0)
         given = iter(plain)
         out = function(*(None if x is None else next(given) for x in tensors))
     return _batched(out, batch_levels)
-
-
-@contextmanager
-def _below_deferral() -> Iterator[None]:
-    modes = get_dispatch_mode_stack()
-    if not modes or not isinstance(modes[-1], DeferringMode):  # traces have modes above it
-        yield
-        return
-    mode = pop_dispatch_mode()
-    try:
-        yield
-    finally:
-        push_dispatch_mode(mode)
 
 
 def _samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -175,8 +134,6 @@ def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Ten
 
 def _batched(tensors: tuple[Any, ...], levels: list[int]) -> tuple[Any, ...]:
     def batched(x: Any) -> Any:
-        if isinstance(x, Product):
-            return Product(*map(batched, x))
         for level in levels if x is not None else ():
             x = add_batch_dim(x, 0, level)
         return x

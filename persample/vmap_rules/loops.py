@@ -15,7 +15,6 @@ from persample.utils.tracing import current_trace
 # (state, the row of each sequence, *shared) → the next state, and what is kept of the step
 Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 States = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-Order = Callable[[Tensor, int], Tensor]  # from a tensor, and the axis of its rows
 # Steps per turn of a program's loop. A turn costs about 10 µs at each call; a step, 0.4 s of compilation.
 _UNROLLED = 5
 # Up to so many steps there is no loop: Inductor calls the kernels of a program with a loop from Python, not from C++.
@@ -71,7 +70,7 @@ def looped_back(
     sequences: Sequence[Tensor],
     *shared: Any,
     prepare: Callable[..., Sequence[Tensor]],
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Order]:
+) -> States:
     """Run steps from the last row to the first, as ``looped`` does.
 
     Args:
@@ -82,31 +81,22 @@ def looped_back(
         prepare: from a range of rows of the sequences to those whose rows the steps are given.
 
     Returns:
-        The last state; what all steps kept, ``[T, ...]`` each, in an order of its own; and the function that brings
-        the rows of other tensors to that order, or back.
+        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
     """
     whole = _steps_in_turns(sequences)
     if not whole:
-        return *repeated(step, state, prepare(*sequences), *shared, reverse=True), _as_it_is
+        return repeated(step, state, prepare(*sequences), *shared, reverse=True)
     blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
 
     def turn(state: Sequence[Tensor], row: Sequence[Tensor], *given: Tensor) -> States:
         rows = [x.index_select(0, row[0])[0] for x in given[: len(blocks)]]
         return repeated(step, state, prepare(*rows), *given[len(blocks) :], reverse=True)
 
-    def order(x: Tensor, axis: int) -> Tensor:
-        first, last = x.movedim(axis, 0).split([whole, x.shape[axis] - whole])
-        return torch.cat([_blocks(first).flip(0).flatten(0, 1), last]).movedim(0, axis)
-
     state, rest = repeated(step, state, prepare(*others), *shared, reverse=True)
     # Loops go through their sequences forward. Each turn looks up its block, since flipped copies take longer.
     places = torch.arange(len(blocks[0]) - 1, -1, -1, device=blocks[0].device).unsqueeze(1)
     state, kept = _loop(turn, state, [places], (*blocks, *shared))
-    return state, _joined(kept, rest), order
-
-
-def _as_it_is(x: Tensor, _axis: int) -> Tensor:
-    return x
+    return state, _joined([_blocks(x).flip(0).flatten(0, 1) for x in kept], rest)
 
 
 def _steps_in_turns(sequences: Sequence[Tensor]) -> int:

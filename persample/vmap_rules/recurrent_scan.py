@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_traced
 from persample.vmap_rules.batched import is_batched
-from persample.vmap_rules.kernel_call import Product, call_kernel
+from persample.vmap_rules.kernel_call import call_kernel
 from persample.vmap_rules.loops import looped, looped_back, repeated
 from persample.vmap_rules.recurrent_cells import Cell, one_step
 
@@ -36,13 +36,20 @@ def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Ten
             return scan(cell, autocast(x), [*map(autocast, initial)], [*map(autocast, weights)])
     w_ih, w_hh, *biases = weights
     size, unneeded = len(initial), [*initial, *biases]
-    kernel, gradients = partial(scan_kernel, cell, size), partial(scan_gradients, cell, size)
+    kernel, gradients = partial(scan_kernel, cell, size), partial(_gradients, cell, size)
     tensors = [*unneeded, x, w_ih, w_hh]
     out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size)
     return out, out[-1], *others
 
 
-def unrolled(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def unrolled(
+    cell: Cell,
+    x: Tensor,
+    initial: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    linear: Callable[..., Tensor] = F.linear,
+) -> tuple[Tensor, ...]:
     """Run a recurrence operation by operation: with any cell, under any transforms.
 
     Args:
@@ -51,28 +58,29 @@ def unrolled(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence
         initial: the state before the first step, ``[1, N, H]`` each.
         weights: W ``[G, I]`` and W' ``[G, H]``, b and b' ``[G]`` if there are biases, and the matrix ``[P, H]`` that
             projects the state if there is one: then a step is not elementwise, and P stands for H elsewhere.
+        linear: computes products with the weights, as ``F.linear``.
 
     Returns:
         The outputs of all steps, ``[T, N, H]``, and the state after the last step, ``[N, H]`` each.
     """
     if len(weights) % 2:
         *weights, projection = weights
-        cell = _projected(cell, projection)
+        cell = _projected(cell, projection, linear)
     w_ih, w_hh, *biases = weights
     b_ih, b_hh = biases or (None, None)
 
     def step(state: Sequence[Tensor], row: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        after = one_step(cell, row[0], F.linear(state[0], w_hh, b_hh), *state)
+        after = one_step(cell, row[0], linear(state[0], w_hh, b_hh), *state)
         return after, after[:1]
 
-    last, (outs,) = repeated(step, [autocast(s[0]) for s in initial], [F.linear(x, w_ih, b_ih)])
+    last, (outs,) = repeated(step, [autocast(s[0]) for s in initial], [linear(x, w_ih, b_ih)])
     return outs, *last
 
 
-def _projected(cell: Cell, weight: Tensor) -> Cell:
+def _projected(cell: Cell, weight: Tensor, linear: Callable[..., Tensor]) -> Cell:
     def step(*args: Tensor) -> Any:
         (h, *others), kept = cell.step(*args)
-        return (F.linear(h, weight), *others), kept
+        return (linear(h, weight), *others), kept
 
     return Cell(step, *cell[1:])
 
@@ -107,11 +115,35 @@ def scan_kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
     return _unfolded(out, axes), *(s.unflatten(0, axes) for s in last[1:]), *(_unfolded(k, axes) for k in kept)
 
 
-def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
-    """Compute the gradients of the arguments of ``scan_kernel``, from those of its first results."""
-    (grad, *others), (x, w_ih, w_hh, *kept) = args[:size], args[size:]
-    w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (w_ih, w_hh))
-    width, axes = len(w_hh), _axes(x)
+def _gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
+    """Compute the gradients of the arguments of ``scan_kernel`` from those of its first results."""
+    grads, (x, w_ih, w_hh, *kept) = args[:size], args[size:]
+    of_state, of_x, signals = scan_signals(cell, grads, w_ih, w_hh, kept, needs_x=needed[-3])
+    biases = [y.sum((-3, -2)) for y in signals[: len(needed) - size - 3]]
+    products = [y.flatten(-3, -2).mT @ z.flatten(-3, -2) for y, z in zip(signals, (x, kept[0]), strict=True)]
+    return *of_state, *biases, of_x, *products
+
+
+def scan_signals(
+    cell: Cell, grads: Sequence[Tensor | None], w_ih: Tensor, w_hh: Tensor, kept: Sequence[Tensor], *, needs_x: bool
+) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+    """Compute the signals at the gates, by a scan of the steps in reverse.
+
+    Args:
+        cell: one step.
+        grads: the gradients of the outputs and of the rest of the last state, or None.
+        w_ih: W, one for all samples: ``[*samples, G, I]``.
+        w_hh: W', likewise.
+        kept: what ``scan_kernel`` kept.
+        needs_x: whether the inputs need a gradient.
+
+    Returns:
+        The gradients of the initial state, that of the inputs or None, and the signals at the gates of the inputs and
+        at those of the state, ``[*samples, T, N, G]``.
+    """
+    grad, *others = grads
+    w_ih, w_hh = (w[(0,) * (kept[0].ndim - 3)] for w in (w_ih, w_hh))
+    width, axes = len(w_hh), _axes(kept[0])
     states = [_folded(k) for k in kept]
     own = torch.zeros_like(states[0]) if grad is None else _folded(grad)
     earlier = torch.cat([torch.zeros_like(own[:1]), own[:-1]])  # the initial state has no gradient of its own
@@ -125,17 +157,15 @@ def scan_gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) ->
         at_products = signals if cell.at_inputs is None else signals[:, :width]
         return (torch.addmm(first, at_products, weight), *rest), (signals,)
 
-    first, (signals,), order = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
+    first, (signals,) = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
-    of_x = _unfolded(order(at_inputs @ w_ih, 0), axes) if needed[-3] else None
+    of_x = _unfolded(at_inputs @ w_ih, axes) if needs_x else None
     if cell.at_inputs is None:  # both weights have the same signals: eager code copies them here, not once for each
         shared = _unfolded(signals, axes)
         both = [shared if is_traced(shared) else shared.contiguous()] * 2
     else:
         both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
-    biases = [y.sum((-3, -2)) for y in both[: len(needed) - size - 3]]
-    products = [Product(y, order(z, -3)) for y, z in zip(both, (x, kept[0]), strict=True)]
-    return *(_unfolded(g[None], axes) for g in first), *biases, of_x, *products
+    return [_unfolded(g[None], axes) for g in first], of_x, both
 
 
 def _axes(x: Tensor) -> tuple[int, ...]:

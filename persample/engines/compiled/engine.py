@@ -15,7 +15,7 @@ from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import TraceError
-from persample.engines.vmap import by_vmap, eager
+from persample.engines.vmap import eager, unfactored
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.outputs import is_apart
@@ -108,7 +108,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     # Outside of the block above, so that the error of a loss that is wrong is its own.
     engines = "engine='eager', which computes the same, or engine='loop', which takes any loss"
     try:
-        task.reductions.lift(by_vmap(task.call, task.reductions.required_ops))
+        task.reductions.lift(unfactored(task.call, task.reductions.required_ops))
     except LossError as error:
         line = re.search(r"\([^()]*:\d+\)", str(refusal))
         if error.__cause__ is None or line is None or line[0] in str(error):

@@ -1,15 +1,11 @@
-"""Convolutions of the images of all samples, which report to a callback instead of to their kernel."""
+"""The geometry of convolutions: what the gradient of a kernel needs to know beside signals and images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd import Function
-
-from persample.engines.layers.rows import Callback
 
 
 class Geometry(NamedTuple):
@@ -62,33 +58,3 @@ def transposed_geometry_of(  # noqa: PLR0917 - as torch's
 def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
     values = tuple(map(int, x if isinstance(x, Sequence) else (x,)))  # numbers of NumPy, too
     return values * axes if len(values) == 1 else values
-
-
-class _ConvolvedImages(Function):
-    @staticmethod
-    def forward(  # noqa: PLR0917 - as autograd calls it
-        ctx: Any,
-        images: Tensor,
-        kernel: Tensor,
-        bias: Tensor | None,
-        convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-        geometry: Geometry,
-        callback: Callback,
-    ) -> Tensor:
-        ctx.save_for_backward(images, kernel)
-        ctx.geometry, ctx.callback = geometry, callback
-        return convolve(images, kernel, bias)
-
-    @staticmethod
-    def backward(ctx: Any, signals: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        images, kernel = (x.detach() for x in ctx.saved_tensors)
-        ctx.callback(signals, images)
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None, None
-        wanted = True, False, False
-        grad = torch.ops.aten.convolution_backward(signals, images, kernel, None, *ctx.geometry, wanted)[0]
-        return grad, None, None, None, None, None
-
-
-# Passes no gradient to the kernel and bias, so that a gradient there comes from another use of them.
-convolved_images: Callable[..., Tensor] = _ConvolvedImages.apply

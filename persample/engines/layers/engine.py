@@ -8,11 +8,11 @@ given small parameters as one copy per sample; one of large parameters and sampl
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from persample._torch import (
     add_batch_dim,
@@ -32,35 +32,28 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.derivatives import NestedCallError
 from persample.inputs.loss import NotConnectedError
-from persample.utils.dtypes import is_autocast
+from persample.utils.dtypes import full_precision
 from persample.utils.interrupts import interrupts_first
 from persample.utils.origin import handled_error, is_users
 from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 
-# Modules of torch whose matrices are multiplied inside of one function, and not by ``F.linear``.
-_NOT_LAYERS = (nn.MultiheadAttention, nn.EmbeddingBag)
 
-
-def suits(call: Call) -> bool:
-    """Return whether a loss may be made of layers, as far as its parameters and modules tell.
-
-    A wrong guess costs time, never correctness: ``gradients`` refuses the loss.
+def unsuited(call: Call) -> str:
+    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried.
 
     Args:
         call: the chunk, not empty.
     """
-    first = call.params[0]
-    if call.randomness != "error" or transforms() or call.loss.outputs == "rows":
-        return False
-    if is_traced(first) and _enters_transforms(call.loss.fn):
-        return False
-    if any(call.params_batched) or is_autocast(first.device) or not first.is_floating_point():
-        return False
-    alike = all(x.dtype == first.dtype and x.device == first.device for x in call.params)
-    if not alike or not any(x.ndim >= 2 for x in call.params):
-        return False
-    return not any(isinstance(part, _NOT_LAYERS) for part in call.loss.params.parts.values())
+    if call.differentiated or transforms():
+        return "the caller differentiates or batches the call"
+    if any(call.params_batched):
+        return "each sample has parameters of its own"
+    if not all(x.is_floating_point() for x in call.params):
+        return "a parameter is complex"
+    if is_traced(call.params[0]) and _enters_transforms(call.loss.fn):
+        return "the loss enters transforms of torch.func"
+    return ""
 
 
 def _enters_transforms(captured: Any) -> bool:
@@ -102,29 +95,42 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 
 def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
-    plan = call.plan(required_ops)
-    params, recorder, losses, aux, has_aux = _forward(call, plan)
+    params, recorder, losses, aux, has_aux = _forward(call, call.plan(required_ops))
     if not losses.requires_grad:
         raise NotConnectedError
-    inputs = [*params.plain, *params.expanded.values()]
-    with recorder.deferral() if params.defers else nullcontext():
-        grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
-    of_plain, of_copies = grads[: len(params.plain)], grads[len(params.plain) :]
+    counts = len(recorder.outputs), len(params.expanded)
+    grads = iter(_differentiated(losses, [*recorder.outputs, *params.expanded.values(), *params.plain]))
+    of_layers, of_copies = ([next(grads) for _ in range(count)] for count in counts)
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
-    if any(grad is not None for grad in of_plain):
+    if any(grad is not None for grad in grads):
         raise NotLayersError("a parameter of a layer has another use")
-    if not recorder and all(grad is None for grad in of_copies):
-        raise NotLayersError("no parameter has a gradient")
-    rest = dict(zip(params.expanded, of_copies, strict=True))
-    pull_back(params, recorder, rest)
-    factors = tuple(recorder.factor(place, rest.get(place)) for place in range(len(call.params)))
-    return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
+    outputs = tuple(losses.shape[1:])
+    with full_precision(losses.device):
+        recorder.add(of_layers)
+        for place, grad in zip(params.expanded, of_copies, strict=True):
+            if grad is not None:
+                recorder.add_written_out(place, grad.transpose(0, 1) if outputs else grad)
+        if not recorder:
+            raise NotLayersError("no parameter has a gradient")
+        pull_back(params, recorder, outputs)
+        factors = tuple(recorder.factor(place, outputs) for place in range(len(call.params)))
+    facts: dict[str, Any] = {"spec": call.loss.spec, "aux": aux, "has_aux": has_aux, "weights": call.weights}
+    return Gradients.of(factors, losses=losses.detach(), **facts)
+
+
+def _differentiated(losses: Tensor, inputs: list[Any]) -> Sequence[Tensor | None]:
+    """Return the gradients of the losses ``[B]``; those of ``[B, K]`` with a first axis of K, by one backward pass."""
+    if losses.ndim == 1:
+        return torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    size, count = losses.shape
+    units = torch.eye(count, dtype=losses.dtype, device=losses.device).unsqueeze(1).expand(count, size, count)
+    return torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
 
 
 def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Any, bool]:
     """Return the parameters, the recorder, the losses with their graph, aux, and whether the loss returned any."""
     lazy_load_decompositions()  # of operations for vmap, once
-    with torch.enable_grad(), vmap_increment_nesting(call.size, "error") as level:
+    with torch.enable_grad(), vmap_increment_nesting(call.size, call.randomness) as level:
         pairs = zip(call.leaves, call.leaves_batched, strict=True)
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
         vmap = Vmap(level, call.size)

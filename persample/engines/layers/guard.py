@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from persample._torch import multi_head_attention_by
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.shared import NotLayersError
 from persample.errors import LossError
 from persample.outputs import memory
+from persample.utils.tracing import is_wrapped
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched, unwrapped
 from persample.vmap_rules.effects import is_pure, reads_state, written_tensors
@@ -32,6 +34,7 @@ class LayerGuard(VmapRules):
     def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
         super().__init__({F.linear: interceptor.linear}, differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
+        self._made: dict[int, Tensor] = {}  # by address, kept alive: tensors of the loss's own that all samples share
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,13 +44,18 @@ class LayerGuard(VmapRules):
             params = self._interceptor.params
             # Without grad mode, results are constants, whatever a parameter is used for.
             is_used = torch.is_grad_enabled() and params.are_among((*args, *kwargs.values()))
+            if is_used and func is F.multi_head_attention_forward:  # of layers, which torch calls without any mode
+                return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            return self.replaced(func, args, kwargs)
+            result = self.replaced(func, args, kwargs)
         except Exception as error:
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise
+        if type(result) is Tensor and not is_wrapped(result):
+            self._note(result, args)
+        return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         refusal = self._refusal
@@ -65,7 +73,16 @@ class LayerGuard(VmapRules):
         if reads or not all(map(self._is_computed, written)):
             raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
 
+    def _note(self, result: Tensor, args: Sequence[Any]) -> None:
+        """Note that the loss made a tensor, such as a mask; not a view of one that it was given or closed over."""
+        if result.layout is torch.strided and (address := memory(result)):
+            viewed = any(isinstance(x, Tensor) and not is_wrapped(x) and memory(x) == address for x in args)
+            if not viewed:
+                self._made[address] = result
+
     def _is_computed(self, x: Tensor) -> bool:
-        """Return whether the loss computed a tensor itself, with one value per sample."""
+        """Return whether the loss computed a tensor itself, and not the caller or autograd."""
+        if not is_batched(x):
+            return not is_wrapped(x) and memory(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
-        return is_batched(x) and memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
+        return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}

@@ -17,21 +17,22 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
-from persample.engines.layers.convolutions import Geometry, convolved_images, geometry_of, transposed_geometry_of
+from persample.engines.layers.convolutions import Geometry, geometry_of, transposed_geometry_of
 from persample.engines.layers.pointwise import is_pointwise
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.recurrences import scanned_sequences
-from persample.engines.layers.rows import linear_rows, lookup_rows
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
-from persample.utils.dtypes import is_autocast
+from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import batch_first, unwrapped
 from persample.vmap_rules.einsum import linear_einsum
+from persample.vmap_rules.embedding import embedding_bag
 from persample.vmap_rules.linear import linear
 from persample.vmap_rules.recurrent import recurrent_rule
 from persample.vmap_rules.recurrent_cells import Cell
+from persample.vmap_rules.recurrent_scan import unrolled
 
 # Functions are given copies of matrices of up to so many numbers for all samples: more work than products with one
 # matrix, and less than that of the transforms of ``vmap(vjp)``.
@@ -55,9 +56,8 @@ class LayerInterceptor:
         with suppress(NotLayersError):
             if (result := self._layer(func, args, kwargs)) is not NotImplemented:
                 return result
-        # Under one vmap alone, autocast gives some functions (cross_entropy) another precision.
-        if not self._vmap.is_innermost or is_autocast(self.params.plain[0].device):
-            raise NotLayersError("the loss calls a function of parameters inside of a transform, or under autocast")
+        if not self._vmap.is_innermost:
+            raise NotLayersError("the loss calls a function of parameters inside of a transform")
         try:
             return self._other(func, args, kwargs)
         except RuntimeError as error:  # perhaps of this way alone: the loss must not go on with it
@@ -87,10 +87,8 @@ class LayerInterceptor:
             if param is None:
                 return x
             numbers = self._vmap.size * param.tensor.numel()
-            if is_pointwise(func) and numbers <= largest:
+            if (is_pointwise(func) and numbers <= largest) or (numbers <= _FEW and func not in _UNLIKE_COPIES):
                 return self.params.copy(param)
-            if numbers <= _FEW and func not in _UNLIKE_COPIES:
-                return self.params.copy(param, deferred=True)
             raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
 
         return list(map(copied, leaves))
@@ -105,33 +103,41 @@ class LayerInterceptor:
             return self.convolution(func, *args, **kwargs)
         if func in _OPERATORS and not kwargs:
             return _OPERATORS[func](self, *args)
+        if func is F.embedding_bag:
+            return embedding_bag(self.embedding, *args, **kwargs)
         rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
         return NotImplemented if rule is None else rule(*args, **kwargs)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Compute ``F.linear``, whose weight and bias may be parameters or not."""
         param, bias_place = self.params.get(weight), self.params.place_of(bias)
-        place = None if param is None else param.place
-        plain_bias = bias if bias_place is None else self.params.plain[bias_place]
+        plain_bias = bias if bias_place is None else self.params.values[bias_place]
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
-        known = isinstance(weight, Tensor) and (place is not None or not weight.requires_grad)
+        known = isinstance(weight, Tensor) and (param is not None or not weight.requires_grad)
         known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
         if known and self._is_batched(input) and _fits(input, weight, plain_bias):
-            transposed = param is not None and param.transposed
-            layer = LayerParams(place, bias_place, transposed, input.ndim == 1)
-            return self._on_rows(input, weight, plain_bias, layer)
+            place, transposed = (None, False) if param is None else param[1:]
+            layer = LayerParams(place, bias_place, transposed)
+            return self._on_rows(input, weight.detach(), plain_bias, layer)
         if self.params.are_among((input, weight, bias)):
             raise NotLayersError("the loss calls F.linear with inputs that are not one per sample")
         return linear(input, weight, bias)
 
     def _on_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerParams) -> Tensor:  # noqa: A002
-        rows = batch_first(input)
-        callback = None if layer.weight is layer.bias is None else self._recorder.linear(layer)
+        given = batch_first(input)
         with temporarily_clear_interpreter_stack():
-            # Unflattened outside of the function: a view that a function returns could not be written in place.
-            out = linear_rows(rows.flatten(0, -2), weight, bias, callback)
-            out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
+            rows, recorded = self._recorded(given.flatten(0, -2), layer)
+            out = F.linear(rows, weight, bias)
+            if recorded:
+                self._recorder.linear(layer, autocast(rows), out)
+            out = out.view(*given.shape[:-1], weight.shape[0]) if given.ndim > 2 else out
         return add_batch_dim(out, 0, self._vmap.level)
+
+    def _recorded(self, inputs: Tensor, layer: LayerParams) -> tuple[Tensor, bool]:
+        """Return the inputs of a layer so that autograd records it, and whether its output is to be recorded."""
+        if not torch.is_grad_enabled() or layer.weight is layer.bias is None:
+            return inputs, False
+        return inputs if inputs.requires_grad else inputs.detach().requires_grad_(), True
 
     def convolution(
         self,
@@ -144,41 +150,50 @@ class LayerInterceptor:
     ) -> Tensor:
         """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel is a parameter."""
         place, bias_place = self._parameter(weight), self.params.place_of(bias)
-        plain_bias = bias if bias_place is None else self.params.plain[bias_place]
+        plain_bias = bias if bias_place is None else self.params.values[bias_place]
         is_frozen = isinstance(bias, Tensor) and not (bias.requires_grad or is_wrapped(bias))
         is_layer = bias is None or bias_place is not None or is_frozen
         is_layer = is_layer and self._is_batched(input) and input.numel() > 0
-        is_layer = is_layer and weight.ndim - input.ndim in {0, 1} and input.dtype == weight.dtype
-        if not is_layer or is_autocast(input.device):
+        is_layer = is_layer and weight.ndim - input.ndim in {0, 1}
+        if not is_layer or not (input.dtype == weight.dtype or is_autocast(input.device)):
             raise NotLayersError("the loss calls a convolution that has other biases or images than layers")
         geometry = _CONVOLUTIONS[func](weight, *settings, **named)
         if geometry is None:
-            raise NotLayersError("the loss calls a convolution whose kernel gradient is no convolution")
-        images = batch_first(input)
-        callback = self._recorder.convolution(place, bias_place, geometry)
+            raise NotLayersError("the loss calls a convolution that pads one side of its images or output alone")
+        given, layer = batch_first(input), LayerParams(place, bias_place)
         with temporarily_clear_interpreter_stack():
             one_each = input.ndim < weight.ndim
-            flat = images if one_each else images.flatten(0, 1)
+            images, recorded = self._recorded(given if one_each else given.flatten(0, 1), layer)
             # By the function that the loss calls, which refuses what torch refuses.
-            out = convolved_images(
-                flat, weight, plain_bias, lambda *x: func(*x, *settings, **named), geometry, callback
-            )
-            out = out if one_each else out.view(*images.shape[:2], *out.shape[1:])
+            out = func(images, weight.detach(), plain_bias, *settings, **named)
+            if recorded:
+                self._recorder.convolution(layer, geometry, autocast(images), out)
+            out = out if one_each else out.view(*given.shape[:2], *out.shape[1:])
         return add_batch_dim(out, 0, self._vmap.level)
 
     def recurrence(
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Compute one recurrent layer of parameters."""
+        *initial, x = (self._one_each(y) for y in (*initial, x))
+        if len(weights) % 2:  # with a projection, whose steps are not elementwise
+            return unrolled(cell, x, initial, weights, linear=self.linear)
         places = list(map(self._parameter, weights))
-        if len(weights) % 2 or x.dtype != weights[0].dtype or not x.numel() or is_autocast(x.device):
-            raise NotLayersError("the loss calls a recurrent layer with a projection, or inputs unlike those of layers")
-        callback = self._recorder.recurrence(places[:2], places[2:])
-        *state, sequences = (batch_first(self._one_each(y)) for y in (*initial, x))
-        w_ih, w_hh, *biases = (self.params.plain[place] for place in places)
+        if not x.numel() or not (is_autocast(x.device) or x.dtype == weights[0].dtype):
+            raise NotLayersError("the loss calls a recurrent layer with inputs of another dtype, or without elements")
+        *state, sequences = map(batch_first, (*initial, x))
         with temporarily_clear_interpreter_stack():
-            tensors = *state, *biases, sequences, w_ih, w_hh
-            out, *others = scanned_sequences(cell, callback, len(state), *tensors)
+            w_ih, w_hh, *biases = (autocast(self.params.values[place]) for place in places)
+            tensors = *map(autocast, state), *biases, autocast(sequences), w_ih, w_hh
+            # A kernel returns no signals of its gates, so that they are the gradients of tensors that it does not read.
+            shape, recorded = sequences.shape[:-1], torch.is_grad_enabled()
+            gates = [w.new_zeros(()).expand(shape.numel(), len(w)).requires_grad_(recorded) for w in (w_ih, w_hh)]
+            with full_precision(x.device):
+                unflattened = [gate.view(*shape, -1) for gate in gates]
+                out, *others, states = scanned_sequences(cell, len(state), *unflattened, *tensors)
+            for k, rows in enumerate((tensors[-3], states) if recorded else ()):
+                layer = LayerParams(places[k], places[k + 2] if biases else None)
+                self._recorder.linear(layer, rows.flatten(0, 2), gates[k])
             results = out, out[:, -1], *others
         return tuple(add_batch_dim(y, 0, self._vmap.level) for y in results)
 
@@ -245,10 +260,20 @@ class LayerInterceptor:
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
             raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
         index = batch_first(input) if is_wrapped(input) else input.expand(self._vmap.size, *input.shape)
-        callback = self._recorder.embedding(param.place, None if padding_idx is None else padding_idx % len(weight))
         with temporarily_clear_interpreter_stack():
-            out = lookup_rows(weight, index, callback)
+            table = self.params.values[param.place]
+            out = F.embedding(index, table.detach().requires_grad_())
+            if torch.is_grad_enabled():
+                padding = None if padding_idx is None else padding_idx % len(weight)
+                self._recorder.lookup(param.place, padding, index, out)
         return add_batch_dim(out, 0, self._vmap.level)
+
+    def row(self, table: Tensor, index: Any) -> Tensor:
+        """Compute ``table[index]`` for an index of rows as a lookup."""
+        rows = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
+        if not rows or index.dtype in {torch.bool, torch.uint8}:
+            raise NotLayersError("the loss indexes a parameter, and not by the numbers of rows")
+        return self.embedding(torch.where(index < 0, index + len(table), index), table)
 
     def _is_batched(self, x: Tensor) -> bool:
         """Return whether the vmap around the loss, and no other level, batches a tensor."""
@@ -257,11 +282,12 @@ class LayerInterceptor:
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
-    if weight.ndim != 2 or input.dtype != weight.dtype or not input.numel() or input.shape[-1:] != weight.shape[1:]:
+    if weight.ndim != 2 or not input.numel() or input.shape[-1:] != weight.shape[1:] or is_wrapped(weight):
         return False
-    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1] or is_wrapped(bias)):
+    if bias is not None and (bias.shape != weight.shape[:1] or is_wrapped(bias)):
         return False
-    return not (is_wrapped(weight) or is_autocast(input.device))
+    alike = input.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+    return alike or is_autocast(input.device)
 
 
 def _getters(*names: str) -> list[Any]:
@@ -294,5 +320,6 @@ _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),
     torch.einsum: LayerInterceptor.einsum,
+    Tensor.__getitem__: LayerInterceptor.row,
     **dict.fromkeys((torch.t, Tensor.t, *_getters("T", "mT")), lambda self, x: self.params.transpose(x)),
 }

@@ -1,45 +1,42 @@
-"""The factors of layer parameters, from the inputs and output gradients that the backward passes of layers report."""
+"""The factors of layer parameters: a layer's gradient is Σ signal × input; the signals are gradients of its output."""
 
 from __future__ import annotations
 
-import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import pad
 
-from persample.engines.deferred import Deferral, factor_of
-from persample.engines.deferred.placeholder import values_of
-from persample.engines.layers import recurrences
+from persample._torch import version
 from persample.engines.layers.convolutions import Geometry
-from persample.engines.layers.rows import Callback
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
-from persample.vmap_rules.kernel_call import Product
-from persample.vmap_rules.linear import is_small
+from persample.factors.output_list import OutputList
 
 
 class LayerParams(NamedTuple):
-    """The parameters of one call of a linear layer.
+    """The parameters of one call of a layer.
 
     Args:
         weight: the weight's place among all parameters, or None: it is frozen.
         bias: the bias's place, or None.
         transposed: whether the layer multiplies with the weight's transpose ``[i, o]`` (``x @ w``).
-        of_vectors: whether the layer's input is one vector per sample.
     """
 
     weight: int | None
     bias: int | None
-    transposed: bool
-    of_vectors: bool
+    transposed: bool = False
 
 
 class LayerRecorder:
-    """Records the inputs and output gradients of layers, and returns a factor per parameter.
+    """Records the inputs of layers, and makes factors of them and of the gradients of the layers' outputs.
+
+    Signals below are ``[B·…, o]``, and ``[K, B·…, o]`` of losses with K outputs.
 
     Args:
         params: the parameters.
@@ -49,110 +46,127 @@ class LayerRecorder:
 
     def __init__(self, params: Sequence[Tensor], size: int, plan: Plan) -> None:
         self._params, self._size, self._plan = params, size, plan
-        self._num_calls: Counter[int | None] = Counter()  # of layers, by the place of their weight
-        self._products: dict[int, list[Factor]] = defaultdict(list)
-        self._bias_grads: dict[int, list[Tensor]] = defaultdict(list)
+        self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
+        self._uses: list[tuple[Callable[..., None], tuple[Any, ...], Tensor, int]] = []
+        self._factors: dict[int, list[Factor]] = defaultdict(list)
 
-    def __bool__(self) -> bool:
-        """Return whether any layer has reported."""
-        return bool(self._products or self._bias_grads)
+    def linear(self, layer: LayerParams, inputs: Tensor, output: Tensor) -> None:
+        """Record the call of a linear layer, from inputs ``[B·…, i]`` to an output ``[B·…, o]``.
 
-    def linear(self, layer: LayerParams) -> Callback:
-        """Register a linear layer; return the callback its backward pass invokes with (output gradients, inputs)."""
-        self._num_calls[layer.weight] += 1
-        return _computed(functools.partial(self._record_linear, layer))
+        A leaf among outputs stands for the gradient of an output that a kernel does not return.
+        """
+        self._record(output, LayerRecorder._add_products, (layer,), inputs)
 
-    def embedding(self, place: int, padding: int | None) -> Callback:
-        """Register a lookup in the table at a place; return the callback for (output gradients, indices)."""
-        self._num_calls[place] += 1
-        return _computed(functools.partial(self._record_lookup, place, padding))
+    def convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, output: Tensor) -> None:
+        """Record the call of a convolution, whose images and output are ``[B·N, channels, *sizes]``."""
+        self._record(output, LayerRecorder._add_convolution, (layer, geometry), images)
 
-    def convolution(self, weight: int, bias: int | None, geometry: Geometry) -> Callback:
-        """Register a convolution; return the callback for (output gradients, images)."""
-        self._num_calls[weight] += 1
-        return _computed(functools.partial(self._record_convolution, weight, bias, geometry))
+    def lookup(self, place: int, padding: int | None, index: Tensor, output: Tensor) -> None:
+        """Record a lookup of rows ``[B, …]`` in the table at a place, whose row of padding has no gradient."""
+        self._record(output, LayerRecorder._add_lookup, (place, padding), index)
 
-    def recurrence(self, weights: Sequence[int], biases: Sequence[int]) -> recurrences.Callback:
-        """Register a recurrent layer; return the callback for the gradients of its biases and weights."""
-        self._num_calls.update(weights)
-        return _computed(functools.partial(self._record_recurrence, weights, biases))
+    def _record(self, output: Tensor, use: Callable[..., None], settings: tuple[Any, ...], inputs: Tensor) -> None:
+        # Not the output itself: the loss may write into it. No bound methods: the graph is freed with the recorder.
+        self.outputs.append(output if output.is_leaf else get_gradient_edge(output))
+        self._uses.append((use, settings, inputs.detach(), version(inputs)))
 
-    def record(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Add to the gradients of the parameters at some places what a backward pass under ``deferral`` returned."""
-        for place, grad in zip(places, grads, strict=True):
-            self._products[place].append(factor_of(grad, self._plan))
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of the outputs, in the order of ``outputs``."""
+        for (use, settings, inputs, written), grad in zip(self._uses, grads, strict=True):
+            if grad is None:
+                continue
+            if version(inputs) != written:
+                raise RuntimeError("the inputs of a layer have been modified by an inplace operation")
+            use(self, *settings, inputs, grad)
 
-    def deferral(self) -> Deferral:
-        """Return the context of a backward pass whose gradients are recorded."""
-        return Deferral(self._plan, self._params)
+    def add_rows(self, place: int, start: int, factor: Factor) -> bool:
+        """Add the gradients of some rows of a matrix, from a first one on, if they are sums of products."""
+        if not isinstance(factor, Outer) or not factor.layout.is_matrix or len(factor.shape) != 2:
+            return False
+        shape = tuple(self._params[place].shape)
+        left = pad(factor.left, (start, shape[0] - start - factor.shape[0]))
+        self._factors[place].append(replace(factor, left=left, layout=Layout.of_matrix(*shape)))
+        return True
+
+    def add_written_out(self, place: int, grads: Tensor) -> None:
+        """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
+        self._factors[place].append(Dense(grads))
 
     def __contains__(self, place: int) -> bool:
-        """Return whether a layer has reported gradients of the parameter at a place."""
-        return place in self._products or place in self._bias_grads
+        """Return whether the parameter at a place has gradients."""
+        return place in self._factors
 
-    def factor(self, place: int, rest: Tensor | None) -> Factor:
-        """Return the gradients of a parameter; ``rest`` are those of its copies, ``[B, *shape]``, if there are any."""
-        param = self._params[place]
-        found = list(self._products.get(place, ()))
-        if place in self._bias_grads:
-            found.append(Dense(functools.reduce(torch.add, self._bias_grads[place])))
-        if rest is not None:
-            found.append(factor_of(rest, self._plan))
-        if not found:
-            return Dense.zeros(self._size, param.shape, param.dtype, param.device)
-        total = sum_factors(found)
+    def __bool__(self) -> bool:
+        """Return whether any parameter has gradients."""
+        return bool(self._factors)
+
+    def factor(self, place: int, outputs: Sequence[int] = ()) -> Factor:
+        """Return the gradients of a parameter, of shape ``[*outputs, *shape]``; zeros if nothing was added."""
+        if place not in self:
+            param = self._params[place]
+            return Dense.zeros(self._size, (*outputs, *param.shape), param.dtype, param.device)
+        total = self.total(place)
         return total if isinstance(total, Dense) else choose_storage(total, self._plan)
 
-    def _record_linear(self, layer: LayerParams, signals: Tensor, rows: Tensor) -> None:
+    def total(self, place: int) -> Factor:
+        """Return the sum of what was added to the gradients of a parameter, as it was added."""
+        found = self._factors[place]
+        return sum_factors(found) if len(found) > 1 else found[0]
+
+    def _add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
+        *outputs, _, width = signals.shape
+        signals = signals.reshape(*outputs, self._size, -1, width)
+        if outputs:
+            signals = signals.movedim(0, 2)  # [B, T, K, o]
         if layer.weight is not None:
-            left, right = (rows, signals) if layer.transposed else (signals, rows)
-            self._add(layer.weight, self._product(self._params[layer.weight], left, right, of_vectors=layer.of_vectors))
+            param = self._params[layer.weight]
+            left, right = (x.reshape(self._size, 1, signals.shape[1], -1) for x in (signals, inputs))
+            layout = _layout(tuple(outputs), tuple(param.shape), transposed=layer.transposed)
+            pair = (right, left) if layer.transposed else (left, right)
+            self._factors[layer.weight].append(Outer(*pair, layout, param.dtype))
         if layer.bias is not None:
-            one_each = signals.shape[0] == self._size
-            grad = signals if one_each else signals.view(self._size, -1, signals.shape[1]).sum(1)
-            self._bias_grads[layer.bias].append(grad)
+            grad = signals.squeeze(1) if signals.shape[1] == 1 else signals.sum(1)
+            self._factors[layer.bias].append(Dense(grad.to(self._params[layer.bias].dtype)))
 
-    def _record_convolution(
-        self, weight: int, bias: int | None, geometry: Geometry, signals: Tensor, images: Tensor
-    ) -> None:
-        pair = [x.view(self._size, -1, *x.shape[1:]) for x in (signals, images)]
-        left, right = reversed(pair) if geometry.transposed else pair
-        shape, places = tuple(self._params[weight].shape), geometry[:3]
-        self._add(weight, Conv(left, right, shape, *places, geometry.groups))
-        if bias is not None:
-            self._bias_grads[bias].append(pair[0].flatten(3).sum((1, 3)))
+    def _add_convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, signals: Tensor) -> None:
+        assert layer.weight is not None
+        shape, outputs = tuple(self._params[layer.weight].shape), signals.shape[: signals.ndim - images.ndim]
+        images, signals = (x.unflatten(x.ndim - images.ndim, (self._size, -1)) for x in (images, signals))
+        if layer.bias is not None:
+            grad = signals.flatten(len(outputs) + 3).sum((len(outputs) + 1, -1))
+            self._factors[layer.bias].append(Dense(grad.transpose(0, 1) if outputs else grad))
 
-    def _record_recurrence(
-        self,
-        weights: Sequence[int],
-        biases: Sequence[int],
-        of_biases: Sequence[Tensor],
-        of_weights: Sequence[Product],
-    ) -> None:
-        for place, grad in zip(biases, of_biases, strict=True):
-            self._bias_grads[place].append(grad)
-        for place, (left, right) in zip(weights, of_weights, strict=True):
-            self._add(place, self._product(self._params[place], left.flatten(0, 2), right.flatten(0, 2)))
+        def kernel(signals: Tensor, shape: tuple[int, ...] = shape) -> Conv:
+            left, right = (images, signals) if geometry.transposed else (signals, images)
+            return Conv(left, right, shape, *geometry[:3], geometry.groups)
 
-    def _record_lookup(self, place: int, padding: int | None, signals: Tensor, index: Tensor) -> None:
-        shape = self._params[place].shape
+        if outputs and not geometry.transposed and geometry.groups == 1:  # the outputs share patches of the images
+            factor: Factor = kernel(signals.movedim(0, 2).flatten(2, 3), (*outputs, *shape))
+        else:
+            factor = _of_each(kernel, signals) if outputs else kernel(signals)
+        self._factors[layer.weight].append(factor)
+
+    def _add_lookup(self, place: int, padding: int | None, index: Tensor, signals: Tensor) -> None:
+        shape, outputs = tuple(self._params[place].shape), signals.shape[: signals.ndim - index.ndim - 1]
         if padding is not None:
             signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)
-        signals = signals.reshape(self._size, -1, shape[1])
-        self._add(place, Embedding(signals, index.reshape(self._size, -1).long(), tuple(shape)))
+        signals = signals.reshape(*outputs, self._size, -1, shape[1])
+        rows = index.reshape(self._size, -1).long()
 
-    def _add(self, place: int, factor: Factor) -> None:
-        # If no other call adds to the gradients, choose their storage now, while they are in cache.
-        only = self._num_calls[place] == 1
-        self._products[place].append(choose_storage(factor, self._plan) if only else factor)
+        def table(signals: Tensor) -> Embedding:
+            return Embedding(signals, rows, shape)
 
-    def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool = False) -> Factor:
-        if of_vectors and 1 in param.shape and is_small(self._size, param):
-            return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
-        left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))
-        return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
+        self._factors[place].append(_of_each(table, signals) if outputs else table(signals))
 
 
-def _computed(record: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback that computes what the backward pass around it has deferred."""
-    return lambda *reported: record(*values_of(reported, "a layer"))
+def _of_each(make: Callable[[Tensor], Factor], signals: Tensor) -> Factor:
+    return OutputList(tuple(map(make, signals)))
+
+
+def _layout(outputs: tuple[int, ...], shape: tuple[int, ...], *, transposed: bool) -> Layout:
+    """Return the layout of the gradients ``[*outputs, *shape]`` of a matrix; the signals have the axis of outputs."""
+    if not outputs:
+        return Layout.of_matrix(*shape)
+    if transposed:
+        return Layout((), shape[:1], (*outputs, shape[1]), (1, 0, 2), (*outputs, *shape))
+    return Layout((), (*outputs, shape[0]), shape[1:], (0, 1, 2), (*outputs, *shape))

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
+from persample._torch import (
+    add_batch_dim,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+    view_base,
+)
+from persample.utils.tracing import is_wrapped
 from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
@@ -39,7 +45,7 @@ class SharedParam(NamedTuple):
     """A parameter that all samples share, or its transpose.
 
     Args:
-        tensor: the parameter or its transpose, plain.
+        tensor: the parameter or its transpose, plain, as the loss is given it.
         place: the parameter's place among all.
         transposed: whether the tensor is the transpose.
     """
@@ -64,12 +70,13 @@ class SharedParams:
     def __init__(self, params: Sequence[Tensor], vmap: Vmap) -> None:
         self._vmap = vmap
         self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
+        self.rows: dict[int, tuple[int, int]] = {}  # of computed rows of a matrix: its place, the first row
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
-        self.defers = False  # whether the backward pass of the loss defers products
         self._shared: dict[int, SharedParam] = {}
         self._copies: dict[int, tuple[int, Tensor]] = {}  # by id: the place of the vector, and its copies, kept alive
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
+            self.values = [x.detach() for x in params]  # as layers read them: a gradient of ``plain`` is of another use
         self.given = [self._give(place) for place in range(len(self.plain))]
 
     def get(self, x: Any) -> SharedParam | None:
@@ -97,14 +104,8 @@ class SharedParams:
             raise NotLayersError("the loss transposes a parameter that is no matrix")
         return self._keep(SharedParam(x.T, param.place, not param.transposed))
 
-    def copy(self, param: SharedParam, *, deferred: bool = False) -> Tensor:
-        """Return one copy of a shared parameter per sample.
-
-        Args:
-            param: the parameter.
-            deferred: whether the gradients of the copies may be products that are better deferred.
-        """
-        self.defers = self.defers or deferred
+    def copy(self, param: SharedParam) -> Tensor:
+        """Return one copy of a shared parameter per sample."""
         copy = self._copy(param.place)
         return copy.mT if param.transposed else copy
 
@@ -128,12 +129,17 @@ class SharedParams:
         return plain.mT if param is not None and param.transposed else plain
 
     def _add(self, value: Tensor) -> Tensor:
-        if value.is_complex():
-            raise NotLayersError("the loss computes complex numbers of a parameter")
-        self.computed[len(self.plain)] = value
+        if value.is_complex() or is_wrapped(value):
+            raise NotLayersError("the loss computes complex or random numbers of a parameter")
+        base, place = view_base(value), len(self.plain)
+        self.computed[place] = value
+        for of in range(len(self.given)) if base is not None and base.ndim == value.ndim == 2 else ():
+            if base is self.plain[of] and base.stride() == value.stride() and base.shape[1] == value.shape[1]:
+                self.rows[place] = of, (value.storage_offset() - base.storage_offset()) // base.stride(0)
         with temporarily_clear_interpreter_stack():
             self.plain.append(value.detach().requires_grad_())
-        return self._give(len(self.plain) - 1)
+            self.values.append(value.detach())
+        return self._give(place)
 
     def _give(self, place: int) -> Tensor:
         x = self.plain[place]
