@@ -18,7 +18,7 @@ B, F64 = 3, torch.float64
 # Of a tensor of floats: a parameter; a parameter times what is each sample's own; each sample's own; the same for all.
 FLOATS, OTHERS = ("parameter", "activation", "sample", "constant"), ("sample", "constant")
 # How the operation is called, and the loss computed: "mapped" by a vmap inside of the loss.
-FORMS = ("function", "deferred", "derivative", "mapped", "last axis", "method", "in place")
+FORMS = ("function", "summed", "derivative", "mapped", "last axis", "method", "in place")
 FORMS_OF_LAYERS = ("function", "method", "in place", "forward", "forward in place", "mapped")  # a gradient goes dense
 # Of a tensor of floats in a loss with layers: parameters, which are stored as a vector or as a matrix; and as above.
 FLOATS_OF_LAYERS = ("vector", "matrix", "activation", "sample", "constant")
@@ -129,7 +129,7 @@ class Case:
 
     def nested(self, values):
         floats = [k for k in self.places if self.leaves[k].dtype == F64]
-        if self.form in {"function", "deferred", "last axis", "method", "in place"} or not floats:
+        if self.form in {"function", "summed", "last axis", "method", "in place"} or not floats:
             return self.total(values)
         places = sorted({floats[self.seed % len(floats)], floats[self.seed // 7 % len(floats)]})
         given = [values[k] for k in places]
@@ -184,7 +184,7 @@ def measure(case, engine):
     case.looped = engine == "loop"
     wanted = {"loss": Loss(), "grads": Stack(), "norm": Norm()}
     batch, options = case.batch, {}
-    if case.form == "deferred":  # whole gradients are not put off
+    if case.form == "summed":  # gradients are not written out
         wanted = {"loss": Loss(), "sum": Sum(), "norm": Norm(per_param=True)}
     if case.form == "last axis":
         batch = {key: x.movedim(0, -1).contiguous() for key, x in batch.items()}

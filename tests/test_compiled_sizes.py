@@ -239,7 +239,7 @@ def test_padding_inside_of_the_loss(value):
 
 
 def test_programs_hold_nothing_that_no_output_needs(value, monkeypatch):
-    """Inductor would keep the meta tensors by which deferred products know their shapes."""
+    """Inductor would keep what a trace makes on the meta device."""
     graphs = lowered(monkeypatch)
     agree(td, value, (torch.randn(6, 4, dtype=F64), torch.randn(6, dtype=F64), torch.randn(6, 4, dtype=F64)))
     (graph,) = graphs

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from traced import lowered
 
 from persample import Norm, gradients, per_sample_grads
-from persample.engines.deferred.product import outer
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
 from persample.factors.layout import Layout
 from persample.factors.norms import squared_norms_per_factor
@@ -25,10 +24,27 @@ def draw(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype)
 
 
+def outer(left, right, shape):
+    """The factor of a broadcast product ``[B, *axes, T]``, summed over its last axis."""
+    kinds = [
+        0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True)
+    ]
+    places = sorted(range(len(kinds)), key=lambda axis: (kinds[axis], axis))
+    sizes = [max(pair) for pair in zip(left.shape[1:-1], right.shape[1:-1], strict=True)]
+    groups, rows, columns = (tuple(sizes[axis] for axis in places if kinds[axis] == kind) for kind in range(3))
+    layout = Layout(groups, rows, columns, tuple(places.index(axis) for axis in range(len(places))), tuple(shape))
+
+    def operand(x, size):
+        moved = x.expand(B, *x.shape[1:]).permute(0, *(axis + 1 for axis in places), x.ndim - 1)
+        return moved.reshape(B, layout.block[0], size, x.shape[-1]).transpose(2, 3)
+
+    return Outer(operand(left, layout.block[1]), operand(right, layout.block[2]), layout, left.dtype)
+
+
 def product(left, right, num_terms, shape=None):
     """l and r vary along the given axes; the batch axis is the first."""
     full = [max(a, b) for a, b in zip(left, right, strict=True)]
-    return outer(draw(B, *left, num_terms), draw(B, *right, num_terms), shape or full, torch.float64)
+    return outer(draw(B, *left, num_terms), draw(B, *right, num_terms), shape or full)
 
 
 def conv(signals, inputs, shape, stride=1, padding=0, dilation=1, groups=1):
@@ -73,7 +89,7 @@ FACTORS = {
     "outer-groups-steps": lambda: product((6, 3, 1), (1, 3, 4), 2),
     "outer-mixed-axes": lambda: product((6, 1, 3), (1, 4, 1), 2),
     "outer-flattened": lambda: product((6, 1), (1, 4), 2, (24,)),
-    "outer-broadcast-batch": lambda: outer(draw(B, 6, 1, 2), draw(1, 1, 4, 2), (6, 4), torch.float64),
+    "outer-broadcast-batch": lambda: outer(draw(B, 6, 1, 2), draw(1, 1, 4, 2), (6, 4)),
     "conv1d": lambda: conv((1, 6, 5), (1, 4, 7), (6, 4, 3)),
     "conv1d-images": lambda: conv((2, 6, 5), (2, 4, 7), (6, 4, 3)),
     "conv2d-strided": lambda: conv((1, 6, 3, 3), (1, 4, 7, 7), (6, 4, 3, 3), stride=2),

@@ -60,7 +60,7 @@ def test_convolutions_whose_padding_is_a_word(padding):
 
 
 def without_layers(monkeypatch):
-    monkeypatch.setattr(layers, "suits", lambda call: False)
+    monkeypatch.setattr(layers, "unsuited", lambda call: "as the test says")
 
 
 BREAKS = {  # what is broken, for which reduction, and what the warning names
@@ -73,11 +73,6 @@ BREAKS = {  # what is broken, for which reduction, and what the warning names
         lambda m: m.setattr(Outer, "gram", failing("gram(self, other=None, dtype=None)")),
         ps.Gram(),
         r"Outer\.gram of params\['2\.weight'\]",
-    ),
-    "a deferred product": (
-        lambda m: (without_layers(m), m.setattr(cost_model.Plan, "reason_to_write_out", broken)),
-        {"mean": ps.Mean(), "loss": ps.Loss()},
-        r"aten\.mul\.Tensor of one of params\['0\.weight'\], params\['0\.bias'\]",
     ),
     "a rule": (
         lambda m: (without_layers(m), m.setitem(vmap_rules._RULES, F.linear, broken)),

@@ -46,9 +46,9 @@ LINEAR = {
         lambda: nn.Linear(9, 9), (2, 9), call=lambda module, x: x + module(torch.relu(module(x)))
     ),
     "Linear, weight_norm": layer(lambda: parametrizations.weight_norm(nn.Linear(9, 7)), (9,), kinds={}),
-    "Bilinear": layer(lambda: nn.Bilinear(7, 9, 4), (7,), (9,)),
-    "Bilinear, no bias": layer(lambda: nn.Bilinear(7, 9, 4, bias=False), (7,), (9,)),
-    "Bilinear on steps": layer(lambda: nn.Bilinear(7, 9, 4), (2, 7), (2, 9)),
+    "Bilinear": layer(lambda: nn.Bilinear(7, 9, 4), (7,), (9,), kinds={}),
+    "Bilinear, no bias": layer(lambda: nn.Bilinear(7, 9, 4, bias=False), (7,), (9,), kinds={}),
+    "Bilinear on steps": layer(lambda: nn.Bilinear(7, 9, 4), (2, 7), (2, 9), kinds={}),
     "MLP with norms": layer(
         lambda: nn.Sequential(nn.Linear(9, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 7), nn.PReLU()),
         (2, 9),
@@ -63,7 +63,7 @@ CONVOLUTIONS = {
     "Conv1d, last pixels unseen": layer(lambda: nn.Conv1d(4, 8, 2, stride=3), (4, 7), kinds=CONV),
     "Conv1d, padding": layer(lambda: nn.Conv1d(4, 8, 3, padding=2), (4, 4), kinds=CONV),
     "Conv1d, padding same": layer(lambda: nn.Conv1d(4, 8, 3, padding="same"), (4, 4), kinds=CONV),
-    "Conv1d, padding same, even": layer(lambda: nn.Conv1d(4, 8, 4, padding="same"), (4, 4), kinds=CONV),
+    "Conv1d, padding same, even": layer(lambda: nn.Conv1d(4, 8, 4, padding="same"), (4, 4), kinds={}),
     "Conv1d, padding valid": layer(lambda: nn.Conv1d(4, 8, 3, padding="valid"), (4, 4), kinds=CONV),
     "Conv1d, reflect": layer(lambda: nn.Conv1d(4, 8, 3, padding=1, padding_mode="reflect"), (4, 4), kinds=CONV),
     "Conv1d, replicate": layer(lambda: nn.Conv1d(4, 8, 3, padding=1, padding_mode="replicate"), (4, 4), kinds=CONV),
@@ -83,7 +83,7 @@ CONVOLUTIONS = {
     "Conv2d, padding": layer(lambda: nn.Conv2d(4, 8, 3, padding=1), (4, 4, 4), kinds=CONV),
     "Conv2d, padding same": layer(lambda: nn.Conv2d(4, 8, 3, padding="same"), (4, 4, 4), kinds=CONV),
     "Conv2d, padding same, dilation": layer(
-        lambda: nn.Conv2d(4, 8, (2, 3), padding="same", dilation=(1, 2)), (4, 3, 3), kinds=CONV
+        lambda: nn.Conv2d(4, 8, (2, 3), padding="same", dilation=(1, 2)), (4, 3, 3), kinds={}
     ),
     "Conv2d, reflect": layer(lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"), (4, 3, 3), kinds=CONV),
     "Conv2d, replicate": layer(lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="replicate"), (4, 3, 3), kinds=CONV),
@@ -167,10 +167,10 @@ EMBEDDINGS = {
         lambda: nn.Embedding(60, 16, padding_idx=-1), tokens(3, 4), kinds=EMBEDDING, call=lambda m, t: m(59 - t)
     ),
     "Embedding, scale_grad_by_freq": layer(
-        lambda: nn.Embedding(60, 16, scale_grad_by_freq=True), tokens(3, 4), kinds=EMBEDDING
+        lambda: nn.Embedding(60, 16, scale_grad_by_freq=True), tokens(3, 4), kinds={}
     ),
     "Embedding, padding_idx, scale_grad_by_freq": layer(
-        lambda: nn.Embedding(60, 16, padding_idx=1, scale_grad_by_freq=True), tokens(3, 4), kinds=EMBEDDING
+        lambda: nn.Embedding(60, 16, padding_idx=1, scale_grad_by_freq=True), tokens(3, 4), kinds={}
     ),
     "Embedding on a matrix": layer(lambda: nn.Embedding(60, 16), tokens(60, 2, 3), kinds=EMBEDDING),
     "Embedding, unbatched": layer(lambda: nn.Embedding(60, 16), tokens(60), kinds=EMBEDDING, add_axis=False),

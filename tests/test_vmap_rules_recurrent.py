@@ -6,14 +6,13 @@ import pytest
 import torch
 from oracle import assert_trees_close, oracle
 from torch import nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 from vmap_rules_cases import B, check, check_module, draw, measure, once, states, with_state
 
 from persample import LossError, Mean, Norm, per_sample_grads
 from persample.vmap_rules import VmapRules
-from persample.vmap_rules.kernel_call import DeferringMode
 
 KINDS = {"gru": nn.GRU, "lstm": nn.LSTM, "tanh": nn.RNN, "relu": functools.partial(nn.RNN, nonlinearity="relu")}
 CELLS = {
@@ -173,33 +172,6 @@ def test_frozen_recurrent_weight(kind):
     params = {name: p.detach() for name, p in layer.named_parameters()}
     frozen = params.pop("weight_hh_l0")
     check(lambda p, x: functional_call(layer, {**p, "weight_hh_l0": frozen}, x), params, (draw(4, 2),))
-
-
-def test_modes_that_defer_see_no_steps():
-    seen = []
-
-    class Counting(DeferringMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen[-1] += 1
-            return func(*args, **(kwargs or {}))
-
-    gru = nn.GRU(2, 3).double()
-    params = {name: p.detach() for name, p in gru.named_parameters()}
-
-    def gradient(params, x):
-        def loss(params):
-            with VmapRules():
-                return measure(functional_call(gru, params, x))
-
-        value, backward = vjp(loss, params)
-        with Counting():
-            return backward(torch.ones_like(value))[0]
-
-    for length in (3, 30):
-        seen.append(0)
-        with torch.no_grad():
-            vmap(gradient, in_dims=(None, 0))(params, draw(length, 2))
-    assert seen[0] == seen[1] > 0
 
 
 def test_float32():

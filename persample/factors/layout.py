@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -34,23 +33,6 @@ class Layout:
     shape: tuple[int, ...]
 
     @classmethod
-    def of_product(cls, left: Sequence[int], right: Sequence[int], shape: Sequence[int]) -> Layout:
-        """Return the layout of a broadcast product.
-
-        Args:
-            left: the sizes of the left operand, 1 where it repeats.
-            right: the sizes of the right operand, 1 where it repeats; no axis has size 1 in both.
-            shape: the shape of the result.
-        """
-        kinds = [0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in zip(left, right, strict=True)]
-        places = sorted(range(len(kinds)), key=lambda axis: (kinds[axis], axis))
-        groups, rows, columns = (
-            tuple(max(left[axis], right[axis]) for axis in places if kinds[axis] == kind) for kind in range(3)
-        )
-        order = tuple(places.index(axis) for axis in range(len(places)))
-        return cls(groups, rows, columns, order, tuple(shape))
-
-    @classmethod
     def of_matrix(cls, rows: int, columns: int) -> Layout:
         """Return the layout of a plain matrix."""
         return cls((), (rows,), (columns,), (0, 1), (rows, columns))
@@ -78,12 +60,6 @@ class Layout:
         sizes = (*self.groups, *self.rows, *self.columns)
         split = values.reshape(len(values), *(sizes[axis] for axis in self.order))
         return split.permute(0, *(axis + 1 for axis in self._sorted())).reshape(len(values), *self.block)
-
-    def operand(self, x: Tensor, size: int) -> Tensor:
-        """Return an operand ``[n, *axes, T]`` of the product as ``[n, G, T, size]``, where size is o or i."""
-        order = self._sorted()
-        moved = x if order == sorted(order) else x.permute(0, *(axis + 1 for axis in order), x.ndim - 1)
-        return moved.reshape(len(x), self.block[0], size, x.shape[-1]).transpose(2, 3)
 
     def without_first(self) -> tuple[int, Layout] | None:
         """Return which axes the first one of the shape is merged with, and the layout of the other axes.

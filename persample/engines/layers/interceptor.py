@@ -119,6 +119,13 @@ class LayerInterceptor:
             place, transposed = (None, False) if param is None else param[1:]
             layer = LayerParams(place, bias_place, transposed)
             return self._on_rows(input, weight.detach(), plain_bias, layer)
+        if (
+            param is not None
+            and isinstance(bias, Tensor)
+            and bias.shape == weight.shape[:1]
+            and bias.dtype == weight.dtype
+        ):
+            return (out := self.linear(input, weight)) + bias.to(out.dtype)  # computed, perhaps for each sample
         if self.params.are_among((input, weight, bias)):
             raise NotLayersError("the loss calls F.linear with inputs that are not one per sample")
         return linear(input, weight, bias)

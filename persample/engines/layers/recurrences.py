@@ -28,9 +28,9 @@ class _ScannedSequences(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         w_ih, w_hh, *kept = (y.detach() for y in ctx.saved_tensors)
-        weights = [w.expand(len(kept[0]), *w.shape) for w in (w_ih, w_hh)]
+        w_ih, w_hh = (w.expand(len(kept[0]), *w.shape) for w in (w_ih, w_hh))
         needs_x = ctx.needs_input_grad[-3]
-        of_state, of_x, signals = scan_signals(ctx.cell, grads[: ctx.size], *weights, kept, needs_x=needs_x)
+        of_state, of_x, signals = scan_signals(ctx.cell, grads[: ctx.size], w_ih, w_hh, kept, needs_x=needs_x)
         return None, None, *signals, *of_state, *[None] * ctx.num_biases, of_x, None, None
 
 
