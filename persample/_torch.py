@@ -221,6 +221,16 @@ engine_run_backward = private(  # torch.autograd.grad, but under modes
         outputs, inputs, units, retain_graph=retain, create_graph=create, allow_unused=allow_unused
     ),
 )
+
+
+def run_by(engine: Callable[..., Any], function: Any) -> Any:
+    """Return torch.autograd.grad or backward with another engine than torch's, which they run outside of their modes."""
+    names = {**function.__globals__, "_engine_run_backward": engine}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
 # Methods and attributes that read a tensor's memory or views.
 private_reads = "_base", "_version", "_is_view", "_typed_storage"
 
