@@ -554,6 +554,38 @@ def test_engine_run_backward():
     assert torch.sin in calls  # the mode is active in the backward pass
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_run_by(create_graph):
+    def engine(*args, **kwargs):
+        calls.append(args)
+        return _torch.engine_run_backward(*args, **kwargs)
+
+    calls, x = [], torch.ones(2, requires_grad=True)
+    grad, backward = (_torch.run_by(engine, f) for f in (torch.autograd.grad, torch.autograd.backward))
+    (found,) = grad((x**2).sum(), [x], create_graph=create_graph)
+    assert found.tolist() == [2, 2]
+    assert found.requires_grad == create_graph
+    backward((x**2).sum(), torch.tensor(3.0))
+    assert x.grad.tolist() == [6, 6]
+    assert len(calls) == 2
+
+
+def test_tensors_read():
+    model, scale, read = nn.BatchNorm1d(2).eval(), torch.ones(2), []
+
+    def recorded(guards):
+        read.append(_torch.tensors_read(guards))
+        return [True] * len(guards)
+
+    def function(*args):
+        return args[0](args[1]) * scale
+
+    args = model, torch.ones(1, 2)
+    torch.compile(function, backend="eager", fullgraph=True, options={"guard_filter_fn": recorded})(*args)
+    found = eval(read[0], {"G": function.__globals__}, {"args": args, "scale": scale})
+    assert set(map(id, found)) == {id(scale), *map(id, [model.running_mean, model.running_var])}
+
+
 def test_unpool_output_size():
     x = torch.ones(1, 1, 2, 2)
     assert list(_torch.unpool_output_size(x, [2, 2], [2, 2], [0, 0], None)) == [4, 4]
