@@ -27,11 +27,7 @@ _TWICE = (
 
 
 class BackwardGuard(TorchFunctionMode):
-    """Computes gradients of stand-ins; refuses code in the backward pass that differentiates what they stand for.
-
-    Args:
-        stand_ins: tensors in place of parameters.
-    """
+    """Computes gradients of stand-ins; refuses code in the backward pass that differentiates what they stand for."""
 
     def __init__(self, stand_ins: Sequence[Tensor]) -> None:
         super().__init__()
@@ -57,22 +53,15 @@ class BackwardGuard(TorchFunctionMode):
     ) -> list[Any]:
         """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added.
 
-        Args:
-            outputs: tensors with a graph.
-            units: the gradients of the outputs.
-            retain: whether the graph is retained.
-            create_graph: whether the gradients have a graph.
-
         Raises:
             LossError: if code in the backward pass differentiates what a stand-in stands for.
         """
-        plain = [x for x in self._stand_ins if x.is_leaf]
-        for x in plain:
-            x.grad = None
+        for x in self._stand_ins:
+            if x.is_leaf:
+                x.grad = None
         flags = retain, create_graph, tuple(self._stand_ins), True
         found = self._run(tuple(outputs), tuple(units), *flags, accumulate_grad=False)
-        more = {id(x): x.grad for x in plain if x.grad is not None}
-        pairs = [(g, more.get(id(x))) for x, g in zip(self._stand_ins, found, strict=True)]
+        pairs = [(g, x.grad if x.is_leaf else None) for x, g in zip(self._stand_ins, found, strict=True)]
         found = [g if own is None else own if g is None else g + own for g, own in pairs]
         if any(g is None and x.shape in self._foreign for x, g in zip(self._stand_ins, found, strict=True)):
             raise LossError(_OUTSIDE)
