@@ -457,7 +457,8 @@ def tensors_read(guards: Sequence[Any]) -> str:
     Its locals are those of the captured function; ``G`` are its globals.
     """
     read = [guard for guard in guards if guard.guard_type == "TENSOR_MATCH" and not guard.value.requires_grad]
-    names = [guard.name for guard in read if guard.name.startswith("args[0]") or not guard.name.startswith("args[")]
+    names = [guard.name for guard in read if "___from_numpy(" not in guard.name]  # an array is no nested tensor
+    names = [name for name in names if name.startswith("args[0]") or not name.startswith("args[")]
     return "".join(f"{name}, " for name in sorted(names))
 
 

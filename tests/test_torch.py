@@ -571,14 +571,14 @@ def test_run_by(create_graph):
 
 
 def test_tensors_read():
-    model, scale, read = nn.BatchNorm1d(2).eval(), torch.ones(2), []
+    model, scale, array, read = nn.BatchNorm1d(2).eval(), torch.ones(2), np.ones(2, "float32"), []
 
     def recorded(guards):
         read.append(_torch.tensors_read(guards))
-        return [True] * len(guards)
+        return _torch.guards_to_compare(guards)
 
     def function(*args):
-        return args[0](args[1]) * scale
+        return args[0](args[1]) * scale + torch.from_numpy(array)
 
     args = model, torch.ones(1, 2)
     torch.compile(function, backend="eager", fullgraph=True, options={"guard_filter_fn": recorded})(*args)

@@ -206,7 +206,7 @@ class Entry:
             ArgumentError: if the function would read a nested tensor.
         """
         for code in self._read.values():
-            with suppress(AttributeError, LookupError, TypeError):  # the capture is not of this call
+            with suppress(AttributeError, LookupError, NameError, TypeError):  # the capture is not of this call
                 read = eval(code, self._globals, {"function": function, "args": args})
                 if any(map(is_nested, read)):
                     check_kind("a tensor that loss_fn reads", next(filter(is_nested, read)))
