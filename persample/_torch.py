@@ -221,6 +221,16 @@ engine_run_backward = private(  # torch.autograd.grad, but under modes
         outputs, inputs, units, retain_graph=retain, create_graph=create, allow_unused=allow_unused
     ),
 )
+
+
+def run_by(engine: Callable[..., Any], function: Any) -> Any:
+    """Return torch.autograd.grad or backward with another engine: they run torch's own outside of modes."""
+    names = {**function.__globals__, "_engine_run_backward": engine}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
 # Methods and attributes that read a tensor's memory or views.
 private_reads = "_base", "_version", "_is_view", "_typed_storage"
 
@@ -417,6 +427,17 @@ def guards_to_compare(guards: Sequence[Any]) -> list[bool]:
     for guard in guards:
         guard.orig_guard.obj_weakref = None
     return [not guard.name.startswith(_FUNCTIONAL_CALL) for guard in guards]
+
+
+def tensors_read(guards: Sequence[Any]) -> str:
+    """Return an expression of the tensors that guards compare: no trained parameters, of the arguments only the first.
+
+    Its locals are those of the captured function; ``G`` are its globals.
+    """
+    read = [guard for guard in guards if guard.guard_type == "TENSOR_MATCH" and not guard.value.requires_grad]
+    names = [guard.name for guard in read if "___from_numpy(" not in guard.name]  # an array is no nested tensor
+    names = [name for name in names if name.startswith("args[0]") or not name.startswith("args[")]
+    return "".join(f"{name}, " for name in sorted(names))
 
 
 def run_captured(function: Callable[..., Any]) -> Any:

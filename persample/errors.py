@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# The versions that pyproject.toml asks for, and those known to have every private name that is used.
-TORCH_VERSIONS = ">=2.13"
+# Those known to have every private name that is used.
 KNOWN_TORCH_VERSIONS = ">=2.13,<2.16"
 # Advice that argument checking gives, and engines too.
 SAY_RANDOMNESS = (

@@ -58,6 +58,27 @@ class Reversible(Again):
             return None, x.grad
 
 
+class ByHand(Again):
+    """Differentiates with respect to parameters that it reads from its module."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, torch.autograd.grad(ctx.run(x), (x, *ctx.run.parameters()), grad)[0]
+
+
+class Method(Again):
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.run(x).backward(grad)
+            return None, x.grad
+
+
 def again(block, x):
     return Again.apply(block, x, *block.parameters())
 
@@ -74,6 +95,25 @@ class Net(nn.Module):
 
 def nested(block, x):
     return Again.apply(lambda y: again(block, y).sin(), x, *block.parameters())
+
+
+def inside(outer, inner):
+    return lambda block, x: outer(lambda y: inner(block, y).sin(), x)
+
+
+def saved(run, x):
+    return checkpoint(run, x, use_reentrant=False)
+
+
+INSIDE = {
+    "reversible": inside(Again.apply, Reversible.apply),
+    "method": inside(Reversible.apply, Method.apply),
+    "by hand": inside(Method.apply, ByHand.apply),
+    "thrice": inside(Again.apply, inside(Reversible.apply, Reversible.apply)),
+    "block": inside(Again.apply, inside(Reversible.apply, again)),
+    "checkpoint": inside(saved, again),
+    "checkpoint, by hand": inside(saved, ByHand.apply),
+}
 
 
 def with_and_without(block, x):
@@ -186,6 +226,15 @@ def test_several_modules():
     close(found, {"a": backward(first), "b": {name: 2 * x for name, x in backward(second).items()}})
 
 
+@pytest.mark.parametrize("apply", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("engine", ["loop", "auto"])
+@loops
+def test_blocks_inside_of_blocks(apply, engine):
+    model = net(apply)
+    close(per_sample_grads(loss, model, X, engine=engine), backward(model))
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("options", [{}, {"batched": True}, {"batched": True, "chunk_size": None}], ids=str)
 def test_gradients_that_a_block_leaves_in_its_parameters(options):
     model = net(Reversible.apply)
@@ -202,7 +251,11 @@ COPIES = {"the module's": lambda p: p, "detached": torch.Tensor.detach, "cloned"
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("apply", [again, nested, Reversible.apply], ids=["once", "nested", "reversible"])
+@pytest.mark.parametrize(
+    "apply",
+    [again, nested, Reversible.apply, ByHand.apply, *INSIDE.values()],
+    ids=["once", "nested", "reversible", "by hand", *(f"inside: {name}" for name in INSIDE)],
+)
 def test_parameters_that_functional_call_has_put_back_are_refused(apply, copied):
     model = net(apply)
     params = {name: copied(p) for name, p in model.named_parameters()}

@@ -343,6 +343,54 @@ def test_a_later_call_with_tensors_that_have_no_strides(tmp_path):
     assert run(tmp_path, program, CXX="/nowhere/g++", PYTHONWARNINGS="ignore").strip() == "[2.0, 2.0, 2.0, 2.0]"
 
 
+HOLD = {
+    "buffer": ("params.register_buffer('held', VALUE)", "params.held"),
+    "frozen parameter": ("params.held = nn.Parameter(VALUE, requires_grad=False)", "params.held"),
+    "attribute": ("params.__dict__['held'] = VALUE", "params.held"),
+    "list of a module": ("params.held = [VALUE]", "params.held[0]"),
+    "closure": ("held = VALUE", "held"),
+    "global": ("global GLOBAL; GLOBAL = VALUE", "GLOBAL"),
+    "dict": ("held = {'key': VALUE}", "held['key']"),
+}
+
+
+@pytest.mark.parametrize("place", HOLD)
+def test_a_nested_tensor_takes_the_place_of_one_that_the_loss_reads(tmp_path, place):
+    """Torch's guards compare its strides, so that the process would end."""
+    hold, read = HOLD[place]
+    program = f"""
+        import torch
+        from torch import nn
+        from persample import ArgumentError, Norm, per_sample_grads
+
+        def make():
+            held, params = None, nn.Linear(4, 1, bias=False)
+
+            def loss(params, x):
+                return params(x).sum() + {read}.sum()
+
+            def call(value, params=params):
+                nonlocal held
+                {hold.replace("VALUE", "value")}
+                return per_sample_grads(loss, params, torch.ones(4, 4), Norm(), engine="compiled")
+
+            return call
+
+        call, plain = make(), torch.ones(4, 4)
+        nested = torch.nested.nested_tensor([torch.ones(4) for _ in range(4)])
+        call(plain), call(plain)
+        for _ in range(2):
+            try:
+                call(nested)
+            except ArgumentError as error:
+                assert "expected a tensor of one length, received a nested tensor" in str(error)
+            else:
+                raise AssertionError
+        print(call(plain).tolist())
+    """
+    assert run(tmp_path, program, CXX="/nowhere/g++", PYTHONWARNINGS="ignore").strip() == "[2.0, 2.0, 2.0, 2.0]"
+
+
 def test_without_a_compiler(tmp_path):
     printed = run(tmp_path, PROGRAM.replace("FILTER", "'always'"), CXX="/nowhere/g++")
     assert printed.startswith("1 "), printed  # once for the process, though two programs were made

@@ -270,6 +270,31 @@ def test_tensors_that_are_no_block_of_numbers(kind, place):
             per_sample_grads(any_loss, options.pop("params"), options.pop("batch"), engine=engine, **options)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of (nested|MaskedTensors)")
+@pytest.mark.parametrize("engine", ["eager", "loop", "auto", "compiled"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["buffer", "frozen"])
+@pytest.mark.parametrize("kind", ["nested", "masked", "fake", "uninitialized"])
+def test_modules_that_hold_what_is_no_block_of_numbers(kind, frozen, engine):
+    model, held = nn.Sequential(nn.Linear(3, 1)), STRANGE[kind](4, 3)
+    if frozen:
+        model[0].held = held if kind == "uninitialized" else nn.Parameter(held, requires_grad=False)
+        model[0].held.requires_grad = False
+    else:
+        model[0].register_buffer("held", held)
+    with pytest.raises(ArgumentError, match=rf"^params\['0.held'\]: expected .*{kind}"):
+        per_sample_grads(lambda m, x: m(x).sum(), model, X, engine=engine)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore::UserWarning")
+@pytest.mark.parametrize("engine", ["eager", "loop", "auto"])
+@pytest.mark.parametrize("kind", ["layout torch.sparse_coo", "layout torch.sparse_csr", "layout torch._mkldnn"])
+def test_frozen_parameters_without_strides(kind, engine):
+    model = nn.Linear(3, 1)
+    model.held = nn.Parameter(STRANGE[kind](3, 3), requires_grad=False)
+    found = per_sample_grads(lambda m, x: m(x).sum(), model, X, engine=engine)
+    assert torch.equal(found["weight"][:, 0], X)
+
+
 def test_the_padding_hint_is_for_leaves_that_differ_in_length_alone():
     with pytest.raises(ArgumentError) as caught:
         per_sample_grads(any_loss, W, (X, X[:2].long()))

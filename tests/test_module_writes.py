@@ -14,7 +14,7 @@ from persample import LossError, Norm, composite_grads, per_sample_grads
 
 X = torch.linspace(1, 2, 12).reshape(4, 3)
 TWO = torch.full((3,), 2.0)
-WROTE = "wrote in place into|writes in place|calls requires_grad_"
+WROTE = "wrote in place into|writes in place|sets requires_grad"
 
 
 class Model(nn.Module):
@@ -240,3 +240,27 @@ def test_a_module_that_is_where_it_is_moved_to_is_left_alone(engine):
     module, x = Moved(), torch.randn(5, 4)
     norms = per_sample_grads(lambda m, x: m(x).sum(), module, x, Norm(), engine=engine)
     torch.testing.assert_close(norms, (3 * x.square().sum(1) + 3).sqrt())
+
+
+CHANGES = {
+    "requires_grad": lambda m: setattr(m[0].weight, "requires_grad", False),
+    "requires_grad of the last": lambda m: setattr(m[1].bias, "requires_grad", False),
+    "requires_grad_": lambda m: m[0].weight.requires_grad_(False),
+    "module": lambda m: m[0].requires_grad_(False),
+    "retain_grad": lambda m: m[0].weight.retain_grad(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_that_a_loss_switches_off_or_keeps(change):
+    """Where vmap cannot do so, an error of ours; the loop sees the stand-ins change."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(4, 3)
+
+    def loss(m, x):
+        change(m)
+        return m(x).sum()
+
+    with pytest.raises(LossError, match=r"sets requires_grad, or calls retain_grad\(\)"):
+        per_sample_grads(loss, model, x)
+    per_sample_grads(loss, model, x, engine="loop")
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())

@@ -230,3 +230,38 @@ def test_norms_of_one_row_for_all_samples(count, scale, dtype):
     w, x = torch.ones(count, dtype=dtype), torch.ones(6, 3, dtype=dtype)
     norms = per_sample_grads(lambda w, x: (w * scale).sum(), w, x, Norm())
     torch.testing.assert_close(norms, torch.full((6,), scale * count**0.5, dtype=dtype), equal_nan=True)
+
+
+@pytest.mark.parametrize("of", [1.0, -2.0, 0.0, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("option", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("name", ["huber_loss", "smooth_l1_loss"])
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_losses_with_an_infinite_gradient_of_the_result(name, option, of, differentiable):
+    values = [0.0, 0.3, -0.3, 0.5, -0.5, 1.0, -1.0, 1.5, 2.0, -3.0, 1e30, torch.inf, -torch.inf, torch.nan]
+    w, x = torch.tensor(values, dtype=torch.float64), torch.ones(2, len(values), dtype=torch.float64)
+
+    def loss(w, x):
+        option_of = {"delta" if name == "huber_loss" else "beta": option}
+        return (getattr(F, name)(w * x, torch.zeros_like(w), reduction="none", **option_of) * of).sum()
+
+    expected = per_sample_grads(loss, w, x, engine="loop")
+    found = per_sample_grads(loss, w, x, differentiable=differentiable)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["huber_loss", "smooth_l1_loss"])
+def test_second_derivatives_of_losses(name):
+    values = torch.tensor([0.0, 0.3, -0.3, 1.5, -3.0, torch.inf], dtype=torch.float64)
+
+    def loss(w, x):
+        return getattr(F, name)(w, x)
+
+    w = values[:, None].clone().requires_grad_()
+    x = torch.zeros(len(values), 1, dtype=torch.float64)
+    seconds = [
+        torch.autograd.grad(per_sample_grads(loss, w, x, in_dims=(0, 0), engine=engine, differentiable=True).sum(), w)[
+            0
+        ]
+        for engine in ("eager", "loop")
+    ]
+    torch.testing.assert_close(*seconds, equal_nan=True)

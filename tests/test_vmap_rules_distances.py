@@ -133,3 +133,20 @@ def test_distances_of_nan_and_infinite_rows(p, special, differentiable):
     found = per_sample_grads(loss, w.requires_grad_(differentiable), (x,), wanted, differentiable=differentiable)
     expected = {"rows": torch.stack(rows), "values": torch.stack(values)}
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("of", [0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("p", [0.0, 1.0, torch.inf])
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_distances_of_what_is_no_number(p, of, differentiable):
+    """Also where what arrives in the backward pass is infinite."""
+    special = torch.tensor([0.0, 1.0, -1.0, 2.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
+    x = torch.cartesian_prod(special, special)[:, None]
+    w = torch.tensor([[0.0, 0.0], [1.0, 0.0], [torch.inf, 1.0], [torch.nan, 2.0]], dtype=torch.float64)
+
+    def loss(w, x):
+        return (torch.cdist(x, w, p) * of).sum()
+
+    expected = per_sample_grads(loss, w, x, engine="loop")
+    found = per_sample_grads(loss, w, x, differentiable=differentiable)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-12, atol=0, equal_nan=True)

@@ -58,8 +58,8 @@ _VMAP_CAUSES = [
         f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
     (
-        r"requires_grad_\(\)|backward\(\) called inside|does not require grad and does not have a grad_fn",
-        "calls requires_grad_() or backward() itself, which does not work inside torch.func",
+        r"requires_grad_\(\)|(retain_grad\(\)|backward\(\) called) inside|does not require grad( and .* grad_fn|$)",
+        "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func",
         f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
     ),
     (

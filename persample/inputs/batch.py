@@ -21,7 +21,7 @@ _PAD = (
     "length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
 )
 _SHOWN = 4  # leaves in a message
-_PLAIN = {Tensor, nn.Parameter}
+PLAIN = {Tensor, nn.Parameter}
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
@@ -137,7 +137,7 @@ def check_kind(path: str, x: Tensor) -> None:
     Raises:
         ArgumentError: if the tensor is nested, sparse, quantized, masked, fake or uninitialized.
     """
-    if type(x) in _PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized):  # the usual case
+    if type(x) in PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized):  # the usual case
         return
     expected, received, fix = "a dense tensor", "", ""
     if is_lazy(x):

@@ -264,9 +264,9 @@ class ParamTree:
 
     @property
     def frozen(self) -> list[nn.Parameter]:
-        """The parameters of modules that require no gradients; those of other classes may have no memory."""
+        """The parameters of modules that require no gradients; those of other classes or layouts may have no memory."""
         found = self.inside.parameters.values() if self.inside else ()
-        return [x for x in found if not x.requires_grad and type(x) is nn.Parameter]
+        return [x for x in found if not x.requires_grad and type(x) is nn.Parameter and x.layout == torch.strided]
 
     @property
     def has_changed(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample._torch import NormBase
+from persample._torch import NormBase, buffer_slots, parameter_slots
 from persample.errors import STOP_STATISTICS, ArgumentError
-from persample.inputs.batch import check_kind
+from persample.inputs.batch import PLAIN, check_kind
 from persample.inputs.hooks import is_hooked
 from persample.inputs.modules import ParamTree, take_apart
 
@@ -34,6 +34,9 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
     for path, part in tree.parts.items():
         _check_script(name, path.partition(".")[2], part)
         _check_part(name, path.partition(".")[2], part, batch_statistics=batch_statistics)
+        for own, held in (*parameter_slots(part).items(), *buffer_slots(part).items()):
+            if held is not None and (type(held) not in PLAIN or held.is_nested):
+                check_kind(f"{name}['{path}.{own}']".replace("['0.", "['"), held)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
         if isinstance(leaf, Tensor):
             check_kind(path, leaf)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import engine_run_backward
+from persample._torch import engine_run_backward, run_by
 from persample.errors import LossError
 from persample.utils import trees
 from persample.utils.strides import storage_key
@@ -26,45 +27,45 @@ _TWICE = (
 
 
 class BackwardGuard(TorchFunctionMode):
-    """Computes gradients of stand-ins; refuses code in the backward pass that differentiates what they stand for.
-
-    Args:
-        stand_ins: tensors in place of parameters.
-    """
+    """Computes gradients of stand-ins; refuses code in the backward pass that differentiates what they stand for."""
 
     def __init__(self, stand_ins: Sequence[Tensor]) -> None:
         super().__init__()
         self._stand_ins, self._has_differentiated = stand_ins, False
+        self._foreign: set[torch.Size] = set()  # shapes of other parameters that are differentiated
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+        kwargs = dict(kwargs or {})
+        if func is Tensor.backward:
+            func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient")
+        if func in (torch.autograd.grad, torch.autograd.backward):
             self._has_differentiated = True
             self._check(*args[:2] if func is torch.autograd.grad else (args[0], self._stand_ins))
-        return func(*args, **(kwargs or {}))
+            func = run_by(self._run, func)  # blocks may run again inside of this one
+        return func(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with self:  # torch's own functions leave the mode before the backward pass
+            return engine_run_backward(*args, **kwargs)
 
     def grads(
         self, outputs: Sequence[Tensor], units: Sequence[Tensor], *, retain: bool = False, create_graph: bool = False
     ) -> list[Any]:
         """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added.
 
-        Args:
-            outputs: tensors with a graph.
-            units: the gradients of the outputs.
-            retain: whether the graph is retained.
-            create_graph: whether the gradients have a graph.
-
         Raises:
             LossError: if code in the backward pass differentiates what a stand-in stands for.
         """
-        plain = [x for x in self._stand_ins if x.is_leaf]
-        for x in plain:
-            x.grad = None
-        with self:  # torch.autograd.grad would leave the mode before the backward pass
-            flags = retain, create_graph, tuple(self._stand_ins), True
-            found = engine_run_backward(tuple(outputs), tuple(units), *flags, accumulate_grad=False)
-        more = {id(x): x.grad for x in plain if x.grad is not None}
-        pairs = [(g, more.get(id(x))) for x, g in zip(self._stand_ins, found, strict=True)]
-        return [g if own is None else own if g is None else g + own for g, own in pairs]
+        for x in self._stand_ins:
+            if x.is_leaf:
+                x.grad = None
+        flags = retain, create_graph, tuple(self._stand_ins), True
+        found = self._run(tuple(outputs), tuple(units), *flags, accumulate_grad=False)
+        pairs = [(g, x.grad if x.is_leaf else None) for x, g in zip(self._stand_ins, found, strict=True)]
+        found = [g if own is None else own if g is None else g + own for g, own in pairs]
+        if any(g is None and x.shape in self._foreign for x, g in zip(self._stand_ins, found, strict=True)):
+            raise LossError(_OUTSIDE)
+        return found
 
     def refuse_derivatives(self, results: Any) -> None:
         """Have backward passes through results raise an error if blocks would run again in them, without stand-ins."""
@@ -74,14 +75,20 @@ class BackwardGuard(TorchFunctionMode):
 
     def _check(self, outputs: Any, inputs: Any) -> None:
         given = [x for x in trees.flatten(inputs)[0] if isinstance(x, Tensor)]
-        ours = {x.grad_fn or id(x): x for x in self._stand_ins}
+        ours = {_key(x): x for x in self._stand_ins}
         reached = _reached(outputs, () if inputs is self._stand_ins else ours)
         memory = {storage_key(x) for x in self._stand_ins}
         # What functional_call has put back has the shape of a stand-in that takes no part.
-        lost = [x.shape for x in given if (key := x.grad_fn or id(x)) in ours and key not in reached]
+        lost = [x.shape for x in given if (key := _key(x)) in ours and key not in reached]
+        self._foreign |= {x.shape for x in given if isinstance(x, nn.Parameter) and id(x) not in ours}
         for x in (*given, *reached.values()):
             if isinstance(x, nn.Parameter) and id(x) not in ours and (storage_key(x) in memory or x.shape in lost):
                 raise LossError(_OUTSIDE)
+
+
+def _key(x: Tensor) -> Any:
+    """Return what tells a tensor with a graph from others; a leaf that a checkpoint has saved is another object."""
+    return x.grad_fn or id(get_gradient_edge(x).node.variable)  # type: ignore[attr-defined]
 
 
 def _reached(outputs: Any, ends: Any) -> dict[Any, Any]:

@@ -91,12 +91,6 @@ def after_imports(body: Callable[[], T]) -> T:
 
     Torch's compiler, imported at its first use, does not survive half an import: it refuses to register twice what it
     registers. The same holds for what ``DONE_ONCE`` names. Other threads are not interrupted by signals.
-
-    Args:
-        body: the function.
-
-    Returns:
-        What ``body`` returns.
     """
     if threading.current_thread() is not threading.main_thread():
         return body()

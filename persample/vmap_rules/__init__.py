@@ -68,6 +68,7 @@ _FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     **distances.FIRST_DERIVATIVE_RULES,
     **normalization.FIRST_DERIVATIVE_RULES,
     **recurrent.FIRST_DERIVATIVE_RULES,
+    **regression_losses.FIRST_DERIVATIVE_RULES,
     **scans.FIRST_DERIVATIVE_RULES,
 }
 

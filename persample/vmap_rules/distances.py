@@ -75,10 +75,13 @@ def _composed(x1: Tensor, x2: Tensor, p: float) -> Tensor:
         return (difference.abs() + nan.square()).sum(-1)
     if p != torch.inf:
         return torch.linalg.vector_norm(difference, p, -1)
-    # The kernel passes the whole gradient to each of several largest entries.
+    # The kernel takes the largest number, passes the whole gradient to each entry that is as large, and NaN to what is
+    # no finite number: a square root has this gradient at 0.
     entries = difference.abs()
-    largest = entries.detach().amax(-1, keepdim=True)
-    return largest.squeeze(-1) + torch.where(entries == largest, entries - entries.detach(), 0).sum(-1)
+    finite = entries.isfinite()
+    largest = torch.where(entries.isnan(), 0, entries).detach().amax(-1, keepdim=True)
+    none = torch.where(finite, 0, entries).nan_to_num(0, 0).sqrt()
+    return largest.squeeze(-1) + torch.where(finite, (entries - entries.detach()) * (entries == largest), none).sum(-1)
 
 
 RULES: dict[Any, Callable[..., Any]] = {torch.cdist: functools.partial(_cdist, _composed)}

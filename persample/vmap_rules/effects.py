@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -23,20 +24,10 @@ _AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
 }
 # By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
-_STATE = {
-    *("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "storage", "untyped_storage", "data_ptr"),
-    *(
-        "stride",
-        "sym_stride",
-        "storage_offset",
-        "sym_storage_offset",
-        "is_contiguous",
-        "dim_order",
-        "set_",
-        "is_set_to",
-    ),
-    *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", *private_reads),
-}
+_STATE = re.compile(
+    "register_hook|retain_grad|register_post_accumulate_grad_hook|(untyped_)?storage|data_ptr|(sym_)?(stride|storage_offset)"
+    "|is_contiguous|dim_order|set_|is_set_to|as_strided(_|_copy|_scatter)?|" + "|".join(private_reads)
+)
 SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD = {Tensor.grad.__set__, Tensor.grad.__delete__}  # type: ignore[union-attr]
 # These change an object, and not its memory, which other objects may share.
@@ -63,7 +54,7 @@ def reads_state(func: Any) -> bool:
         >>> list(map(reads_state, read))
         [True, True, True, False]
     """
-    return func in _AUTOGRAD or _name(func).partition(".")[0] in _STATE
+    return func in _AUTOGRAD or _STATE.fullmatch(_name(func).partition(".")[0]) is not None
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

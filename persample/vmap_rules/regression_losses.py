@@ -33,12 +33,18 @@ def _difference_loss(
 
 
 def _huber(difference: Tensor, delta: float = 1.0) -> Tensor:
-    inner = difference.clamp(-delta, delta)
-    return inner * (difference - inner / 2)
+    is_far = difference.abs() >= delta  # selected, since a product with an infinite gradient may be NaN
+    near, far = torch.where(is_far, 0, difference), torch.where(is_far, difference, delta)
+    return torch.where(is_far, delta * (far.abs() - delta / 2), near.square() / 2)
 
 
-def _smooth_l1(difference: Tensor, beta: float = 1.0) -> Tensor:
-    return _huber(difference, beta) / beta
+def _huber_once(difference: Tensor, delta: float = 1.0) -> Tensor:
+    slope = difference.detach().clamp(-delta, delta)
+    return slope * (difference - slope / 2)
+
+
+def _smooth_l1(huber: Callable[..., Tensor], difference: Tensor, beta: float = 1.0) -> Tensor:
+    return huber(difference, beta) / beta
 
 
 def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
@@ -69,6 +75,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum":
 RULES: dict[Any, Callable[..., Any]] = {
     F.mse_loss: functools.partial(_difference_loss, F.mse_loss, torch.square),
     F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber),
-    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, _smooth_l1),
+    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, functools.partial(_smooth_l1, _huber)),
     F.gaussian_nll_loss: gaussian_nll_loss,
+}
+FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
+    F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber_once),
+    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, functools.partial(_smooth_l1, _huber_once)),
 }

@@ -10,10 +10,12 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import operator
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any
@@ -34,6 +36,7 @@ from persample._torch import (
     recompile_reason,
     run_captured,
     set_dynamo_settings,
+    tensors_read,
 )
 from persample.engines.compiled.batchable import memory_of, written_memory
 from persample.engines.compiled.graph import Capture, History, Marker, Output
@@ -41,6 +44,7 @@ from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.engines.compiled.one_thread import in_one_thread
 from persample.errors import CompileLimitWarning
+from persample.inputs.batch import check_kind
 from persample.utils import trees
 from persample.utils.interrupts import after_imports, undone
 from persample.utils.origin import users_depth
@@ -52,6 +56,9 @@ from persample.vmap_rules.regression_losses import gaussian_nll_loss
 MOST_CAPTURES = 64
 # Captures that bring nothing: of the same graph, or for one value of a number that the loss itself changes.
 _MOST_VAIN = 6
+
+
+is_nested = operator.attrgetter("is_nested")  # then there are no strides, and comparing them ends the process
 
 
 class UncapturableError(Exception):
@@ -174,7 +181,9 @@ class Entry:
         weakref.finalize(self, forget_captured, code).atexit = False
         self._run = run_captured(function)  # without capturing, where no guards hold
         import_dynamo()
-        options: dict[str, Any] = {"guard_filter_fn": guards_to_compare}
+        self._read: dict[str, CodeType] = {}  # for each capture: closures, globals, what modules hold
+        self._globals = {"G": function.__globals__}
+        options: dict[str, Any] = {"guard_filter_fn": functools.partial(_compared, self._read)}
         self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
@@ -194,7 +203,13 @@ class Entry:
 
         Raises:
             NewError: if there is none.
+            ArgumentError: if the function would read a nested tensor.
         """
+        for code in self._read.values():
+            with suppress(AttributeError, LookupError, NameError, TypeError):  # the capture is not of this call
+                read = eval(code, self._globals, {"function": function, "args": args})
+                if any(map(is_nested, read)):
+                    check_kind("a tensor that loss_fn reads", next(filter(is_nested, read)))
         return self._run(function, args, self._unread)
 
     @in_one_thread
@@ -353,6 +368,12 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
         return function(*args)
     with unread():
         return function(*args)
+
+
+def _compared(read: dict[str, CodeType], guards: Sequence[Any]) -> list[bool]:
+    if source := tensors_read(guards):
+        read[source] = compile(source, source, "eval")
+    return guards_to_compare(guards)
 
 
 def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:

@@ -32,12 +32,7 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
 
 
 def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
-    """Return an operation that calls torch's kernel, or None where Inductor computes the same as torch.
-
-    Args:
-        operation: an operation of aten.
-        args: its arguments, traced.
-    """
+    """Return an operation that calls torch's kernel for traced arguments; None where Inductor computes the same."""
     return _opaque(operation) if operation in _LEFT_TO_TORCH and _LEFT_TO_TORCH[operation](*args) else None
 
 

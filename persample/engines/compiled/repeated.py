@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from persample._torch import (
     set_eval_frame,
     set_grad_enabled,
 )
-from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker
+from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker, is_nested
 from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Capture, Marker
 from persample.engines.compiled.packing import Outline
@@ -39,7 +38,6 @@ from persample.reductions import Reduction
 from persample.utils import trees
 
 _MOST = 8
-_is_nested = operator.attrgetter("is_nested")
 
 
 class FlatParams(NamedTuple):
@@ -182,7 +180,7 @@ class EarlierCall:
             and self.structures == flat.structures
             and self.asked == _compared(asked)
             and self.kinds == list(map(type, flat.tensors))
-            and not any(map(_is_nested, flat.tensors))  # they have no strides to compare, which ends the process
+            and not any(map(is_nested, flat.tensors))
             and self.guards.check(*flat.tensors)
             and not any(map(is_hooked, flat.params))
         )

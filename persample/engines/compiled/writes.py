@@ -53,11 +53,7 @@ class Pure(Interpreter):
 
 
 def copy_overwritten(graph: Graph) -> None:
-    """Copy what Inductor may overwrite, where rows of it share memory.
-
-    Args:
-        graph: a functional graph, decomposed: ``index_add`` is an ``index_put`` in it.
-    """
+    """Copy what Inductor may overwrite in a functional, decomposed graph, where rows of it share memory."""
     for node in graph.nodes:
         if node.target in _OVERWRITTEN and 0 in [x for x in node.args[0].meta["val"].stride() if isinstance(x, int)]:
             with graph.inserting_before(node):
