@@ -259,6 +259,10 @@ fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints t
 inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
 
+# --- One operation for many tensors.
+foreach_div_ = private("torch:_foreach_div_", lambda values, divisor: [x.div_(divisor) for x in values])
+
+
 # --- Attributes of tensors, operators and modules.
 version = attribute(torch.Tensor, "_version")  # how often a tensor was written into
 view_base = attribute(torch.Tensor, "_base")  # the tensor that another one is a view of, or None

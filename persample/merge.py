@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._torch import foreach_div_
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.dtypes import restore
+from persample.utils.tracing import is_recorded, is_traced
 from persample.utils.trees import TreeSpec, leaf, on_one_line, tree_map
 
 _BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
@@ -55,8 +57,23 @@ class Summed:
 
     def finish(self, divisor: Tensor | None = None) -> Tensor:
         """Return the sum, divided before it is converted to its final dtype."""
-        # In place: nothing else refers to the sum, and new memory costs more than the division.
-        return restore(self.value if divisor is None else self.value.div_(divisor), self.dtype)
+        return divided([self], divisor)[0]
+
+
+def divided(sums: Sequence[Summed], divisor: Tensor | None) -> list[Tensor]:
+    """Return sums in their final dtypes, divided before they are converted.
+
+    Args:
+        sums: the sums, to which nothing else refers.
+        divisor: a 0-d tensor, or None for 1.
+    """
+    values = [x.value for x in sums]
+    if divisor is not None:  # in place: new memory costs more than the division
+        if any(is_recorded(x) or is_traced(x) for x in values):
+            values = [x.div_(divisor) for x in values]
+        else:
+            foreach_div_(values, divisor)
+    return [restore(value, x.dtype) for value, x in zip(values, sums, strict=True)]
 
 
 @leaf

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
 from persample.gradients import Gradients, ParamSpec
-from persample.merge import Summed
+from persample.merge import Summed, divided
 from persample.utils.trees import flatten, tree_map, unflatten
 
 
@@ -101,4 +101,4 @@ class Average(SumOverSamples):
         """Return the averages in the dtypes of the parameters."""
         weight = merged["weight"].finish()
         sums, structure = flatten(merged["sums"])
-        return unflatten([total.finish(weight) for total in sums], structure)
+        return unflatten(divided(sums, weight), structure)

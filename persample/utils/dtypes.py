@@ -25,7 +25,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype of a number computed from all parameters: the widest of their real dtypes, at least float32."""
-    return functools.reduce(torch.promote_types, map(accumulate_dtype, dtypes), torch.float32)
+    return functools.reduce(torch.promote_types, set(map(accumulate_dtype, dtypes)) - {torch.float32}, torch.float32)
 
 
 def as_real(x: Tensor) -> Tensor:

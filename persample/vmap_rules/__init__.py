@@ -139,12 +139,9 @@ class VmapRules(TorchFunctionMode):
             kwargs = memory_layout.without_image_format(args[0], kwargs)
         if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
-        return self._rule(func)(*args, **(kwargs or {}))
-
-    def _rule(self, func: Any) -> Callable[..., Any]:
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
-            return _FIRST_DERIVATIVE_RULES[func]
-        return self._rules.get(func, func)
+            return _FIRST_DERIVATIVE_RULES[func](*args, **(kwargs or {}))
+        return self._rules.get(func, func)(*args, **(kwargs or {}))
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:

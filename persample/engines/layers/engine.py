@@ -8,7 +8,6 @@ given small parameters as one copy per sample; one of large parameters and sampl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def unsuited(call: Call) -> str:
         return "the caller differentiates or batches the call"
     if any(call.params_batched):
         return "each sample has parameters of its own"
-    if not all(x.is_floating_point() for x in call.params):
+    if not all(map(Tensor.is_floating_point, call.params)):
         return "a parameter is complex"
     if is_traced(call.params[0]) and _enters_transforms(call.loss.fn):
         return "the loss enters transforms of torch.func"
@@ -98,11 +97,11 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     params, recorder, losses, aux, has_aux = _forward(call, call.plan(required_ops))
     if not losses.requires_grad:
         raise NotConnectedError
-    counts = len(recorder.outputs), len(params.expanded)
-    grads = iter(_differentiated(losses, [*recorder.outputs, *params.expanded.values(), *params.plain]))
-    of_layers, of_copies = ([next(grads) for _ in range(count)] for count in counts)
+    layers, copies = len(recorder.outputs), len(params.expanded)
+    grads = _differentiated(losses, [*recorder.outputs, *params.expanded.values(), *params.plain])
+    of_layers, of_copies, of_plain = grads[:layers], grads[layers : layers + copies], grads[layers + copies :]
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
-    if any(grad is not None for grad in grads):
+    if [grad for grad in of_plain if grad is not None]:
         raise NotLayersError("a parameter of a layer has another use")
     outputs = tuple(losses.shape[1:])
     with full_precision(losses.device):
@@ -113,12 +112,12 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         if not recorder:
             raise NotLayersError("no parameter has a gradient")
         pull_back(params, recorder, outputs)
-        factors = tuple(recorder.factor(place, outputs) for place in range(len(call.params)))
+        factors = [recorder.factor(place, outputs) for place in range(len(call.params))]
     facts: dict[str, Any] = {"spec": call.loss.spec, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.of(factors, losses=losses.detach(), **facts)
 
 
-def _differentiated(losses: Tensor, inputs: list[Any]) -> Sequence[Tensor | None]:
+def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
     """Return the gradients of the losses ``[B]``; those of ``[B, K]`` with a first axis of K, by one backward pass."""
     if losses.ndim == 1:
         return torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)

@@ -117,8 +117,12 @@ class LayerInterceptor:
         known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
         if known and self._is_batched(input) and _fits(input, weight, plain_bias):
             place, transposed = (None, False) if param is None else param[1:]
-            layer = LayerParams(place, bias_place, transposed)
-            return self._on_rows(input, weight.detach(), plain_bias, layer)
+            rows = batch_first(input)
+            with temporarily_clear_interpreter_stack():
+                flat = rows.flatten(0, -2)
+                out = self._on_rows(flat, weight.detach(), plain_bias, LayerParams(place, bias_place, transposed))
+                out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
+            return add_batch_dim(out, 0, self._vmap.level)
         if (
             param is not None
             and isinstance(bias, Tensor)
@@ -130,21 +134,13 @@ class LayerInterceptor:
             raise NotLayersError("the loss calls F.linear with inputs that are not one per sample")
         return linear(input, weight, bias)
 
-    def _on_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerParams) -> Tensor:  # noqa: A002
-        given = batch_first(input)
-        with temporarily_clear_interpreter_stack():
-            rows, recorded = self._recorded(given.flatten(0, -2), layer)
-            out = F.linear(rows, weight, bias)
-            if recorded:
-                self._recorder.linear(layer, autocast(rows), out)
-            out = out.view(*given.shape[:-1], weight.shape[0]) if given.ndim > 2 else out
-        return add_batch_dim(out, 0, self._vmap.level)
-
-    def _recorded(self, inputs: Tensor, layer: LayerParams) -> tuple[Tensor, bool]:
-        """Return the inputs of a layer so that autograd records it, and whether its output is to be recorded."""
+    def _on_rows(self, rows: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerParams) -> Tensor:
         if not torch.is_grad_enabled() or layer.weight is layer.bias is None:
-            return inputs, False
-        return inputs if inputs.requires_grad else inputs.detach().requires_grad_(), True
+            return F.linear(rows, weight, bias)
+        rows = _differentiated(rows)
+        out = F.linear(rows, weight, bias)
+        self._recorder.linear(layer, autocast(rows), out)
+        return out
 
     def convolution(
         self,
@@ -169,8 +165,9 @@ class LayerInterceptor:
             raise NotLayersError("the loss calls a convolution that pads one side of its images or output alone")
         given, layer = batch_first(input), LayerParams(place, bias_place)
         with temporarily_clear_interpreter_stack():
-            one_each = input.ndim < weight.ndim
-            images, recorded = self._recorded(given if one_each else given.flatten(0, 1), layer)
+            one_each, recorded = input.ndim < weight.ndim, torch.is_grad_enabled()
+            images = given if one_each else given.flatten(0, 1)
+            images = _differentiated(images) if recorded else images
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
@@ -286,6 +283,11 @@ class LayerInterceptor:
         """Return whether the vmap around the loss, and no other level, batches a tensor."""
         batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._vmap.level
         return batched and not is_wrapped(get_unwrapped(x))
+
+
+def _differentiated(inputs: Tensor) -> Tensor:
+    """Return the inputs of a layer so that its output has a gradient."""
+    return inputs if inputs.requires_grad else inputs.detach().requires_grad_()
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -90,12 +90,12 @@ class SharedParams:
             return self._copies[id(x)][0] if id(x) in self._copies else None
         return param.place
 
-    def are_among(self, values: Iterable[Any]) -> bool:
+    def are_among(self, values: Sequence[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
-        for x in values:
-            if id(x) in self._shared or (isinstance(x, (list, tuple)) and any(id(y) in self._shared for y in x)):
-                return True
-        return False
+        if not self._shared.keys().isdisjoint(map(id, values)):
+            return True
+        lists = [x for x in values if isinstance(x, (list, tuple))]
+        return bool(lists) and any(id(y) in self._shared for x in lists for y in x)
 
     def transpose(self, x: Tensor) -> Tensor:
         """Return the transpose of a shared matrix."""

@@ -1,0 +1,113 @@
+"""A budget of operations: what reductions of per-sample gradients add to the batch gradient, counted, on any machine.
+
+Counted are the dispatched operations of aten that are no views. Beside what is said per parameter, a call has six.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from persample import ClippedMean, Mean, Norm, per_sample_grads
+
+A_CALL = 6
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations, views apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        arguments = func._schema.arguments
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in arguments)
+        if not is_view and func not in {torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default}:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(call):
+    call()
+    with Counted() as mode:
+        call()
+    return mode.counts
+
+
+def batch_gradient(loss, net, batch):
+    net.zero_grad()
+    loss(net, *batch).mean().backward()
+
+
+def mlp(*sizes):
+    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def td():
+    net = mlp(8, 64, 64, 1)
+
+    def loss(net, s, r, s2):
+        return ((r + 0.99 * net(s2).squeeze(-1)).detach() - net(s).squeeze(-1)) ** 2
+
+    return loss, net, (torch.randn(256, 8), torch.randn(256), torch.randn(256, 8))
+
+
+def reinforce():
+    def loss(net, s, a, g):
+        chosen = torch.log_softmax(net(s), -1).gather(-1, a.unsqueeze(-1)).squeeze(-1)
+        return -(chosen * g).sum(-1)
+
+    return loss, mlp(8, 64, 64, 4), (torch.randn(32, 20, 8), torch.randint(4, (32, 20)), torch.randn(32, 20))
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return lambda net, x: net(x).square().flatten(-2).sum(-1), layer, (torch.randn(6, 16, 32),)
+
+
+def images():
+    net = nn.Sequential(
+        *(nn.Conv2d(4, 16, 4, 2), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()),
+        *(nn.Flatten(-3), nn.Linear(16 * 49, 32), nn.ReLU(), nn.Linear(32, 6)),
+    )
+    return lambda net, x: net(x).square().sum(-1), net, (torch.randn(6, 4, 20, 20),)
+
+
+LOSSES = {"td": td, "reinforce": reinforce, "transformer": transformer, "images": images}
+BUDGET = {"mean": (Mean(), 1), "norm": (Norm(), 4), "clipped": (ClippedMean(1.0), 5)}  # operations per parameter
+# A vector of the transformer is added to every step of a sample: the steps are summed first. Matrices with more steps
+# than numbers are written out, step by step.
+LARGER = {("transformer", "mean"): 2.5, ("reinforce", "norm"): 5}
+
+
+@pytest.mark.parametrize("reduction", BUDGET)
+@pytest.mark.parametrize("name", LOSSES)
+def test_operations_beyond_the_batch_gradient(name, reduction):
+    loss, net, batch = LOSSES[name]()
+    reduce, each = BUDGET[reduction]
+
+    params = len(list(net.parameters()))
+    beyond = counted(lambda: per_sample_grads(loss, net, batch, reduce))
+    beyond.subtract(counted(lambda: batch_gradient(loss, net, batch)))
+    assert beyond.total() <= A_CALL + LARGER.get((name, reduction), each) * params, beyond
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_several_reductions_share_what_they_have_in_common(name):
+    """The loss is differentiated once and norms are computed once: the mean beside them adds its sums."""
+    loss, net, batch = LOSSES[name]()
+
+    def total(*reduces):
+        return counted(lambda: per_sample_grads(loss, net, batch, reduces)).total()
+
+    mean, norm, clipped = (reduce for reduce, _ in BUDGET.values())
+    sums = len(list(net.parameters())) + A_CALL
+    gradient = counted(lambda: batch_gradient(loss, net, batch)).total()
+    assert total(mean, norm, clipped) <= max(total(norm), total(clipped)) + total(mean) - gradient + sums
