@@ -96,7 +96,7 @@ class LayerRecorder:
         found = list(self._products.get(place, ()))
         if place in self._bias_grads:
             found.append(Dense(functools.reduce(torch.add, self._bias_grads[place])))
-        found = [factor_of(x.values, self._plan) if _is_deferred(x) else x for x in found]
+        found = [self._settled(x) for x in found]
         if rest is not None:
             found.append(factor_of(rest, self._plan))
         if not found:
@@ -147,16 +147,17 @@ class LayerRecorder:
         only = self._num_calls[place] == 1
         self._products[place].append(choose_storage(factor, self._plan) if only else factor)
 
+    def _settled(self, factor: Factor) -> Factor:
+        """Return a factor without placeholders: the backward pass defers products that a layer writes out, too."""
+        if isinstance(factor, Dense) and isinstance(factor.values, Placeholder):
+            return factor_of(factor.values, self._plan)
+        return factor
+
     def _product(self, param: Tensor, left: Tensor, right: Tensor, *, of_vectors: bool = False) -> Factor:
         if of_vectors and 1 in param.shape and is_small(self._size, param):
             return Dense(left.unsqueeze(2) * right.unsqueeze(1))  # a product with a number, as vmap(vjp) stores it
         left, right = (x.reshape(self._size, 1, -1, x.shape[1]) for x in (left, right))
         return Outer(left, right, Layout.of_matrix(*param.shape), param.dtype)
-
-
-def _is_deferred(factor: Factor) -> bool:
-    """Return whether the backward pass deferred the product that a layer wrote out."""
-    return isinstance(factor, Dense) and isinstance(factor.values, Placeholder)
 
 
 def _computed(record: Callable[..., None]) -> Callable[..., None]:
