@@ -541,6 +541,7 @@ def compile_graph(
         "cpp_wrapper": calls_in_cpp,
         "cpp.min_chunk_size": max(config.cpp.min_chunk_size, _LEAST_PER_THREAD),
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
+        "_pre_fusion_custom_pass": _after_writes(),
         "_post_fusion_custom_pass": _without_shared_buffers(),
         # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.
         "unsafe_marked_cacheable_functions": {f"{x.__module__}.{x.__name__}": "body in key" for x in (scan, cond)},
@@ -558,6 +559,24 @@ def compile_graph(
 
 
 @functools.cache
+def _after_writes() -> Any:
+    """Return a pass of Inductor's scheduler that keeps what reads a buffer after the writes into it.
+
+    Where the scheduler changes the loops of a reader to fuse it, it forgets the order, unless the reader has a
+    dependency that no index shows. torch 2.13 has this fault, later ones do not:
+    https://github.com/pytorch/pytorch/issues/185509.
+    """
+    dependency = private("torch._inductor.dependencies:WeakDep")
+
+    def ordered(node: Any) -> Any:
+        for name in {x.name for x in node.read_writes.reads} & {*node.mutation_renames.values()}:
+            node.add_fake_dep(dependency(name, mutating_buf=""))
+        return node
+
+    return _scheduler_pass(_after_writes, ordered)
+
+
+@functools.cache
 def _without_shared_buffers() -> Any:
     """Return a pass of Inductor's scheduler, after which fused loops never share a buffer of one step among several.
 
@@ -565,7 +584,6 @@ def _without_shared_buffers() -> Any:
     several of them use that buffer at once, and results are wrong. torch 2.13 has this fault, later ones do not:
     https://github.com/pytorch/pytorch/issues/185702.
     """
-    passes = private("torch._inductor.custom_graph_pass")
     fused = private("torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode")
 
     class Checked(fused):  # type: ignore[misc, valid-type]
@@ -584,15 +602,22 @@ def _without_shared_buffers() -> Any:
         node.scheduler.name_to_fused_node.update({loop.get_name(): new for loop in new.get_nodes()})
         return new
 
+    return _scheduler_pass(_without_shared_buffers, checked)
+
+
+def _scheduler_pass(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
+    """Return a pass of Inductor's scheduler that changes or replaces each node, and that ``make`` makes again."""
+    passes = private("torch._inductor.custom_graph_pass")
+
     class Pass(passes.CustomSchedulerPass):  # type: ignore[misc, name-defined]
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            return [checked(node) for node in nodes]
+            return [change(node) for node in nodes]
 
         def uuid(self) -> Any:  # in the key of Inductor's cache on disk
             return passes.get_hash_for_files((__file__,))
 
         def __reduce__(self) -> tuple[Any, ...]:  # the key has the settings, too
-            return _without_shared_buffers, ()
+            return make, ()
 
     return Pass()
 

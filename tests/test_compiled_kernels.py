@@ -8,7 +8,7 @@ from oracle import assert_trees_close
 from torch.nn import functional as F
 from traced import lowered
 
-from persample import Aux, Stack, clear_cache, per_sample_grads
+from persample import Aux, ClippedSum, Stack, clear_cache, per_sample_grads
 from persample.engines.compiled import compilations_of
 
 EXPONENTS = torch.tensor([2, 3, 0])
@@ -129,3 +129,36 @@ def test_what_inductor_computes_as_torch_does_is_left_to_it(name, monkeypatch):
     loss = lambda params, x: operation(params * x).square().sum()
     per_sample_grads(loss, torch.rand(shape), torch.rand(2, *shape), engine="compiled")
     assert any(str(node.target).startswith("persample.") for node in graphs[0].graph.nodes) == CALLS[name]
+
+
+# Their gradients are added up in zeros. The kernel's bias reads the sums beside the weights of samples.
+SCATTERED = {
+    "unfold": lambda x: F.unfold(x, 2),
+    "Tensor.unfold": lambda x: x.unfold(2, 2, 1),
+    "gather": lambda x: x.gather(2, torch.zeros(2, 2, 2, dtype=torch.long)),
+    "sort": lambda x: x.sort(2).values,
+    "topk": lambda x: x.topk(2, 2).values,
+    "cummax": lambda x: x.cummax(2).values,
+}
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_sums_are_read_after_they_are_written(name):
+    """torch 2.13 alone reads the zeros: the bias has no gradient, and clipping scales are wrong."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"kernel": (2, 1, 4, 1), "bias": (2,), "x": (7, 1, 6, 5), "weights": (7,)}
+    made = {key: torch.rand(*size, generator=generator, dtype=torch.float64) + 0.1 for key, size in sizes.items()}
+
+    def layer(params, x):
+        return SCATTERED[name](F.conv2d(x[None], params["kernel"], params["bias"], (2, 3), (0, 2), (1, 2))[0]).flatten()
+
+    params = {key: made[key] for key in ("kernel", "bias")}
+    params["head"] = torch.linspace(-1, 1, 2 * len(layer(params, made["x"][0])), dtype=torch.float64).reshape(2, -1)
+
+    def loss(params, x):
+        return F.softplus(params["head"] @ layer(params, x)).sum()
+
+    def sums(engine):
+        return per_sample_grads(loss, params, made["x"], ClippedSum(0.5), weights=made["weights"], engine=engine)
+
+    assert_trees_close(sums("compiled"), sums("loop"), 1e-9)

@@ -209,3 +209,37 @@ def test_explained():
     module, x = build(lambda: nn.Conv2d(8, 8, 4, padding="valid", stride=2), 8, 6, 6)
     kinds = [row.factor for row in ps.explain(plain, module, x, ps.Norm()).rows]
     assert kinds == ["Conv", "Dense"]
+
+
+@pytest.mark.parametrize("of_loss", [False, True], ids=["plain", "vmapped"])
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_an_image_of_one_pixel_in_any_layout(dimensions, of_loss):
+    """torch's kernel refuses such a view of what samples fold into one image."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, *[1] * dimensions, 4, generator=generator, dtype=F64).movedim(-1, 1)
+    kernel = torch.randn(6, 2, *[3, 1][:dimensions], generator=generator, dtype=F64)
+
+    def loss(w, x):
+        def convolved(image):
+            return FUNCTIONS[dimensions](image[None], w, padding=1, groups=2)[0]
+
+        return (torch.func.vmap(convolved)(x[None])[0] if of_loss else convolved(x)).sin().sum()
+
+    for reduction in (ps.Norm(), ps.ClippedSum(0.5), *[ps.Stack()] * (not of_loss)):
+        found, expected = (per_sample_grads(loss, kernel, x, reduction, engine=e) for e in ("eager", "loop"))
+        assert_trees_close(found, expected, 1e-9)
+
+
+def test_an_image_of_one_pixel_that_torch_refuses_is_explained():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 1, 1, 4, generator=generator, dtype=F64).movedim(-1, 1)
+    kernel = torch.randn(6, 2, 3, 1, generator=generator, dtype=F64)
+
+    def loss(w, x):
+        return torch.func.vmap(lambda image: F.conv2d(image[None], w, padding=1, groups=2)[0])(x[None]).sin().sum()
+
+    with pytest.raises(ps.LossError, match="uses an operation that vmap cannot batch"):
+        per_sample_grads(loss, kernel, x)
+    with pytest.warns(ps.FallbackWarning):
+        found = per_sample_grads(loss, kernel, x, engine="auto")
+    assert_trees_close(found, per_sample_grads(loss, kernel, x, engine="loop"), 1e-9)

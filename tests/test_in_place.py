@@ -184,3 +184,48 @@ def test_writes_of_torchs_own_backward_pass_into_a_view_of_a_product(batch):
         return p["v"].norm(p=3, dim=1).logsumexp(0) * x.sum()
 
     assert_is_loop(loss, batch, "compiled")
+
+
+# By the name of a method: its arguments beside the tensor ``[2, 3]`` that it writes into.
+TWICE_BATCHED = {
+    "addmm": lambda w, x: (w, x),
+    "addmv": lambda w, x: (w, x[:, 0]),
+    "addr": lambda w, x: (w[0], x[0]),
+    "addbmm": lambda w, x: (w[None], x[None]),
+    "baddbmm": lambda w, x: (w[None], x[None]),
+    "addcmul": lambda w, x: (x, w.sum() * x),
+    "addcdiv": lambda w, x: (w.sum() * x, x.exp()),
+    "lerp": lambda w, x: (w.sum() * x, 0.3),
+    "clamp": lambda w, x: (w.sum() * x - 0.5, x.exp()),
+    "fmod": lambda w, x: (w.sum() * x,),
+    "remainder": lambda w, x: (w.sum() * x,),
+    "scatter": lambda w, x: (0, torch.zeros(2, 3, dtype=torch.long), w.sum() * x),
+    "masked_scatter": lambda w, x: (x > 0, w.sum() * x),
+    "xlogy": lambda w, x: (w.sum().square() * x.square() + 1,),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of the loop, inside of torch.func.vmap
+@pytest.mark.parametrize("name", TWICE_BATCHED)
+def test_writes_under_a_vmap_of_the_loss(name):
+    generator = torch.Generator().manual_seed(0)
+    w, x, rows = (torch.randn(*size, generator=generator, dtype=F64) for size in ((2, 2), (4, 2, 3), (4, 5, 2, 3)))
+
+    def loss(w, x, rows):
+        def one(row):
+            written = {"addmv": lambda: row.mT[0], "baddbmm": lambda: row[None]}.get(name, lambda: row)().clone()
+            getattr(written, f"{name}_")(*TWICE_BATCHED[name](w, x))
+            return written.sin().sum() * w.sum()
+
+        return torch.func.vmap(one)(rows).sum()
+
+    for reduction in WANTED:
+        found, expected = (per_sample_grads(loss, w, (x, rows), reduction, engine=e) for e in ("eager", "loop"))
+        assert_trees_close(found, expected, 1e-9)
+
+
+def test_a_write_that_would_change_the_dtype_raises_torchs_error():
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        per_sample_grads(
+            lambda w, x: w * (x > 0).long().addcmul_(x, x).sum(), torch.ones((), dtype=F64), torch.ones(3, 2, dtype=F64)
+        )

@@ -24,6 +24,7 @@ from persample import (
     Gram,
     LossError,
     Mean,
+    NaturalGradient,
     Norm,
     Stack,
     Variance,
@@ -1653,3 +1654,22 @@ def test_dropping_results_keeps_no_memory(monkeypatch):
     (log_p,) = map(weakref.ref, kept)
     kept.clear()
     assert log_p() is None
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_a_kernel_written_out_beside_products(engine):
+    """The compiled program of one sample returned a tensor without memory."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"kernel": (2, 2, 2, 1, 2), "bias": (2,), "head": (4, 2, 2), "x": (2, 2, 4, 3, 4)}
+    params = {name: torch.randn(*size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    batch = params.pop("x")
+
+    def loss(p, x):
+        volumes = F.conv3d(x[None], p["kernel"], p["bias"], 3, (2, 0, 0), (1, 2, 2))[0]
+        return (p["head"] @ volumes.mean((1, 2, 3))).sin().sum()
+
+    for reduction in (Gram(), Norm(), NaturalGradient(0.1)):
+        found, expected = (
+            per_sample_grads(loss, params, batch, reduction, chunk_size=1, engine=e) for e in (engine, "loop")
+        )
+        assert_trees_close(found, expected, 1e-9)

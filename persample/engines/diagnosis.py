@@ -74,7 +74,7 @@ _VMAP_CAUSES = [
     ),
     (
         r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support"
-        r"|same randomness with a batched|querying is_contiguous",
+        r"|same randomness with a batched|querying is_contiguous|grad_weight (must|needs to) be contiguous",
         "uses an operation that vmap cannot batch",
         f"Replace the operation, {_LOOP}.",
     ),

@@ -13,6 +13,8 @@ def kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry:
     """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
     kernel = images.new_empty(shape)  # only its shape is read; an expanded tensor would be copied
     *steps, groups = geometry
+    if images.shape[2:].numel() == 1:  # torch rejects such an image if its strides are those of a slice
+        images = images.flatten(1).view(images.shape)
     settings = (*steps, False, (0,) * len(steps[0]), groups)
     return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
 

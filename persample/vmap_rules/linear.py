@@ -1,7 +1,8 @@
-"""Linear layers, bilinear forms, and sums of matrix products: ``F.linear``, ``F.bilinear``, ``Tensor.addbmm_``."""
+"""Linear layers, bilinear forms, and methods that write their results, mostly products: ``Tensor.addmm_``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,21 +78,26 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
     return out if bias is None else out + bias
 
 
-def _addbmm_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    out = torch.addbmm(input, *args, **kwargs)
-    if input.shape != out.shape:  # torch resizes the tensor, torch.func does not
+def _in_place(name: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    """Write the result of a method into its tensor; torch.func refuses to where samples are batched twice."""
+    out = getattr(input, name)(*args, **kwargs)
+    if input.shape != out.shape:  # torch may resize the tensor, torch.func does not
         raise LossError(
-            f"loss_fn: addbmm_ expected a tensor of the shape of its result, {list(out.shape)}, received "
-            f"{list(input.shape)}. Use torch.addbmm, which makes a new one."
+            f"loss_fn: {name}_ expected a tensor of the shape of its result, {list(out.shape)}, received "
+            f"{list(input.shape)}. Use torch.{name}, which makes a new one."
         )
+    if not torch.can_cast(out.dtype, input.dtype):
+        return getattr(input, f"{name}_")(*args, **kwargs)  # raises
     return input.copy_(out)
 
 
+# Their gradients do not need the values that are overwritten.
+_WRITTEN = "addbmm", "addcdiv", "addcmul", "addmm", "addmv", "addr", "baddbmm", "lerp", "masked_scatter", "scatter"
 RULES: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     torch.bilinear: _bilinear,
-    Tensor.addbmm_: _addbmm_in_place,
+    **{getattr(Tensor, f"{name}_"): functools.partial(_in_place, name) for name in _WRITTEN},
 }
