@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
-QUICK := imports public grid factors merge naive errors_arguments errors_loss explain defer layers_engine
+QUICK := imports public grid factors merge naive errors_arguments errors_loss explain layers_engine
 # The seeds of `make fuzz`, from and up to.
 EAGER ?= 0 5000
 COMPILED ?= 0 300

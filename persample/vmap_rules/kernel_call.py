@@ -49,12 +49,12 @@ def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: i
     """
     grads = (x.level() for x in retrieve_all_functorch_interpreters() if isinstance(x, GradInterpreter))
     level = next(grads, 0)  # 0: plain autograd differentiates
-    inner, batch_levels = _samples_first(tensors, level)
+    inner, batch_levels = samples_first(tensors, level)
     if level:
         inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
     with enable_single_level_autograd_function():
         out = _Node.apply(_Call(kernel, gradients, unneeded, returned, level), *inner)
-    results = _batched(out[: returned or 1], batch_levels)
+    results = batched(out[: returned or 1], batch_levels)
     return results if returned else results[0]
 
 
@@ -98,13 +98,13 @@ class _Node(SingleLevelFunction):
 def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
     with DisableFuncTorch():
-        plain, batch_levels = _samples_first(tuple(x for x in tensors if x is not None), 0)
+        plain, batch_levels = samples_first(tuple(x for x in tensors if x is not None), 0)
         given = iter(plain)
         out = function(*(None if x is None else next(given) for x in tensors))
-    return _batched(out, batch_levels)
+    return batched(out, batch_levels)
 
 
-def _samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
+def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
     """Unwrap tensors from all levels above one; their batch axes come first, that of the outermost vmap before all."""
     taken = [_unwrapped(x, above) for x in unwrap_dead_wrappers(tensors)]  # saved by a derivative that has ended
     sizes = {level: size for _, axes in taken for level, (_, size) in axes.items()}
@@ -132,10 +132,12 @@ def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Ten
     return x.movedim(axis[0] + done, done) if axis[0] else x
 
 
-def _batched(tensors: tuple[Any, ...], levels: list[int]) -> tuple[Any, ...]:
-    def batched(x: Any) -> Any:
+def batched(tensors: tuple[Any, ...], levels: list[int]) -> tuple[Any, ...]:
+    """Wrap tensors for vmaps, the first level for the first axis: the inverse of ``samples_first``."""
+
+    def wrapped(x: Any) -> Any:
         for level in levels if x is not None else ():
             x = add_batch_dim(x, 0, level)
         return x
 
-    return tuple(map(batched, tensors))
+    return tuple(map(wrapped, tensors))

@@ -23,13 +23,12 @@ def pull_back(params: SharedParams, recorder: LayerRecorder, outputs: tuple[int,
         outputs: ``(K,)`` of losses with K outputs, or ``()``.
     """
     found = {place: recorder.total(place) for place in params.computed if place in recorder}
-    for place in params.rows.keys() & found.keys():  # of a split matrix: its products stay
-        if recorder.add_rows(*params.rows[place], found[place]):
+    for place in params.parts.keys() & found.keys():  # of a sliced, split or reshaped parameter: products stay
+        if recorder.add_part(params.parts[place], found[place]):
             del found[place]
-    places = list(found)
-    if not places:
+    if not found:
         return
-    values, given = [params.computed[place] for place in places], params.plain[: len(params.given)]
+    values, given = [params.computed[place] for place in found], params.plain[: len(params.given)]
     signals = [factor.materialize() for factor in found.values()]
     used: list[int] = []
 

@@ -29,6 +29,7 @@ from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import batch_first, unwrapped
 from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.embedding import embedding_bag
+from persample.vmap_rules.kernel_call import batched, samples_first
 from persample.vmap_rules.linear import linear
 from persample.vmap_rules.recurrent import recurrent_rule
 from persample.vmap_rules.recurrent_cells import Cell
@@ -115,14 +116,14 @@ class LayerInterceptor:
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
         known = isinstance(weight, Tensor) and (param is not None or not weight.requires_grad)
         known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
-        if known and self._is_batched(input) and _fits(input, weight, plain_bias):
+        if known and self._is_of_vmaps(input) and _fits(input, weight, plain_bias):
             place, transposed = (None, False) if param is None else param[1:]
-            rows = batch_first(input)
+            (rows,), levels = samples_first((input,), 0)
             with temporarily_clear_interpreter_stack():
                 flat = rows.flatten(0, -2)
                 out = self._on_rows(flat, weight.detach(), plain_bias, LayerParams(place, bias_place, transposed))
                 out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
-            return add_batch_dim(out, 0, self._vmap.level)
+            return batched((out,), levels)[0]
         if (
             param is not None
             and isinstance(bias, Tensor)
@@ -228,6 +229,12 @@ class LayerInterceptor:
         is_matrix = isinstance(right, Tensor) and right.ndim > 1
         return self.linear(right.mT, left).mT if is_matrix else self.linear(right, left)
 
+    def inner(self, left: Tensor, right: Tensor) -> Tensor:
+        """Compute ``torch.inner`` as a linear layer of a parameter."""
+        if self.params.get(right) is None and left.ndim * right.ndim != 2:  # a matrix and a vector alone commute
+            raise NotLayersError("the loss calls torch.inner, and not as a linear layer")
+        return self.linear(left, right) if self.params.get(right) is not None else self.linear(right, left)
+
     def addmm(self, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Compute ``bias + left @ right`` as a linear layer of a parameter."""
         if right.ndim == 2 and self.params.get(right) is not None and bias.shape == right.shape[1:]:
@@ -272,12 +279,25 @@ class LayerInterceptor:
                 self._recorder.lookup(param.place, padding, index, out)
         return add_batch_dim(out, 0, self._vmap.level)
 
+    def selected(self, table: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Compute ``torch.index_select`` of rows as a lookup."""
+        if dim or index.ndim != 1:
+            raise NotLayersError("the loss selects something else than rows")
+        return self.embedding(index, table)
+
     def row(self, table: Tensor, index: Any) -> Tensor:
         """Compute ``table[index]`` for an index of rows as a lookup."""
         rows = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
         if not rows or index.dtype in {torch.bool, torch.uint8}:
             raise NotLayersError("the loss indexes a parameter, and not by the numbers of rows")
         return self.embedding(torch.where(index < 0, index + len(table), index), table)
+
+    def _is_of_vmaps(self, x: Tensor) -> bool:
+        """Return whether the vmap around the loss, and no other levels than vmaps of the loss, batch a tensor."""
+        level = 0
+        while isinstance(x, Tensor) and is_batchedtensor(x):
+            level, x = maybe_get_level(x), get_unwrapped(x)
+        return level == self._vmap.level and not is_wrapped(x)
 
     def _is_batched(self, x: Tensor) -> bool:
         """Return whether the vmap around the loss, and no other level, batches a tensor."""
@@ -328,7 +348,11 @@ _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),
+    **dict.fromkeys(
+        (torch.inner, Tensor.inner), lambda self, x, y: self.linear(*((x, y) if self.params.get(y) else (y, x)))
+    ),
     torch.einsum: LayerInterceptor.einsum,
     Tensor.__getitem__: LayerInterceptor.row,
+    **dict.fromkeys((torch.index_select, Tensor.index_select), LayerInterceptor.selected),
     **dict.fromkeys((torch.t, Tensor.t, *_getters("T", "mT")), lambda self, x: self.params.transpose(x)),
 }

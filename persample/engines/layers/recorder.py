@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from persample._torch import version
 from persample.engines.layers.convolutions import Geometry
+from persample.engines.layers.shared import Part
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
@@ -79,13 +80,17 @@ class LayerRecorder:
                 raise RuntimeError("the inputs of a layer have been modified by an inplace operation")
             use(self, *settings, inputs, grad)
 
-    def add_rows(self, place: int, start: int, factor: Factor) -> bool:
-        """Add the gradients of some rows of a matrix, from a first one on, if they are sums of products."""
-        if not isinstance(factor, Outer) or not factor.layout.is_matrix or len(factor.shape) != 2:
+    def add_part(self, part: Part, factor: Factor) -> bool:
+        """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
+        if not isinstance(factor, Outer) or len(factor.shape) != 2 or not factor.layout.is_matrix:
             return False
-        shape = tuple(self._params[place].shape)
-        left = pad(factor.left, (start, shape[0] - start - factor.shape[0]))
-        self._factors[place].append(replace(factor, left=left, layout=Layout.of_matrix(*shape)))
+        left, right = (
+            pad(x, (first, count - first - x.shape[3]))
+            for x, first, count in ((factor.left, part.row, part.rows), (factor.right, part.column, part.columns))
+        )
+        shape = tuple(self._params[part.of].shape)
+        layout = Layout((), (part.rows,), (part.columns,), (0, 1), shape)
+        self._factors[part.of].append(replace(factor, left=left, right=right, layout=layout))
         return True
 
     def add_written_out(self, place: int, grads: Tensor) -> None:

@@ -55,6 +55,24 @@ class SharedParam(NamedTuple):
     transposed: bool = False
 
 
+class Part(NamedTuple):
+    """A matrix that is a part of a parameter: of its numbers, seen as a larger matrix.
+
+    Args:
+        of: the parameter's place.
+        rows: the rows of the larger matrix.
+        columns: its columns.
+        row: the first row of the part.
+        column: its first column.
+    """
+
+    of: int
+    rows: int
+    columns: int
+    row: int
+    column: int
+
+
 class SharedParams:
     """The parameters of one call, as the loss is given them.
 
@@ -70,7 +88,7 @@ class SharedParams:
     def __init__(self, params: Sequence[Tensor], vmap: Vmap) -> None:
         self._vmap = vmap
         self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
-        self.rows: dict[int, tuple[int, int]] = {}  # of computed rows of a matrix: its place, the first row
+        self.parts: dict[int, Part] = {}  # of computed ones: where in a parameter they lie, if they are parts of it
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
         self._shared: dict[int, SharedParam] = {}
         self._copies: dict[int, tuple[int, Tensor]] = {}  # by id: the place of the vector, and its copies, kept alive
@@ -131,15 +149,25 @@ class SharedParams:
     def _add(self, value: Tensor) -> Tensor:
         if value.is_complex() or is_wrapped(value):
             raise NotLayersError("the loss computes complex or random numbers of a parameter")
-        base, place = view_base(value), len(self.plain)
+        place = len(self.plain)
         self.computed[place] = value
-        for of in range(len(self.given)) if base is not None and base.ndim == value.ndim == 2 else ():
-            if base is self.plain[of] and base.stride() == value.stride() and base.shape[1] == value.shape[1]:
-                self.rows[place] = of, (value.storage_offset() - base.storage_offset()) // base.stride(0)
+        if (part := self._part(value)) is not None:
+            self.parts[place] = part
         with temporarily_clear_interpreter_stack():
             self.plain.append(value.detach().requires_grad_())
             self.values.append(value.detach())
         return self._give(place)
+
+    def _part(self, value: Tensor) -> Part | None:
+        """Return where a matrix lies in a parameter, or None if it is no such view."""
+        base = view_base(value)
+        of = next((place for place in range(len(self.given)) if self.plain[place] is base), None)
+        if of is None or value.ndim != 2 or value.stride(1) != 1 or not base.is_contiguous() or not value.numel():
+            return None
+        width = value.stride(0)
+        row, column = divmod(value.storage_offset() - base.storage_offset(), max(width, 1))
+        fits = width and base.numel() % width == 0 and column + value.shape[1] <= width
+        return Part(of, base.numel() // width, width, row, column) if fits else None
 
     def _give(self, place: int) -> Tensor:
         x = self.plain[place]
