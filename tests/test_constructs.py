@@ -51,7 +51,7 @@ WRITES_ROWS = Refusal("writes", r"writes per-sample values in place into a tenso
 WROTE = Refusal("writes", r"wrote in place into")
 NO_RULE = Refusal("no rule", r"uses .*vmap cannot batch")
 IN_PLACE_NOISE = Refusal("no rule", r"draws random numbers in place")
-DERIVATIVES = Refusal("derivatives", r"calls requires_grad_\(\) or backward\(\) itself")
+DERIVATIVES = Refusal("derivatives", r"sets requires_grad, or calls retain_grad\(\) or backward\(\) itself")
 STATISTICS = Refusal("statistics", r"does not update running statistics", ArgumentError)
 SPARSE_GRADIENTS = Refusal("sparse", r"expected dense gradients", ArgumentError)
 BOUNDED_ROWS = Refusal("rescaled", r"tables, also frozen ones, that no lookup changes", ArgumentError)
@@ -953,7 +953,7 @@ cube.register_autograd(
 )
 
 
-@models("an operator of your own (`torch.library.custom_op`, `register_autograd`)", eager=NO_RULE, compiled=NO_RULE)
+@models("an operator of your own (`torch.library.custom_op`, `register_autograd`)")
 def _(w, x):
     return cube(w * x).sum()
 

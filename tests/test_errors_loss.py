@@ -310,10 +310,6 @@ def write_item(w, x):
     return w @ buffer
 
 
-def write_into_params(w, x):
-    return w.clone().mul_(x).sum()  # here
-
-
 def checkpointed(w, x):
     return checkpoint(lambda v: (v @ x) ** 2, w, use_reentrant=False)  # here
 
@@ -339,7 +335,6 @@ UNBATCHABLE = {
     nonzero: READS,
     write_augmented: WRITES,
     write_item: WRITES,
-    write_into_params: WRITES,
     checkpointed: CHECKPOINTS,
 }
 

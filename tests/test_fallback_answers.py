@@ -16,7 +16,7 @@ from persample import FallbackWarning, clear_cache, per_sample_grads, vmap_rules
 from persample.engines import layers
 from persample.engines.compiled import programs
 from persample.engines.layers import interceptor
-from persample.factors import Conv, Outer, cost_model
+from persample.factors import Conv, Outer
 
 F64 = torch.float64
 
@@ -200,8 +200,7 @@ def test_under_a_transform_of_the_callers(monkeypatch):
         torch.func.vmap(lambda w: per_sample_grads(lambda w, x: w @ x, w, x, ps.Norm()))(w)
 
 
-@pytest.mark.parametrize("breaks", ["Conv.weighted_sum", "Plan.reason_to_write_out"])
-def test_composite_losses(breaks, monkeypatch):
+def test_composite_losses(monkeypatch):
     model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout(), nn.Flatten(0), nn.Linear(48, 2)))
 
     def grads(engine):
@@ -210,9 +209,7 @@ def test_composite_losses(breaks, monkeypatch):
         return found, torch.rand(2)
 
     expected = grads("eager")
-    name, attribute = breaks.split(".")
-    function = failing("weighted_sum(self, weights, dtype)") if name == "Conv" else broken
-    monkeypatch.setattr({"Conv": Conv, "Plan": cost_model.Plan}[name], attribute, function)
+    monkeypatch.setattr(Conv, "weighted_sum", failing("weighted_sum(self, weights, dtype)"))
     with pytest.warns(FallbackWarning, match="failed at"):
         assert_trees_close(grads("eager"), expected, 1e-9)
 

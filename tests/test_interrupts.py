@@ -351,7 +351,7 @@ print(call()[0].tolist())
 @pytest.mark.parametrize(
     ("engine", "module"),
     [
-        ("eager", "torch._dynamo.symbolic_convert"),
+        ("compiled", "torch._dynamo.symbolic_convert"),
         ("compiled", "torch._inductor.codecache"),
         pytest.param("auto", "sympy.printing", marks=pytest.mark.slow),
         pytest.param("compiled", "sympy.printing", marks=pytest.mark.slow),

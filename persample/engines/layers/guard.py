@@ -14,11 +14,24 @@ from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInter
 from persample.engines.layers.shared import NotLayersError
 from persample.errors import LossError
 from persample.outputs import memory
+from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.strides import storage_key
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import map_tensors
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import is_batched, unwrapped
 from persample.vmap_rules.effects import is_pure, reads_state, written_tensors
 from persample.vmap_rules.refusals import is_refusal
+
+# Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
+_SINGLE_PRECISION = {
+    *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
+    *(F.hinge_embedding_loss, F.poisson_nll_loss, F.adaptive_avg_pool3d, torch.trace, Tensor.trace),
+}
+
+
+def _in_single_precision(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 class LayerGuard(VmapRules):
@@ -48,6 +61,10 @@ class LayerGuard(VmapRules):
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
+            if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
+                args, kwargs = map_tensors(_in_single_precision, (args, kwargs))
+                with full_precision(params.plain[0].device):
+                    return self.replaced(func, args, kwargs)
             result = self.replaced(func, args, kwargs)
         except Exception as error:
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
@@ -75,14 +92,13 @@ class LayerGuard(VmapRules):
 
     def _note(self, result: Tensor, args: Sequence[Any]) -> None:
         """Note that the loss made a tensor, such as a mask; not a view of one that it was given or closed over."""
-        if result.layout is torch.strided and (address := memory(result)):
-            viewed = any(isinstance(x, Tensor) and not is_wrapped(x) and memory(x) == address for x in args)
-            if not viewed:
-                self._made[address] = result
+        address = storage_key(result)
+        if not any(isinstance(x, Tensor) and storage_key(x) == address for x in args):
+            self._made[address] = result
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
         if not is_batched(x):
-            return not is_wrapped(x) and memory(x) in self._made
+            return not is_wrapped(x) and storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
