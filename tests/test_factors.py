@@ -26,11 +26,11 @@ def draw(*shape, dtype=torch.float64):
 
 def outer(left, right, shape):
     """The factor of a broadcast product ``[B, *axes, T]``, summed over its last axis."""
-    kinds = [
-        0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True)
-    ]
-    places = sorted(range(len(kinds)), key=lambda axis: (kinds[axis], axis))
-    sizes = [max(pair) for pair in zip(left.shape[1:-1], right.shape[1:-1], strict=True)]
+    alone = [a > 1 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True) if 1 in {a, b}]
+    left, right = (right, left) if alone and not alone[0] else (left, right)  # rows come first: equal layouts
+    pairs = list(zip(left.shape[1:-1], right.shape[1:-1], strict=True))
+    kinds = [0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in pairs]
+    places, sizes = sorted(range(len(kinds)), key=lambda axis: (kinds[axis], axis)), list(map(max, pairs))
     groups, rows, columns = (tuple(sizes[axis] for axis in places if kinds[axis] == kind) for kind in range(3))
     layout = Layout(groups, rows, columns, tuple(places.index(axis) for axis in range(len(places))), tuple(shape))
 

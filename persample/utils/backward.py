@@ -14,6 +14,7 @@ from persample._torch import engine_run_backward, run_by
 from persample.errors import LossError
 from persample.utils import trees
 from persample.utils.strides import storage_key
+from persample.utils.tracing import untraced
 
 _OUTSIDE = (
     "loss_fn: code that runs in the backward pass differentiates a parameter itself, not the tensor that stands for it "
@@ -88,7 +89,10 @@ class BackwardGuard(TorchFunctionMode):
 
 def _key(x: Tensor) -> Any:
     """Return what tells a tensor with a graph from others; a leaf that a checkpoint has saved is another object."""
-    return x.grad_fn or id(get_gradient_edge(x).node.variable)  # type: ignore[attr-defined]
+    if x.grad_fn is not None:
+        return x.grad_fn
+    with untraced():  # torch makes a view of the leaf: torch.cond differentiates its branches in a trace
+        return id(get_gradient_edge(x).node.variable)  # type: ignore[attr-defined]
 
 
 def _reached(outputs: Any, ends: Any) -> dict[Any, Any]:

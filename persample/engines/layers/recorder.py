@@ -18,6 +18,7 @@ from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_stor
 from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
 from persample.factors.output_list import OutputList
+from persample.utils.dtypes import as_real
 
 
 class LayerParams(NamedTuple):
@@ -78,7 +79,7 @@ class LayerRecorder:
                 continue
             if version(inputs) != written:
                 raise RuntimeError("the inputs of a layer have been modified by an inplace operation")
-            use(self, *settings, inputs, grad)
+            use(self, *settings, inputs, as_real(grad))
 
     def add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
@@ -95,7 +96,7 @@ class LayerRecorder:
 
     def add_written_out(self, place: int, grads: Tensor) -> None:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
-        self._factors[place].append(Dense(grads))
+        self._factors[place].append(Dense(as_real(grads)))
 
     def __contains__(self, place: int) -> bool:
         """Return whether the parameter at a place has gradients."""
