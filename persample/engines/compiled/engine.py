@@ -98,7 +98,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     except LimitError:
         return _eagerly(task)
     except UnfinishedError:
-        return task.last_step(_computed(replace(task, finishes=False, total=None)))
+        return task.last_step(_computed(replace(task, finishes=False, total=None, out=None)))
     except (UncapturableError, TraceError) as error:
         if captured is not None and captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)
