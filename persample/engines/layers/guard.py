@@ -28,6 +28,11 @@ _SINGLE_PRECISION = {
     *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
     *(F.hinge_embedding_loss, F.poisson_nll_loss, F.adaptive_avg_pool3d, torch.trace, Tensor.trace),
 }
+# Functions whose results have memory of their own: what a loss may write into, such as masks.
+_MAKERS = {
+    *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "eye", "arange", "clone", "triu", "tril"),
+}
 
 
 def _in_single_precision(x: Tensor) -> Tensor:
@@ -70,8 +75,8 @@ class LayerGuard(VmapRules):
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise
-        if type(result) is Tensor and not is_wrapped(result):
-            self._note(result, args)
+        if type(result) is Tensor and not is_wrapped(result) and getattr(func, "__name__", "") in _MAKERS:
+            self._made[storage_key(result)] = result
         return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -89,12 +94,6 @@ class LayerGuard(VmapRules):
         reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
         if reads or not all(map(self._is_computed, written)):
             raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
-
-    def _note(self, result: Tensor, args: Sequence[Any]) -> None:
-        """Note that the loss made a tensor, such as a mask; not a view of one that it was given or closed over."""
-        address = storage_key(result)
-        if not any(isinstance(x, Tensor) and storage_key(x) == address for x in args):
-            self._made[address] = result
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
