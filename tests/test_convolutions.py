@@ -230,7 +230,8 @@ def test_an_image_of_one_pixel_in_any_layout(dimensions, of_loss):
         assert_trees_close(found, expected, 1e-9)
 
 
-def test_an_image_of_one_pixel_that_torch_refuses_is_explained():
+def test_an_image_of_one_pixel_that_torch_refuses_is_explained(monkeypatch):
+    monkeypatch.setattr(layers, "unsuited", lambda call: "as the test says")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 1, 1, 4, generator=generator, dtype=F64).movedim(-1, 1)
     kernel = torch.randn(6, 2, 3, 1, generator=generator, dtype=F64)

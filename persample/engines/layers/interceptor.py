@@ -157,24 +157,25 @@ class LayerInterceptor:
         plain_bias = bias if bias_place is None else self.params.values[bias_place]
         is_frozen = isinstance(bias, Tensor) and not (bias.requires_grad or is_wrapped(bias))
         is_layer = bias is None or bias_place is not None or is_frozen
-        is_layer = is_layer and self._is_batched(input) and input.numel() > 0
+        is_layer = is_layer and self._is_of_vmaps(input) and input.numel() > 0
         is_layer = is_layer and weight.ndim - input.ndim in {0, 1}
         if not is_layer or not (input.dtype == weight.dtype or is_autocast(input.device)):
             raise NotLayersError("the loss calls a convolution that has other biases or images than layers")
         geometry = _CONVOLUTIONS[func](weight, *settings, **named)
         if geometry is None:
             raise NotLayersError("the loss calls a convolution that pads one side of its images or output alone")
-        given, layer = batch_first(input), LayerParams(place, bias_place)
+        (given,), levels = samples_first((input,), 0)
+        layer, lead = LayerParams(place, bias_place), given.shape[: given.ndim - weight.ndim + 1]
         with temporarily_clear_interpreter_stack():
-            one_each, recorded = input.ndim < weight.ndim, torch.is_grad_enabled()
-            images = given if one_each else given.flatten(0, 1)
+            images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
+            recorded = torch.is_grad_enabled()
             images = _differentiated(images) if recorded else images
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
                 self._recorder.convolution(layer, geometry, autocast(images), out)
-            out = out if one_each else out.view(*given.shape[:2], *out.shape[1:])
-        return add_batch_dim(out, 0, self._vmap.level)
+            out = out.view(*lead, *out.shape[1:]) if len(lead) > 1 else out
+        return batched((out,), levels)[0]
 
     def recurrence(
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]

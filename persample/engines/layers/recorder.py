@@ -86,7 +86,7 @@ class LayerRecorder:
         if not isinstance(factor, Outer) or len(factor.shape) != 2 or not factor.layout.is_matrix:
             return False
         left, right = (
-            pad(x, (first, count - first - x.shape[3]))
+            x if x.shape[3] == count else pad(x, (first, count - first - x.shape[3]))
             for x, first, count in ((factor.left, part.row, part.rows), (factor.right, part.column, part.columns))
         )
         shape = tuple(self._params[part.of].shape)
