@@ -1673,3 +1673,73 @@ def test_a_kernel_written_out_beside_products(engine):
             per_sample_grads(loss, params, batch, reduction, chunk_size=1, engine=e) for e in (engine, "loop")
         )
         assert_trees_close(found, expected, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, x: (torch.inner(p["w"], x) * torch.arange(10.0).view(2, 5)).sum(),
+        lambda p, x: (x.inner(p["w"]) * torch.arange(10.0).view(5, 2)).sum(),
+        lambda p, x: (p["w"].inner(x[0]) * torch.arange(2.0)).sum(),
+    ],
+    ids=["matrices", "layer", "vector"],
+)
+def test_inner_products(loss):
+    params, x = {"w": draw(2, 4)}, draw(3, 5, 4)
+    assert_trees_close(per_sample_grads(loss, params, x)["w"], expected(loss, params, (x,))["stack"]["w"], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        torch.vmap(lambda row: row.add_(1)),
+        lambda buffer: torch.reshape(input=buffer, shape=(2, 1)).add_(1),
+        lambda buffer: torch.einsum("i->i", [buffer]).add_(1),
+    ],
+    ids=["vmap", "keyword", "list"],
+)
+def test_writes_into_closures_in_any_guise_are_refused(write):
+    buffer = torch.zeros(2, dtype=F64)
+
+    def loss(model, x):
+        write(buffer)
+        return (model(x) * buffer).sum()
+
+    with pytest.raises(LossError, match="writes in place into its arguments, or into a tensor it closed over"):
+        per_sample_grads(loss, mlp(3, 2), draw(4, 3))
+
+
+def test_masks_of_the_loss_may_be_written_into(found):
+    def loss(model, x):
+        mask = torch.zeros(2, dtype=F64)
+        mask[0] = 1
+        mask.view(1, 2).mul_(3)
+        return (model(x) * mask).square().sum()
+
+    model, x = mlp(3, 2), draw(4, 3)
+    assert_trees_close(per_sample_grads(loss, model, x, Mean()), expected(loss, model, (x,))["mean"], rtol=1e-9)
+    assert None not in found
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN], ids=lambda kind: kind.__name__)
+def test_outputs_of_recurrent_layers(found, kind):
+    model, x = kind(3, 4, batch_first=True).double(), draw(5, 6, 3)
+
+    def rows(model, x):
+        return model(x)[0][-1].sin()
+
+    results = [per_sample_grads(rows, model, x, outputs="rows", engine=engine) for engine in ("eager", "loop")]
+    assert_trees_close(*results, rtol=1e-9)
+    assert len(found) == 1
+    assert None not in found
+
+
+def test_layers_under_a_vmap_of_the_loss(found):
+    def loss(model, x):
+        return torch.vmap(lambda row: torch.vmap(model, in_dims=1)(row).square().sum(), in_dims=2)(x).sin().sum()
+
+    model, x = mlp(3, 4, 2), draw(5, 3, 6, 2)
+    factors = per_sample_grads(loss, model, x, Factored())
+    assert {type(factor).__name__ for factor in factors.values()} == {"Outer", "Dense"}
+    assert None not in found
+    assert_trees_close(per_sample_grads(loss, model, x), expected(loss, model, (x,))["stack"], rtol=1e-9)

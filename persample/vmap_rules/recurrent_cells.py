@@ -61,7 +61,7 @@ def _gru_derivatives(h: Tensor, rz: Tensor, n: Tensor, a_n: Tensor) -> tuple[Ten
 
 def _gru_back(own: Tensor, later: Sequence[Tensor], by_gates: Tensor, z: Tensor) -> tuple[Tensor, tuple[Tensor]]:
     (g,) = later
-    return (by_gates * g.unsqueeze(-2)).flatten(-2), (torch.addcmul(own, g, z),)
+    return (by_gates * g.unsqueeze(-2)).reshape(len(g), -1), (torch.addcmul(own, g, z),)
 
 
 def _gru_at_inputs(signals: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _lstm_back(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     g_h, g_c = later
     g_c = torch.addcmul(g_c, g_h, by_c)
-    return (by_gates * torch.stack([g_c, g_c, g_c, g_h], -2)).flatten(-2), (own, g_c * f)
+    return (by_gates * torch.stack([g_c, g_c, g_c, g_h], -2)).reshape(len(g_c), -1), (own, g_c * f)
 
 
 def _rnn(activation: Callable[[Tensor], Tensor], gates: Tensor, _h: Tensor) -> tuple[tuple[Tensor], tuple[Tensor]]:

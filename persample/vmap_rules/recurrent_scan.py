@@ -147,7 +147,7 @@ def scan_signals(
     states = [_folded(k) for k in kept]
     own = torch.zeros_like(states[0]) if grad is None else _folded(grad)
     earlier = torch.cat([torch.zeros_like(own[:1]), own[:-1]])  # the initial state has no gradient of its own
-    later = [own[-1], *(torch.zeros_like(own[0]) if g is None else g.flatten(0, -2) for g in others)]
+    later = [own[-1], *(torch.zeros_like(own[0]) if g is None else g.reshape(-1, g.shape[-1]) for g in others)]
 
     def prepare(earlier: Tensor, *states: Tensor) -> Sequence[Tensor]:
         return earlier, *cell.derivatives(*states)
@@ -174,8 +174,8 @@ def _axes(x: Tensor) -> tuple[int, ...]:
 
 def _folded(x: Tensor) -> Tensor:
     """Return ``[T, M, ·]`` from ``[*samples, T, N, ·]``: the sequences of all samples are rows of one axis."""
-    return x.movedim(-3, 0).flatten(1, -2)
+    return x.movedim(-3, 0).reshape(x.shape[-3], -1, x.shape[-1])  # batched backward passes have no rule of flatten
 
 
 def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return x.unflatten(1, axes).movedim(0, len(axes) - 1)
+    return x.reshape(len(x), *axes, x.shape[-1]).movedim(0, len(axes) - 1)

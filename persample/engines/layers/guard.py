@@ -19,7 +19,7 @@ from persample.utils.strides import storage_key
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import map_tensors
 from persample.vmap_rules import VmapRules
-from persample.vmap_rules.batched import is_batched, unwrapped
+from persample.vmap_rules.batched import unwrapped
 from persample.vmap_rules.effects import is_pure, reads_state, written_tensors
 from persample.vmap_rules.refusals import is_refusal
 
@@ -97,7 +97,7 @@ class LayerGuard(VmapRules):
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
-        if not is_batched(x):
-            return not is_wrapped(x) and storage_key(x) in self._made
+        if not self._interceptor.has_one_each(x):
+            return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}

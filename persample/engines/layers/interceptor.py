@@ -293,6 +293,14 @@ class LayerInterceptor:
             raise NotLayersError("the loss indexes a parameter, and not by the numbers of rows")
         return self.embedding(torch.where(index < 0, index + len(table), index), table)
 
+    def has_one_each(self, x: Tensor) -> bool:
+        """Return whether the vmap around the loss batches a tensor, beside whatever transforms of the loss."""
+        while is_wrapped(x):
+            if maybe_get_level(x) == self._vmap.level:
+                return True
+            x = get_unwrapped(x)
+        return False
+
     def _is_of_vmaps(self, x: Tensor) -> bool:
         """Return whether the vmap around the loss, and no other levels than vmaps of the loss, batch a tensor."""
         level = 0
@@ -349,9 +357,7 @@ _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),
-    **dict.fromkeys(
-        (torch.inner, Tensor.inner), lambda self, x, y: self.linear(*((x, y) if self.params.get(y) else (y, x)))
-    ),
+    **dict.fromkeys((torch.inner, Tensor.inner), LayerInterceptor.inner),
     torch.einsum: LayerInterceptor.einsum,
     Tensor.__getitem__: LayerInterceptor.row,
     **dict.fromkeys((torch.index_select, Tensor.index_select), LayerInterceptor.selected),
