@@ -225,7 +225,8 @@ def _storage(path: str, could: Factor, stored: Factor, reason: str, times: Estim
     factored = not isinstance(stored, Dense)
     kind = stored if factored else could
     parts = kind.parts if isinstance(kind, SumFactor) else (kind,)
-    name = " + ".join(type(part.parts[0] if isinstance(part, OutputList) else part).__name__ for part in parts)
+    names = (type(part.parts[0] if isinstance(part, OutputList) else part).__name__ for part in parts)
+    name = " + ".join(sorted(names, reverse=True))  # in one order, whichever use of a parameter comes first
     width = stored.dtype.itemsize
     choice, reason = ("contract", "") if factored else ("materialize", reason)
     sizes = stored.stored * width, len(stored) * prod(stored.shape) * width

@@ -53,7 +53,7 @@ def test_kinds_steps_and_choices():
         "masked": ("Dense", "materialize"),
         "square": ("Dense", "materialize"),
         "unused": ("Dense", "materialize"),
-        "tied": ("Embedding + Outer", "contract"),
+        "tied": ("Outer + Embedding", "contract"),
     }
     assert {name: row.steps for name, row in rows.items() if row.choice == "contract"} == {
         "embed": 4,
