@@ -1678,14 +1678,14 @@ def test_a_kernel_written_out_beside_products(engine):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda p, x: (torch.inner(p["w"], x) * torch.arange(10.0).view(2, 5)).sum(),
-        lambda p, x: (x.inner(p["w"]) * torch.arange(10.0).view(5, 2)).sum(),
-        lambda p, x: (p["w"].inner(x[0]) * torch.arange(2.0)).sum(),
+        lambda p, x: (torch.inner(p["w"], x) * torch.arange(25.0).view(5, 5)).sum(),
+        lambda p, x: (x.inner(p["w"]) * torch.arange(25.0).view(5, 5)).sum(),
+        lambda p, x: (p["w"].inner(x[0]) * torch.arange(5.0)).sum(),
     ],
     ids=["matrices", "layer", "vector"],
 )
 def test_inner_products(loss):
-    params, x = {"w": draw(2, 4)}, draw(3, 5, 4)
+    params, x = {"w": draw(5, 4)}, draw(3, 5, 4)
     assert_trees_close(per_sample_grads(loss, params, x)["w"], expected(loss, params, (x,))["stack"]["w"], rtol=1e-9)
 
 
