@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
-from persample.engines import Compilation, compilations_of, layers
-from persample.engines.vmap import eager
+from persample.engines import Compilation, compilations_of
+from persample.engines.vmap import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
@@ -124,7 +124,7 @@ def explain(
 ) -> Explanation:
     """Return how the gradients of each parameter are stored for some reductions, and why.
 
-    The loss and its backward pass run three times on the whole batch; nothing is reduced. The compiled engine makes the
+    The loss and its backward pass run twice on the whole batch; nothing is reduced. The compiled engine makes the
     same choices; for it, the programs that were compiled for the loss so far are listed, too.
 
     Args:
@@ -193,25 +193,13 @@ def explain(
 def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor], Sequence[Factor], list[str]]:
     """Return the factors that could be stored, those that the engine stores, and the reasons for written-out ones."""
     start = rng.snapshot()
-    could = [unwrapped(factor) for factor in eager(call, frozenset()).factors]
+    found, why = factored(call, frozenset())
     rng.rewind(start)
     stored = [unwrapped(factor) for factor in eager(call, required_ops).factors]
     rng.rewind(start)
-    plan, why = call.plan(required_ops), _why_not_layers(call)
-    rng.rewind(start)
+    could, plan = list(map(unwrapped, found.factors)), call.plan(required_ops)
     reasons = [why or _NO_LAYER if isinstance(x, Dense) else reason_to_write_out(x, plan) for x in could]
     return could, stored, [_UNUSED if is_zeros(x) else reason for x, reason in zip(could, reasons, strict=True)]
-
-
-def _why_not_layers(call: Call) -> str:
-    """Return why no gradient is stored as a factor; "" if those of layers are."""
-    if reason := layers.unsuited(call):
-        return reason
-    try:
-        layers.gradients(call, frozenset())
-    except layers.NotLayersError as error:
-        return str(error)
-    return ""
 
 
 def _times(factor: Factor, plan: Plan) -> Estimate | None:

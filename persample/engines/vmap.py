@@ -32,18 +32,25 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
-    if layers.unsuited(call):
-        return unfactored(call, required_ops)
-    start = rng.snapshot() if call.randomness != "error" else None
-    try:
-        return layers.gradients(call, required_ops)
-    except layers.NotLayersError:
+    return factored(call, required_ops)[0]
+
+
+def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
+    """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
+    reason = layers.unsuited(call)
+    if not reason:
+        start = rng.snapshot() if call.randomness != "error" else None
+        try:
+            return layers.gradients(call, required_ops), ""
+        except layers.NotLayersError as error:
+            reason = str(error)
+        except (ValueError, IndexError, TypeError) as error:
+            add_hint(call, error)
+            raise
         if start is not None:
             rng.rewind(start)
-        return unfactored(call, required_ops)
-    except (ValueError, IndexError, TypeError) as error:
-        add_hint(call, error)
-        raise
+    # Outside of the block above, so that the error of a loss that is wrong is its own.
+    return unfactored(call, required_ops), reason
 
 
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
