@@ -70,3 +70,12 @@ def autocast(x: Tensor) -> Tensor:
     """
     narrowed = is_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x
+
+
+def in_single_precision(x: Tensor) -> Tensor:
+    """Return a tensor as autocast gives it to what it computes in single precision: doubles and integers as they are.
+
+    Args:
+        x: the tensor.
+    """
+    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x

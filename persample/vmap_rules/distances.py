@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._torch import aten_cdist_backward, aten_cdist_forward
-from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.dtypes import full_precision, in_single_precision, is_autocast
 from persample.vmap_rules.kernel_call import call_kernel
 
 # torch computes Euclidean distances by a matrix product if asked to, and of as many rows as these by default.
@@ -29,7 +29,7 @@ def _cdist(
         return torch.cdist(x1, x2, p, compute_mode)  # raises, or is composed of operations that vmap batches rightly
     if is_autocast(x1.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
         with full_precision(x1.device):
-            return _cdist(distances, _widened(x1), _widened(x2), p, compute_mode)
+            return _cdist(distances, in_single_precision(x1), in_single_precision(x2), p, compute_mode)
     lead = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     return distances(x1.expand(*lead, *x1.shape[-2:]), x2.expand(*lead, *x2.shape[-2:]), p)
 
@@ -44,10 +44,6 @@ def _fits(x1: Tensor, x2: Tensor, compute_mode: str) -> bool:
 def _is_product(x1: Tensor, x2: Tensor, p: float, compute_mode: str) -> bool:
     many = max(x1.shape[-2], x2.shape[-2]) >= _PRODUCT_FROM
     return p == 2 and (compute_mode == _PRODUCT or (many and compute_mode != _NO_PRODUCT))
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _by_kernel(x1: Tensor, x2: Tensor, p: float) -> Tensor:

@@ -14,7 +14,7 @@ from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInter
 from persample.engines.layers.shared import NotLayersError
 from persample.errors import LossError
 from persample.outputs import memory
-from persample.utils.dtypes import full_precision, is_autocast
+from persample.utils.dtypes import full_precision, in_single_precision, is_autocast
 from persample.utils.strides import storage_key
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import map_tensors
@@ -33,10 +33,6 @@ _MAKERS = {
     *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "eye", "arange", "clone", "triu", "tril"),
 }
-
-
-def _in_single_precision(x: Tensor) -> Tensor:
-    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 class LayerGuard(VmapRules):
@@ -67,7 +63,7 @@ class LayerGuard(VmapRules):
             if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
             if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
-                args, kwargs = map_tensors(_in_single_precision, (args, kwargs))
+                args, kwargs = map_tensors(in_single_precision, (args, kwargs))
                 with full_precision(params.plain[0].device):
                     return self.replaced(func, args, kwargs)
             result = self.replaced(func, args, kwargs)
