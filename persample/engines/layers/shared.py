@@ -180,8 +180,8 @@ class SharedParams:
     def _copy(self, place: int) -> Tensor:
         if place not in self.expanded:
             with temporarily_clear_interpreter_stack():
-                plain = self.plain[place].detach()
-                self.expanded[place] = plain.expand(self._vmap.size, *plain.shape).requires_grad_()
+                value = self.values[place]
+                self.expanded[place] = value.expand(self._vmap.size, *value.shape).requires_grad_()
         return add_batch_dim(self.expanded[place], 0, self._vmap.level)
 
     def _keep(self, param: SharedParam) -> Tensor:
