@@ -18,7 +18,7 @@ from persample._torch import foreach_div_
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.dtypes import restore
-from persample.utils.tracing import is_recorded, is_traced
+from persample.utils.tracing import are_plain
 from persample.utils.trees import TreeSpec, leaf, on_one_line, tree_map
 
 _BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
@@ -69,11 +69,11 @@ def divided(sums: Sequence[Summed], divisor: Tensor | None) -> list[Tensor]:
     """
     values = [x.value for x in sums]
     if divisor is not None:  # in place: new memory costs more than the division
-        if any(is_recorded(x) or is_traced(x) for x in values):
-            values = [x.div_(divisor) for x in values]
-        else:
+        if are_plain(values):
             foreach_div_(values, divisor)
-    return [restore(value, x.dtype) for value, x in zip(values, sums, strict=True)]
+        else:
+            values = [x.div_(divisor) for x in values]
+    return [x if x.dtype == one.dtype else restore(x, one.dtype) for x, one in zip(values, sums, strict=True)]
 
 
 @leaf

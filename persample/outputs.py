@@ -35,18 +35,14 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
         >>> owned([x, x.expand(3, 2)], [x])[0] is x
         False
     """
-    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
-
-    def own(x: Tensor) -> Tensor:
-        if is_wrapped(x):
-            return x
-        if is_folded(x) or (place := memory(x)) in taken:
-            x = x.clone(memory_format=torch.contiguous_format)
-            place = memory(x)
-        taken.add(place)
-        return x
-
-    return trees.map_tensors(own, result)
+    leaves, structure = trees.flatten(result)
+    taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, Tensor) and not is_wrapped(x)}
+    for place, x in enumerate(leaves):
+        if isinstance(x, Tensor) and not is_wrapped(x):
+            if (not x.is_contiguous() and is_folded(x)) or x.untyped_storage().data_ptr() in taken:
+                leaves[place] = x.clone(memory_format=torch.contiguous_format)
+            taken.add(leaves[place].untyped_storage().data_ptr())
+    return trees.unflatten(leaves, structure)
 
 
 def memory(x: Tensor) -> int:

@@ -36,7 +36,7 @@ def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> 
     """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
     if weights is None:
         return values.sum(0, dtype=dtype)
-    return torch.mm(weights.to(dtype).unsqueeze(0), _as_rows(values, dtype)).view(values.shape[1:])
+    return torch.mm(weights.to(dtype).unsqueeze(0), flat(values.to(dtype))).view(values.shape[1:])
 
 
 def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None) -> Tensor:
@@ -76,7 +76,7 @@ def gram_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``, in float32 at least."""
-    rows = _as_rows(values, dtypes.accumulate_dtype(values.dtype))
+    rows = flat(values.to(dtypes.accumulate_dtype(values.dtype)))
     matrices = rows.view(len(rows), left.shape[1], right.shape[1])
     if left.shape[1] > right.shape[1]:  # the longer axis is multiplied first, which leaves less
         matrices, left, right = matrices.mT, right, left
@@ -94,11 +94,6 @@ def scaled_along(x: Tensor, axis: int, scale: Tensor, dtype: torch.dtype) -> Ten
     split = x.to(dtype).unflatten(axis, (scale.shape[1], -1))
     shape = (len(scale), *[1] * (axis - 1), scale.shape[1], *[1] * (split.ndim - axis - 1))
     return (split * scale.to(dtype).view(shape)).flatten(axis, axis + 1)
-
-
-def _as_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradients as the rows of one matrix, ``[B, P]``."""
-    return flat(values.to(dtype))
 
 
 def flat(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.linalg import vector_norm
 
 from persample._torch import storage_id
 from persample.utils.dtypes import accumulate_dtype
-from persample.utils.tracing import holds, is_free_to_read, is_recorded, is_wrapped
+from persample.utils.tracing import are_free_to_read, holds, is_recorded, is_wrapped
 
 # Float64 holds the squares of all float32 numbers, so its norms need no check. Of so few elements they take as long as
 # float32 norms and the check do; of many, 5 to 10 times as long (torch 2.13, AMD EPYC and Intel Xeon).
@@ -46,15 +46,10 @@ def squared_norms_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     Returns:
         ``[B]`` float64 each.
     """
-    keys: list[Any] = []
-    distinct: dict[Any, Tensor] = {}
-    can_check = True
-    for x in tensors:
-        rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
-        keys.append(memory_of_rows(rows))
-        distinct[keys[-1]] = rows
-        can_check = can_check and is_free_to_read(x) and not is_recorded(x)
-    squares = (_checked if can_check else _unchecked)(list(distinct.values()))
+    all_rows = [x if x.ndim == 2 else x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in tensors]
+    keys = list(map(memory_of_rows, all_rows))
+    distinct = dict(zip(keys, all_rows, strict=True))
+    squares = (_checked if are_free_to_read(all_rows) else _unchecked)(list(distinct.values()))
     found = dict(zip(distinct, squares, strict=True))
     return [found[key] for key in keys]
 
@@ -77,7 +72,7 @@ def has_extreme(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether ``x [B]`` has an entry, other than 0, larger than a bound or smaller than the bound's inverse."""
     if not x.numel() or is_wrapped(x):
         return False
-    if is_free_to_read(x) and _within(x, 1 / bound, bound):  # the usual case: fast
+    if are_free_to_read([x]) and _within(x, 1 / bound, bound):  # the usual case: fast
         return False
     size = x.abs()
     return holds(((size != 0) & ~((size > 1 / bound) & (size < bound))).any())
@@ -103,14 +98,14 @@ def _checked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
         return []
     joined = torch.cat(list(map(_norms, all_rows))).double()  # a copy, also of one norm for all samples
     sizes = [rows.shape[0] for rows in all_rows]
-    pairs = zip(all_rows, joined.split(sizes), strict=True)
+    pairs = zip(all_rows, joined.split_with_sizes(sizes), strict=True)
     doubtful = [(x, norm) for x, norm in pairs if x.numel() > _FEW or (x.numel() and x.dtype == torch.float64)]
     least = max((_LEAST if x.dtype != torch.float64 else _LEAST64 for x, _ in doubtful), default=0.0)
     if doubtful and not _within(joined, least):
         for rows, norm in doubtful:
             extreme = ~((norm > least) & (norm < torch.inf))
             norm[extreme] = _scaled(rows[extreme])
-    return joined.square().split(sizes)
+    return joined.square().split_with_sizes(sizes)
 
 
 def _norms(rows: Tensor) -> Tensor:

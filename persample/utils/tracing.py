@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from persample._torch import (
     is_functorch_wrapped_tensor,
     temporarily_clear_interpreter_stack,
 )
+
+_REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,14 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def is_free_to_read(x: Tensor) -> bool:
-    """Return whether the values of a tensor can be read without waiting for a device."""
-    return x.device.type == "cpu" and not is_traced(x)
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are neither recorded nor traced: their memory may be written into."""
+    return not (any(map(is_wrapped, tensors)) or any(map(_REQUIRES_GRAD, tensors)) or FakeTensor in map(type, tensors))
+
+
+def are_free_to_read(tensors: Sequence[Tensor]) -> bool:
+    """Return whether decisions may depend on the values of plain tensors, without waiting for a device."""
+    return are_plain(tensors) and {"cpu"}.issuperset(map(_TYPE_OF_DEVICE, tensors))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from a function of torch to its replacement: a composition of functions that vma
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -73,13 +73,15 @@ _FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
+RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
+
+
 class VmapRules(TorchFunctionMode):
     """A context that replaces functions of torch by their rules; it is entered inside of ``vmap``, around the loss.
 
     The replacements are exact: results and gradients equal those of torch, up to the order of summation.
 
     Args:
-        overrides: further rules, which come before those of this package.
         differentiated_by: who differentiates the loss; see ``derivatives.py``.
 
     Examples:
@@ -94,14 +96,8 @@ class VmapRules(TorchFunctionMode):
         torch.Size([5, 9, 3])
     """
 
-    def __init__(
-        self,
-        overrides: Mapping[Any, Callable[..., Any]] | None = None,
-        *,
-        differentiated_by: DifferentiatedBy = "torch.func",
-    ) -> None:
+    def __init__(self, *, differentiated_by: DifferentiatedBy = "torch.func") -> None:
         super().__init__()
-        self._rules = {**_RULES, **overrides} if overrides else _RULES
         self._differentiated_by = differentiated_by
         self._refusal: Exception | None = None
 
@@ -134,18 +130,18 @@ class VmapRules(TorchFunctionMode):
             raise wrong from None
 
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the rule of a function that writes into nothing that the loss must leave alone."""
+        """Call the rule of a function that writes into nothing that the loss must leave alone, or the function."""
         if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
             kwargs = memory_layout.without_image_format(args[0], kwargs)
         if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
             return _FIRST_DERIVATIVE_RULES[func](*args, **(kwargs or {}))
-        return self._rules.get(func, func)(*args, **(kwargs or {}))
+        return _RULES.get(func, func)(*args, **(kwargs or {}))
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
             return function(*args, **kwargs)
 
 
-__all__ = ["MISSING", "DifferentiatedBy", "SecondDerivativeError", "VmapRules"]
+__all__ = ["MISSING", "RULED", "DifferentiatedBy", "SecondDerivativeError", "VmapRules"]

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 from persample._torch import multi_head_attention_by
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
-from persample.engines.layers.shared import NotLayersError
+from persample.engines.layers.shared import LISTS, NotLayersError
 from persample.errors import LossError
 from persample.outputs import memory
 from persample.utils.dtypes import full_precision, in_single_precision, is_autocast
 from persample.utils.strides import storage_key
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import map_tensors
-from persample.vmap_rules import VmapRules
+from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.batched import unwrapped
 from persample.vmap_rules.effects import is_pure, reads_state, written_tensors
 from persample.vmap_rules.refusals import is_refusal
@@ -46,7 +46,7 @@ class LayerGuard(VmapRules):
     """
 
     def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
-        super().__init__({F.linear: interceptor.linear}, differentiated_by="autograd")
+        super().__init__(differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
         self._made: dict[int, Tensor] = {}  # by address, kept alive: tensors of the loss's own that all samples share
 
@@ -56,8 +56,9 @@ class LayerGuard(VmapRules):
             if not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
             params = self._interceptor.params
+            may_be_used = kwargs or not params.ids.isdisjoint(map(id, args)) or not LISTS.isdisjoint(map(type, args))
             # Without grad mode, results are constants, whatever a parameter is used for.
-            is_used = torch.is_grad_enabled() and params.are_among((*args, *kwargs.values()))
+            is_used = may_be_used and torch.is_grad_enabled() and params.are_among((*args, *kwargs.values()))
             if is_used and func is F.multi_head_attention_forward:  # of layers, which torch calls without any mode
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
@@ -66,7 +67,9 @@ class LayerGuard(VmapRules):
                 args, kwargs = map_tensors(in_single_precision, (args, kwargs))
                 with full_precision(params.plain[0].device):
                     return self.replaced(func, args, kwargs)
-            result = self.replaced(func, args, kwargs)
+            if func is F.linear:  # perhaps with a copy of a vector as its bias
+                return self._interceptor.linear(*args, **kwargs)
+            result = self.replaced(func, args, kwargs) if kwargs or func in RULED else func(*args)
         except Exception as error:
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from persample._torch import (
     add_batch_dim,
     get_unwrapped,
-    is_batchedtensor,
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
@@ -29,7 +27,6 @@ from persample.vmap_rules import VmapRules
 from persample.vmap_rules.batched import batch_first, unwrapped
 from persample.vmap_rules.einsum import linear_einsum
 from persample.vmap_rules.embedding import embedding_bag
-from persample.vmap_rules.kernel_call import batched, samples_first
 from persample.vmap_rules.linear import linear
 from persample.vmap_rules.recurrent import recurrent_rule
 from persample.vmap_rules.recurrent_cells import Cell
@@ -54,9 +51,13 @@ class LayerInterceptor:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
-        with suppress(NotLayersError):
+        try:
+            if func in _LAYERS:
+                return _LAYERS[func](self, *args, **kwargs)
             if (result := self._layer(func, args, kwargs)) is not NotImplemented:
                 return result
+        except NotLayersError:
+            pass  # perhaps a function that is given copies
         if not self._vmap.is_innermost:
             raise NotLayersError("the loss calls a function of parameters inside of a transform")
         try:
@@ -95,11 +96,9 @@ class LayerInterceptor:
         return list(map(copied, leaves))
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a layer, or return ``NotImplemented`` for any other function."""
+        """Call a layer of another kind, or return ``NotImplemented`` for any other function."""
         if func in _READS:
             return func(*args, **kwargs)
-        if func in _LAYERS:
-            return _LAYERS[func](self, *args, **kwargs)
         if func in _CONVOLUTIONS:
             return self.convolution(func, *args, **kwargs)
         if func in _OPERATORS and not kwargs:
@@ -116,14 +115,19 @@ class LayerInterceptor:
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
         known = isinstance(weight, Tensor) and (param is not None or not weight.requires_grad)
         known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
-        if known and self._is_of_vmaps(input) and _fits(input, weight, plain_bias):
-            place, transposed = (None, False) if param is None else param[1:]
-            (rows,), levels = samples_first((input,), 0)
+        if known and (found := self._vmap.rows(input)) is not None and _fits(input, weight, plain_bias):
+            rows, levels = found
+            flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
             with temporarily_clear_interpreter_stack():
-                flat = rows.flatten(0, -2)
-                out = self._on_rows(flat, weight.detach(), plain_bias, LayerParams(place, bias_place, transposed))
-                out = out.view(*rows.shape[:-1], weight.shape[0]) if rows.ndim > 2 else out
-            return batched((out,), levels)[0]
+                recorded = torch.is_grad_enabled() and (param is not None or bias_place is not None)
+                flat = _differentiated(flat) if recorded else flat
+                out = F.linear(flat, matrix, plain_bias)
+                if recorded:
+                    place, transposed = (None, False) if param is None else param[1:]
+                    layer = LayerParams(place, bias_place, transposed)
+                    self._recorder.record(LayerRecorder.add_products, (layer,), flat, out)
+                out = out if rows.ndim == 2 else out.view(*rows.shape[:-1], len(weight))
+            return self._vmap.batched(out, levels)
         if (
             param is not None
             and isinstance(bias, Tensor)
@@ -134,14 +138,6 @@ class LayerInterceptor:
         if self.params.are_among((input, weight, bias)):
             raise NotLayersError("the loss calls F.linear with inputs that are not one per sample")
         return linear(input, weight, bias)
-
-    def _on_rows(self, rows: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerParams) -> Tensor:
-        if not torch.is_grad_enabled() or layer.weight is layer.bias is None:
-            return F.linear(rows, weight, bias)
-        rows = _differentiated(rows)
-        out = F.linear(rows, weight, bias)
-        self._recorder.linear(layer, autocast(rows), out)
-        return out
 
     def convolution(
         self,
@@ -157,14 +153,14 @@ class LayerInterceptor:
         plain_bias = bias if bias_place is None else self.params.values[bias_place]
         is_frozen = isinstance(bias, Tensor) and not (bias.requires_grad or is_wrapped(bias))
         is_layer = bias is None or bias_place is not None or is_frozen
-        is_layer = is_layer and self._is_of_vmaps(input) and input.numel() > 0
-        is_layer = is_layer and weight.ndim - input.ndim in {0, 1}
-        if not is_layer or not (input.dtype == weight.dtype or is_autocast(input.device)):
+        is_layer = is_layer and input.numel() > 0 and weight.ndim - input.ndim in {0, 1}
+        is_layer = is_layer and (input.dtype == weight.dtype or is_autocast(input.device))
+        if not is_layer or (found := self._vmap.rows(input)) is None:
             raise NotLayersError("the loss calls a convolution that has other biases or images than layers")
         geometry = _CONVOLUTIONS[func](weight, *settings, **named)
         if geometry is None:
             raise NotLayersError("the loss calls a convolution that pads one side of its images or output alone")
-        (given,), levels = samples_first((input,), 0)
+        given, levels = found
         layer, lead = LayerParams(place, bias_place), given.shape[: given.ndim - weight.ndim + 1]
         with temporarily_clear_interpreter_stack():
             images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
@@ -173,9 +169,9 @@ class LayerInterceptor:
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
-                self._recorder.convolution(layer, geometry, autocast(images), out)
+                self._recorder.record(LayerRecorder.add_convolution, (layer, geometry), images, out)
             out = out.view(*lead, *out.shape[1:]) if len(lead) > 1 else out
-        return batched((out,), levels)[0]
+        return self._vmap.batched(out, levels)
 
     def recurrence(
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
@@ -199,7 +195,7 @@ class LayerInterceptor:
                 out, *others, states = scanned_sequences(cell, len(state), *unflattened, *tensors)
             for k, rows in enumerate((tensors[-3], states) if recorded else ()):
                 layer = LayerParams(places[k], places[k + 2] if biases else None)
-                self._recorder.linear(layer, rows.flatten(0, 2), gates[k])
+                self._recorder.record(LayerRecorder.add_products, (layer,), rows.flatten(0, 2), gates[k])
             results = out, out[:, -1], *others
         return tuple(add_batch_dim(y, 0, self._vmap.level) for y in results)
 
@@ -215,7 +211,8 @@ class LayerInterceptor:
         param = self.params.get(x)
         if param is not None:
             return self.params.copy(param)
-        if self._is_batched(x):
+        found = self._vmap.rows(x)
+        if found is not None and len(found[1]) == 1:
             return x
         if not isinstance(x, Tensor) or is_wrapped(x) or x.requires_grad:
             raise NotLayersError("the loss calls a recurrent layer with inputs that are not one per sample")
@@ -268,17 +265,19 @@ class LayerInterceptor:
         if param is None or param.transposed or weight.ndim != 2:
             raise NotLayersError("the loss calls F.embedding with a table that is no parameter")
         fits = padding_idx is None or -len(weight) <= padding_idx < len(weight)
-        fits &= isinstance(input, Tensor) and input.numel() > 0 and (self._is_batched(input) or not is_wrapped(input))
+        fits &= isinstance(input, Tensor) and input.numel() > 0
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
             raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
-        index = batch_first(input) if is_wrapped(input) else input.expand(self._vmap.size, *input.shape)
+        if (found := self._vmap.rows(input)) is None and is_wrapped(input):
+            raise NotLayersError("the loss calls F.embedding with an index of another transform")
+        index, levels = found or (input.expand(self._vmap.size, *input.shape), [self._vmap.level])
         with temporarily_clear_interpreter_stack():
             table = self.params.values[param.place]
             out = F.embedding(index, table.detach().requires_grad_())
             if torch.is_grad_enabled():
                 padding = None if padding_idx is None else padding_idx % len(weight)
-                self._recorder.lookup(param.place, padding, index, out)
-        return add_batch_dim(out, 0, self._vmap.level)
+                self._recorder.record(LayerRecorder.add_lookup, (param.place, padding), index, out)
+        return self._vmap.batched(out, levels)
 
     def selected(self, table: Tensor, dim: int, index: Tensor) -> Tensor:
         """Compute ``torch.index_select`` of rows as a lookup."""
@@ -300,18 +299,6 @@ class LayerInterceptor:
                 return True
             x = get_unwrapped(x)
         return False
-
-    def _is_of_vmaps(self, x: Tensor) -> bool:
-        """Return whether the vmap around the loss, and no other levels than vmaps of the loss, batch a tensor."""
-        level = 0
-        while isinstance(x, Tensor) and is_batchedtensor(x):
-            level, x = maybe_get_level(x), get_unwrapped(x)
-        return level == self._vmap.level and not is_wrapped(x)
-
-    def _is_batched(self, x: Tensor) -> bool:
-        """Return whether the vmap around the loss, and no other level, batches a tensor."""
-        batched = isinstance(x, Tensor) and is_batchedtensor(x) and maybe_get_level(x) == self._vmap.level
-        return batched and not is_wrapped(get_unwrapped(x))
 
 
 def _differentiated(inputs: Tensor) -> Tensor:

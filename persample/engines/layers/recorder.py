@@ -18,7 +18,7 @@ from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_stor
 from persample.factors.cost_model import Plan
 from persample.factors.layout import Layout
 from persample.factors.output_list import OutputList
-from persample.utils.dtypes import as_real
+from persample.utils.dtypes import as_real, autocast
 
 
 class LayerParams(NamedTuple):
@@ -52,25 +52,21 @@ class LayerRecorder:
         self._uses: list[tuple[Callable[..., None], tuple[Any, ...], Tensor, int]] = []
         self._factors: dict[int, list[Factor]] = defaultdict(list)
 
-    def linear(self, layer: LayerParams, inputs: Tensor, output: Tensor) -> None:
-        """Record the call of a linear layer, from inputs ``[B·…, i]`` to an output ``[B·…, o]``.
+    def record(self, use: Callable[..., None], settings: tuple[Any, ...], inputs: Tensor, output: Tensor) -> None:
+        """Record the call of a layer.
 
-        A leaf among outputs stands for the gradient of an output that a kernel does not return.
+        Args:
+            use: adds the factors: ``add_products``, ``add_convolution`` or ``add_lookup`` of this class. No bound
+                method: the graph is freed with the recorder.
+            settings: what ``use`` is given before the inputs and the signals.
+            inputs: the inputs of the layer.
+            output: the output. A leaf stands for the gradient of an output that a kernel does not return.
         """
-        self._record(output, LayerRecorder._add_products, (layer,), inputs)
-
-    def convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, output: Tensor) -> None:
-        """Record the call of a convolution, whose images and output are ``[B·N, channels, *sizes]``."""
-        self._record(output, LayerRecorder._add_convolution, (layer, geometry), images)
-
-    def lookup(self, place: int, padding: int | None, index: Tensor, output: Tensor) -> None:
-        """Record a lookup of rows ``[B, …]`` in the table at a place, whose row of padding has no gradient."""
-        self._record(output, LayerRecorder._add_lookup, (place, padding), index)
-
-    def _record(self, output: Tensor, use: Callable[..., None], settings: tuple[Any, ...], inputs: Tensor) -> None:
-        # Not the output itself: the loss may write into it. No bound methods: the graph is freed with the recorder.
+        # Not the output itself: the loss may write into it.
         self.outputs.append(output if output.is_leaf else get_gradient_edge(output))
-        self._uses.append((use, settings, inputs.detach(), version(inputs)))
+        # Under autocast a product reads its inputs in the dtype of its output.
+        read = inputs if inputs.dtype == output.dtype else autocast(inputs)
+        self._uses.append((use, settings, read.detach(), version(read)))
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of the outputs, in the order of ``outputs``."""
@@ -108,25 +104,27 @@ class LayerRecorder:
 
     def factor(self, place: int, outputs: Sequence[int] = ()) -> Factor:
         """Return the gradients of a parameter, of shape ``[*outputs, *shape]``; zeros if nothing was added."""
-        if place not in self:
+        if place not in self._factors:
             param = self._params[place]
             return Dense.zeros(self._size, (*outputs, *param.shape), param.dtype, param.device)
-        total = self.total(place)
+        found = self._factors[place]
+        total = found[0] if len(found) == 1 else sum_factors(found)
         return total if isinstance(total, Dense) else choose_storage(total, self._plan)
 
     def total(self, place: int) -> Factor:
         """Return the sum of what was added to the gradients of a parameter, as it was added."""
-        found = self._factors[place]
-        return sum_factors(found) if len(found) > 1 else found[0]
+        return sum_factors(self._factors[place])
 
-    def _add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
+    def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
+        """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
         *outputs, _, width = signals.shape
         signals = signals.reshape(*outputs, self._size, -1, width)
         if outputs:
             signals = signals.movedim(0, 2)  # [B, T, K, o]
         if layer.weight is not None:
             param = self._params[layer.weight]
-            left, right = (x.reshape(self._size, 1, signals.shape[1], -1) for x in (signals, inputs))
+            left = signals.unsqueeze(1) if signals.ndim == 3 else signals.flatten(2).unsqueeze(1)
+            right = inputs.reshape(self._size, 1, -1, inputs.shape[-1])
             layout = _layout(tuple(outputs), tuple(param.shape), transposed=layer.transposed)
             pair = (right, left) if layer.transposed else (left, right)
             self._factors[layer.weight].append(Outer(*pair, layout, param.dtype))
@@ -134,7 +132,8 @@ class LayerRecorder:
             grad = signals.squeeze(1) if signals.shape[1] == 1 else signals.sum(1)
             self._factors[layer.bias].append(Dense(grad.to(self._params[layer.bias].dtype)))
 
-    def _add_convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, signals: Tensor) -> None:
+    def add_convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, signals: Tensor) -> None:
+        """Add the factors of a convolution, whose images and signals are ``[B·N, channels, *sizes]``."""
         assert layer.weight is not None
         shape, outputs = tuple(self._params[layer.weight].shape), signals.shape[: signals.ndim - images.ndim]
         images, signals = (x.unflatten(x.ndim - images.ndim, (self._size, -1)) for x in (images, signals))
@@ -152,7 +151,8 @@ class LayerRecorder:
             factor = _of_each(kernel, signals) if outputs else kernel(signals)
         self._factors[layer.weight].append(factor)
 
-    def _add_lookup(self, place: int, padding: int | None, index: Tensor, signals: Tensor) -> None:
+    def add_lookup(self, place: int, padding: int | None, index: Tensor, signals: Tensor) -> None:
+        """Add the factors of lookups of rows ``[B, …]`` in a table, whose row of padding has no gradient."""
         shape, outputs = tuple(self._params[place].shape), signals.shape[: signals.ndim - index.ndim - 1]
         if padding is not None:
             signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from persample._torch import (
     add_batch_dim,
+    get_unwrapped,
+    is_batchedtensor,
+    maybe_get_bdim,
+    maybe_get_level,
     peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
     view_base,
@@ -17,6 +21,7 @@ from persample.utils.tracing import is_wrapped
 from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
+LISTS = {list, tuple}
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
 
 
@@ -34,6 +39,30 @@ class Vmap(NamedTuple):
 
     level: int
     size: int
+
+    def rows(self, x: Any) -> tuple[Tensor, list[int]] | None:
+        """Return the plain tensor of all samples, and the levels whose batch axes are its first, the outermost first.
+
+        None if the vmap does not batch the value, or if anything but vmaps that the loss has called acts on it, too.
+        """
+        levels: list[int] = []
+        axes: list[int] = []
+        while isinstance(x, Tensor) and is_batchedtensor(x):
+            levels.insert(0, maybe_get_level(x))
+            axes.insert(0, maybe_get_bdim(x))
+            x = get_unwrapped(x)
+        if not levels or levels[0] != self.level or is_wrapped(x):
+            return None
+        for done, axis in enumerate(axes):
+            x = x.movedim(axis + done, done) if axis else x
+        return x, levels
+
+    @staticmethod
+    def batched(rows: Tensor, levels: Sequence[int]) -> Tensor:
+        """Return what the loss is given of all samples: the inverse of ``rows``."""
+        for level in levels:
+            rows = add_batch_dim(rows, 0, level)
+        return rows
 
     @property
     def is_innermost(self) -> bool:
@@ -91,11 +120,13 @@ class SharedParams:
         self.parts: dict[int, Part] = {}  # of computed ones: where in a parameter they lie, if they are parts of it
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
         self._shared: dict[int, SharedParam] = {}
-        self._copies: dict[int, tuple[int, Tensor]] = {}  # by id: the place of the vector, and its copies, kept alive
+        self.ids = self._shared.keys()
+        self._places: dict[int, int] = {}  # of parameters and of copies of vectors, by id
+        self._alive: list[Tensor] = []  # whose ids these are
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
-            self.values = [x.detach() for x in params]  # as layers read them: a gradient of ``plain`` is of another use
-        self.given = [self._give(place) for place in range(len(self.plain))]
+            self.values = list(map(Tensor.detach, params))  # for layers: a gradient of ``plain`` is of another use
+            self.given = list(map(self._give, range(len(self.plain))))
 
     def get(self, x: Any) -> SharedParam | None:
         """Return a shared parameter or its transpose, or None for any other value."""
@@ -103,17 +134,13 @@ class SharedParams:
 
     def place_of(self, x: Any) -> int | None:
         """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
-        param = self.get(x)
-        if param is None or param.transposed:
-            return self._copies[id(x)][0] if id(x) in self._copies else None
-        return param.place
+        return self._places.get(id(x))
 
     def are_among(self, values: Sequence[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
-        if not self._shared.keys().isdisjoint(map(id, values)):
+        if not self.ids.isdisjoint(map(id, values)):
             return True
-        lists = [x for x in values if isinstance(x, (list, tuple))]
-        return bool(lists) and any(id(y) in self._shared for x in lists for y in x)
+        return any(not self.ids.isdisjoint(map(id, x)) for x in values if type(x) in LISTS)
 
     def transpose(self, x: Tensor) -> Tensor:
         """Return the transpose of a shared matrix."""
@@ -124,8 +151,9 @@ class SharedParams:
 
     def copy(self, param: SharedParam) -> Tensor:
         """Return one copy of a shared parameter per sample."""
-        copy = self._copy(param.place)
-        return copy.mT if param.transposed else copy
+        with temporarily_clear_interpreter_stack():
+            copies = self._expanded(param.place)
+        return copies.mT if param.transposed else copies
 
     def compute(self, func: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
         """Call a function of parameters alone, whose results are further parameters."""
@@ -156,7 +184,7 @@ class SharedParams:
         with temporarily_clear_interpreter_stack():
             self.plain.append(value.detach().requires_grad_())
             self.values.append(value.detach())
-        return self._give(place)
+            return self._give(place)
 
     def _part(self, value: Tensor) -> Part | None:
         """Return where a matrix lies in a parameter, or None if it is no such view."""
@@ -173,17 +201,20 @@ class SharedParams:
         x = self.plain[place]
         if x.ndim > 1 or x.numel() > _SMALL or place in self.computed:
             return self._keep(SharedParam(x, place))
-        copy = self._copy(place)
-        self._copies[id(copy)] = place, copy
-        return copy
+        copies = self._expanded(place)
+        self._places[id(copies)] = place
+        self._alive.append(copies)
+        return copies
 
-    def _copy(self, place: int) -> Tensor:
+    def _expanded(self, place: int) -> Tensor:
+        """Return one copy of a parameter per sample, outside of the vmap."""
         if place not in self.expanded:
-            with temporarily_clear_interpreter_stack():
-                value = self.values[place]
-                self.expanded[place] = value.expand(self._vmap.size, *value.shape).requires_grad_()
+            value = self.values[place]
+            self.expanded[place] = value.expand(self._vmap.size, *value.shape).requires_grad_()
         return add_batch_dim(self.expanded[place], 0, self._vmap.level)
 
     def _keep(self, param: SharedParam) -> Tensor:
         self._shared[id(param.tensor)] = param
+        if not param.transposed:
+            self._places[id(param.tensor)] = param.place
         return param.tensor
