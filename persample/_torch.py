@@ -231,6 +231,11 @@ def run_by(engine: Callable[..., Any], function: Any) -> Any:
     return copied
 
 
+def saved_by(node: Any) -> Callable[[str], Any]:
+    """Return what a node of an autograd graph has saved, by the name of the argument of its function."""
+    return lambda name: getattr(node, f"_saved_{name}")
+
+
 # Methods and attributes that read a tensor's memory or views.
 private_reads = "_base", "_version", "_is_view", "_typed_storage"
 
@@ -272,6 +277,7 @@ post_accumulate_grad_hooks = attribute(torch.Tensor, "_post_accumulate_grad_hook
 is_zerotensor = private("torch:Tensor._is_zerotensor", torch.is_complex)  # perhaps a tensor of zeros without memory
 storage_id = attribute(torch.UntypedStorage, "_cdata")  # as data_ptr, of storages without memory too
 is_alias_of = private("torch._C:_is_alias_of")  # whether two tensors share a storage, of fake ones too
+node_outputs = attribute(torch.autograd.graph.Node, "_input_metadata")  # shapes and dtypes of a node's results
 schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")

@@ -439,14 +439,13 @@ WRITTEN_OUT = {
     *("tensordot", "tensordot over two axes", "multi_dot", "einsum td,hdk->htk", "einsum htd,hdk->htk"),
     *("einsum htk,hkd->td", "einsum i,ij,j->", "einsum i,oij,j->o", "einsum ij,ij->", "F.bilinear"),
     *("F.bilinear, T=2, bias", "transposed twice", "sliced with step", "even and odd columns", "w[None]", "w[..., 0]"),
-    *("cat", "cat of columns", "stack", "hstack", "times a number", "times a 0-d tensor", "negated", "divided"),
-    *("times a number of the sample", "rows scaled by the sample", "columns scaled by the sample", "plus a constant"),
-    *("rows scaled by constants", "minus a constant", "permuted", "movedim", "reshaped", "unflattened", "clone"),
+    *("cat", "cat of columns", "stack", "hstack"),
+    *("times a number of the sample", "rows scaled by the sample", "columns scaled by the sample", "minus a constant"),
+    *("rows scaled by constants", "permuted", "movedim", "reshaped", "unflattened", "clone"),
     *("contiguous", "layer of the sample", "conv kernel scaled", "conv kernel negated", "conv kernel reshaped"),
     *("scale_grad_by_freq", "padding_idx, scale_grad_by_freq", "W[tokens], 3-D table", "W[:, tokens]", "table scaled"),
-    *("W @ W @ x", "tied, table and products scaled", "LoRA, W + B A", "LoRA, frozen + B A / 2", "constant @ W"),
-    *("W @ constant", "constant input", "constant input, T=2", "unbatched product of size B", "inner grad"),
-    *("inner grad by a weight", "inner jvp", "inner vmap over weights", "weight copied and overwritten"),
+    *("constant input", "constant input, T=2", "inner grad", "inner grad by a weight", "inner jvp"),
+    *("inner vmap over weights", "weight copied and overwritten"),
 }
 CASES |= {name: replace(CASES[name], kinds={}) for name in WRITTEN_OUT}
 CASES |= {
@@ -479,7 +478,7 @@ LONG = {
     "F.linear": product(lambda w, x: F.linear(x, w), batch=((40, 9),)),
     "X @ W": product(lambda w, x: x @ w, {"w": V}, ((40, 9),)),
     "einsum": product(lambda w, x: torch.einsum("htd,hdk->htk", x, w), {"w": (3, 9, 7)}, ((3, 40, 9),), {}),
-    "LoRA": loss(lambda p, x: F.linear(x, p["base"] + p["up"] @ p["down"]), LORA, ((40, 9),)),
+    "LoRA": loss(lambda p, x: F.linear(x, p["base"] + p["up"] @ p["down"]), LORA, ((40, 9),), **LORA_KINDS),
     "over time": loss(recurrent, {"w": (8, 9), "u": (8, 8), "b": (8,)}, ((10, 9),), w="Outer", u="Outer"),
     "cut in two": product(lambda w, x: torch.cat([torch.tanh(x @ u.T) for u in w.split([2, 5])], 1), batch=((40, 9),)),
     "F.conv2d": product(lambda w, x: F.conv2d(x, w), {"w": (3, 2, 3, 3)}, ((2, 12, 12),), {"w": "Conv"}),

@@ -773,6 +773,16 @@ def test_view_base():
     assert _torch.view_base(x) is None
 
 
+def test_graph_of_a_parameter():
+    w = torch.eye(2).requires_grad_()
+    node = ((w @ w) / 3).grad_fn
+    assert _torch.saved_by(node)("other") == 3
+    ((product, place),) = [x for x in node.next_functions if x[0] is not None]
+    assert tuple(_torch.node_outputs(product)[place].shape) == (2, 2)
+    assert _torch.node_outputs(product)[place].dtype == torch.float32
+    assert torch.equal(_torch.saved_by(product)("mat2"), w)
+
+
 def test_foreach_div_():
     values = [torch.tensor([2.0, 4.0]), torch.tensor(6.0, dtype=torch.float64)]
     _torch.foreach_div_(values, torch.tensor(2.0, dtype=torch.float64))

@@ -90,6 +90,10 @@ class LayerRecorder:
         self._factors[part.of].append(replace(factor, left=left, right=right, layout=layout))
         return True
 
+    def add_factor(self, place: int, factor: Factor) -> None:
+        """Add gradients of a parameter."""
+        self._factors[place].append(factor)
+
     def add_written_out(self, place: int, grads: Tensor) -> None:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
         self._factors[place].append(Dense(as_real(grads)))
