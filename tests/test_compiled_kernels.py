@@ -162,3 +162,47 @@ def test_sums_are_read_after_they_are_written(name):
         return per_sample_grads(loss, params, made["x"], ClippedSum(0.5), weights=made["weights"], engine=engine)
 
     assert_trees_close(sums("compiled"), sums("loop"), 1e-9)
+
+
+def overwritten(part):
+    """Return a function that overwrites a part of a copy of a complex matrix by ones."""
+
+    def function(z):
+        z = z.clone()
+        part(z).copy_(torch.ones_like(part(z)))
+        return z
+
+    return function
+
+
+# Parts of complex matrices that are written into copies, where the matrix has zeros.
+COMPLEX = {
+    "diagonal_scatter": lambda z: torch.diagonal_scatter(z, torch.ones_like(z[0])),
+    "diagonal": overwritten(torch.diagonal),
+    "other diagonal": overwritten(lambda z: z.diagonal(-1)),
+    "row": overwritten(lambda z: z[1]),
+    "column": overwritten(lambda z: z[:, 2]),
+    "block": overwritten(lambda z: z[1:, :2]),
+    "fill_diagonal_": lambda z: z.clone().fill_diagonal_(1.0),
+    "index_fill": lambda z: torch.index_fill(z, 0, torch.tensor([1]), 1),
+    "masked_fill": lambda z: torch.masked_fill(z, torch.eye(5, dtype=torch.bool), 1),
+    "real part": overwritten(torch.real),
+}
+
+
+def test_complex_matrices_are_read_after_they_are_written():
+    """torch 2.13 alone divides by the zeros that were there before."""
+    params = {name: torch.tensor(1.5, dtype=torch.float64) for name in COMPLEX}
+    batch = torch.rand(3, 5, 5, dtype=torch.float64)
+
+    def loss(params, x):
+        losses = {}
+        for name, write in COMPLEX.items():
+            numbers = torch.complex(params[name] * x[0], x[1])
+            losses[name] = (torch.complex(x, x.mT) / (1 + write(numbers - numbers[:, None]))).abs().sum()
+        return sum(losses.values()), losses
+
+    wanted = {"grads": Stack(), "losses": Aux()}
+    actual, expected = (per_sample_grads(loss, params, (batch,), wanted, engine=each) for each in ("compiled", "loop"))
+    for name in COMPLEX:
+        assert_trees_close(*({of: each[of][name] for of in wanted} for each in (actual, expected)), 1e-12)

@@ -63,6 +63,7 @@ def _is_scaled(x: Tensor, sizes: Sequence[Any], *rest: Any) -> bool:
 
 
 _TANH, _MEANS = (_aten.tanh, _aten.tanh_backward), (_aten.avg_pool2d_backward, _aten.avg_pool3d_backward)
+_WRITTEN = _aten.diagonal_scatter, _aten.as_strided_scatter
 _ROUNDED = _aten.hardsigmoid_backward, _aten.soft_margin_loss_backward, _aten.binary_cross_entropy_backward
 _LEFT_TO_TORCH: dict[Any, Callable[..., Any]] = {
     # In float32 tanh is a formula, see tanh.py.
@@ -70,6 +71,8 @@ _LEFT_TO_TORCH: dict[Any, Callable[..., Any]] = {
     **{x.default: lambda x, *_: x.device.type == "cpu" for x in _ROUNDED},
     # With ceil_mode, count_include_pad and no divisor, Inductor divides by too much at the border.
     **{x.default: lambda *args: args[5] and args[6] and args[7] is None for x in _MEANS},
+    # Inductor reads a complex copy before it has written the part into it.
+    **{x.default: lambda x, *_: x.is_complex() for x in _WRITTEN},
     _aten.multilabel_margin_loss_forward.default: lambda *_: True,  # torch's decomposition counts what comes after -1
     **dict.fromkeys((*aten_upsample_nearest, _aten.upsample_nearest2d_backward.default), _is_scaled),
 }
