@@ -120,7 +120,7 @@ class LayerInterceptor:
             flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
             with temporarily_clear_interpreter_stack():
                 recorded = torch.is_grad_enabled() and (param is not None or bias_place is not None)
-                flat = _differentiated(flat) if recorded else flat
+                flat = _with_gradient(flat) if recorded else flat
                 out = F.linear(flat, matrix, plain_bias)
                 if recorded:
                     place, transposed = (None, False) if param is None else param[1:]
@@ -165,7 +165,7 @@ class LayerInterceptor:
         with temporarily_clear_interpreter_stack():
             images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
             recorded = torch.is_grad_enabled()
-            images = _differentiated(images) if recorded else images
+            images = _with_gradient(images) if recorded else images
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
@@ -301,7 +301,7 @@ class LayerInterceptor:
         return False
 
 
-def _differentiated(inputs: Tensor) -> Tensor:
+def _with_gradient(inputs: Tensor) -> Tensor:
     """Return the inputs of a layer so that its output has a gradient."""
     return inputs if inputs.requires_grad else inputs.detach().requires_grad_()
 
