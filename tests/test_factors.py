@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import pytest
 import torch
@@ -76,6 +77,15 @@ class Repeated(Factor):
         return values.clone() if out is None else out.copy_(values)
 
 
+def of_outputs(factor, *fields):
+    """The factor of K = 3 outputs, which differ in the given fields, and share the others."""
+    names = [name for name in ("signals", "index", "inputs", "left", "right") if hasattr(factor, name)]
+    changed = {name: getattr(factor, name).unsqueeze(1) for name in names}
+    for name in fields:
+        changed[name] = torch.cat([changed[name] * k for k in (1.0, -0.5, 2.0)], 1).cos()
+    return replace(factor, **changed, outputs=(3,))
+
+
 FACTORS = {
     "defaults": lambda: Repeated(draw(B, 4)),
     "dense": lambda: Dense(draw(B, 6, 4)),
@@ -109,9 +119,30 @@ FACTORS = {
     "tied-groups": lambda: sum_factors(
         [product((6, 3, 1), (1, 3, 4), 1), Embedding(draw(B, 3, 12), torch.randint(6, (B, 3)), (6, 3, 4))]
     ),
+    "outputs-dense": lambda: Dense(draw(B, 3, 6, 4), outputs=(3,)),
+    "outputs-outer": lambda: of_outputs(product((6, 1), (1, 4), 1), "left"),
+    "outputs-outer-steps": lambda: of_outputs(product((6, 1), (1, 4), 3), "left"),
+    "outputs-outer-few-steps": lambda: of_outputs(product((60, 1), (1, 40), 2), "left"),
+    "outputs-outer-right": lambda: of_outputs(product((6, 1), (1, 4), 1), "right"),
+    "outputs-outer-right-steps": lambda: of_outputs(product((6, 1), (1, 4), 3), "right"),
+    "outputs-outer-groups": lambda: of_outputs(product((3, 6, 1), (3, 1, 4), 1), "left"),
+    "outputs-outer-groups-steps": lambda: of_outputs(product((6, 3, 1), (1, 3, 4), 2), "right"),
+    "outputs-conv1d-images": lambda: of_outputs(conv((2, 6, 5), (2, 4, 7), (6, 4, 3)), "signals"),
+    "outputs-conv2d-groups": lambda: of_outputs(conv((1, 6, 5, 5), (1, 4, 7, 7), (6, 2, 3, 3), groups=2), "signals"),
+    "outputs-conv2d-one-place": lambda: of_outputs(conv((1, 6, 1, 1), (1, 4, 3, 3), (6, 4, 3, 3)), "signals"),
+    "outputs-conv-transposed": lambda: of_outputs(conv((1, 6, 5, 5), (1, 4, 7, 7), (6, 2, 3, 3), groups=2), "inputs"),
+    "outputs-conv-pixels": lambda: of_outputs(conv((1, 60, 2, 2), (1, 40, 3, 3), (60, 40, 2, 2)), "inputs"),
+    "outputs-embedding": lambda: of_outputs(table(), "signals"),
+    "outputs-tied": lambda: sum_factors(
+        [of_outputs(product((60, 1), (1, 40), 2), "left"), of_outputs(table(3, 60, 40), "signals")]
+    ),
+    "outputs-two-sides": lambda: sum_factors(
+        [of_outputs(product((6, 1), (1, 4), 2), "left"), of_outputs(product((6, 1), (1, 4), 1), "right")]
+    ),
     "total-layouts": lambda: sum_factors([product((6, 1), (1, 4), 2), product((6, 1), (6, 4), 1)]),
 }
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
+EACH = WEIGHTS[:, None] * torch.tensor([1.0, 0.0, -3.0])
 OPERATIONS = {
     "squared_norms": lambda f: f.squared_norms(),
     "weighted_sum": lambda f: f.weighted_sum(WEIGHTS, torch.float64),
@@ -123,21 +154,29 @@ OPERATIONS = {
     ),
     "gram": lambda f: f.gram(),
     "gram-other": lambda f: f.gram(f.rows(slice(1, 3))),
-    "gram-dense": lambda f: f.gram(Dense(torch.ones(2, *f.shape, dtype=torch.float64))),
-    "dot": lambda f: f.dot(torch.arange(3.0 * f.materialize()[0].numel()).double().sin().view(3, *f.shape)),
-    "project": lambda f: f.project(*signs(f.shape)),
+    "gram-dense": lambda f: f.gram(Dense(torch.ones(2, *shape_of_one(f), dtype=torch.float64))),
+    "dot": lambda f: f.dot(torch.arange(3.0 * prod(shape_of_one(f))).double().sin().view(3, *shape_of_one(f))),
+    "project": lambda f: f.project(*signs(shape_of_one(f))),
     "zero_rows": lambda f: f.zero_rows(WEIGHTS == 0).materialize(),
     "scale_rows": lambda f: f.scale_rows(WEIGHTS).materialize(),
     "rows": lambda f: f.rows(slice(1, 3)).materialize(),
     "materialize-out": lambda f: f.materialize(torch.full((B, *f.shape), torch.nan).double()),
     "add_to": lambda f: added(f, torch.ones(B, *f.shape).double()),
     "concatenate": lambda f: concatenate([f, f.rows(slice(2))]).materialize(),
+    "scale_rows-each": lambda f: f.scale_rows(EACH if f.outputs else WEIGHTS).materialize(),
+    "weighted_sum-each": lambda f: f.weighted_sum(EACH if f.outputs else WEIGHTS, torch.float64),
+    "by_output": lambda f: f.by_output.materialize(),
+    "by_output-norms": lambda f: f.by_output.squared_norms(),
 }
 
 
 def added(factor, values):
     factor.add_to(values)
     return values
+
+
+def shape_of_one(factor):
+    return factor.shape[len(factor.outputs) :]
 
 
 def signs(shape):
@@ -159,7 +198,8 @@ def test_equals_what_is_written_out(name, operation):
     assert len(factor) == B
     assert factor.num_terms >= 1
     assert factor.device == values.device
-    assert_trees_close(OPERATIONS[operation](factor), OPERATIONS[operation](Dense(values)), 1e-9)
+    written = Dense(values, outputs=factor.outputs)
+    assert_trees_close(OPERATIONS[operation](factor), OPERATIONS[operation](written), 1e-9)
 
 
 PLAIN = {
@@ -450,7 +490,7 @@ class Spy:
         if name in ANNOUNCED:
             self.calls.add(name)
         if name in {"norm_operands", "term_operands"}:  # norms are asked of the factor itself
-            return () if name == "norm_operands" else None
+            return ()
         value = getattr(self.factor, name)
         if name in {"zero_rows", "scale_rows", "rows"}:
             return lambda *args: Spy(value(*args), self.calls)

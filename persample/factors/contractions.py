@@ -33,9 +33,11 @@ def has_few_columns(left: Tensor, right: Tensor) -> bool:
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
+    """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``; of gradients ``[K, *shape]`` also for ``[B, K]``."""
     if weights is None:
         return values.sum(0, dtype=dtype)
+    if weights.ndim == 2:
+        return torch.einsum("bk,bk...->k...", weights.to(dtype), values.to(dtype))
     return torch.mm(weights.to(dtype).unsqueeze(0), _as_rows(values, dtype)).view(values.shape[1:])
 
 
@@ -85,15 +87,8 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def per_sample(x: Tensor, like: Tensor) -> Tensor:
-    """Return a view of ``x [B]`` that broadcasts along the other axes of ``like [B, ...]``."""
-    return x.view(-1, *[1] * (like.ndim - 1))
-
-
-def scaled_along(x: Tensor, axis: int, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x times ``scale [B, K]``, in a dtype, where an axis of x merges K with what comes after it."""
-    split = x.to(dtype).unflatten(axis, (scale.shape[1], -1))
-    shape = (len(scale), *[1] * (axis - 1), scale.shape[1], *[1] * (split.ndim - axis - 1))
-    return (split * scale.to(dtype).view(shape)).flatten(axis, axis + 1)
+    """Return a view of ``x [B]``, or ``[B, K]``, that broadcasts along the other axes of ``like [B, ...]``."""
+    return x.view(-1, *x.shape[1:], *[1] * (like.ndim - x.ndim))
 
 
 def _as_rows(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
@@ -37,6 +37,11 @@ class Layout:
         """Return the layout of a plain matrix."""
         return cls((), (rows,), (columns,), (0, 1), (rows, columns))
 
+    @classmethod
+    def of_blocks(cls, groups: int, rows: int, columns: int) -> Layout:
+        """Return the layout of several matrices, ``[G, o, i]``."""
+        return cls((groups,), (rows,), (columns,), (0, 1, 2), (groups, rows, columns))
+
     @property
     def block(self) -> tuple[int, int, int]:
         """G, o and i."""
@@ -61,25 +66,12 @@ class Layout:
         split = values.reshape(len(values), *(sizes[axis] for axis in self.order))
         return split.permute(0, *(axis + 1 for axis in self._sorted())).reshape(len(values), *self.block)
 
-    def without_first(self) -> tuple[int, Layout] | None:
-        """Return which axes the first one of the shape is merged with, and the layout of the other axes.
-
-        Returns:
-            0 for groups, 1 for rows, 2 for columns; and the layout. None if the first axis is part of another one.
-        """
-        if self.shape[0] == 1:  # any operand has an axis of size 1
-            return 1, replace(self, shape=self.shape[1:])
-        kinds = [self.groups, self.rows, self.columns]
-        starts = [0, len(self.groups), len(self.groups) + len(self.rows)]
-        if not self.order or self.order[0] not in starts:
-            return None
-        first = next(kind for kind, start in enumerate(starts) if self.order[0] == start and kinds[kind])
-        if kinds[first][0] != self.shape[0]:
-            return None
-        kinds[first] = kinds[first][1:]
-        order = tuple(place - (place > self.order[0]) for place in self.order[1:])
-        groups, rows, columns = kinds
-        return first, Layout(groups, rows, columns, order, self.shape[1:])
+    def stacked(self, count: int, *, of_rows: bool) -> Layout:
+        """Return the layout in which one more axis comes first, merged in o, or in i, also as the first."""
+        place = len(self.groups) + (0 if of_rows else len(self.rows))
+        rows, columns = ((count, *self.rows), self.columns) if of_rows else (self.rows, (count, *self.columns))
+        order = (place, *(axis + (axis >= place) for axis in self.order))
+        return Layout(self.groups, rows, columns, order, (count, *self.shape))
 
     def _sorted(self) -> list[int]:
         return sorted(range(len(self.order)), key=self.order.__getitem__)

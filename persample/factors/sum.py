@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 
 import torch
@@ -61,9 +62,11 @@ class SumFactor(Factor):
         """Whether writing a gradient out takes matrix products."""
         return any(part.is_product for part in self.parts)
 
-    def rows(self, index: slice | Tensor) -> SumFactor:
-        """Return the factor of some of the samples."""
-        return SumFactor(tuple(part.rows(index) for part in self.parts))
+    def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> SumFactor:
+        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
+        given = iter(tensors)
+        parts = tuple(part.with_tensors(islice(given, len(part.tensors)), outputs) for part in self.parts)
+        return SumFactor(parts, outputs=parts[0].outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
@@ -80,17 +83,9 @@ class SumFactor(Factor):
         for part in self.parts:
             part.add_to(out)
 
-    def to(self, device: torch.device) -> SumFactor:
-        """Return the factor on a device."""
-        return SumFactor(tuple(part.to(device) for part in self.parts))
-
-    def zero_rows(self, rows: Tensor) -> SumFactor:
-        """Return the factor whose gradients are exactly zero where the mask ``[B]`` holds, NaN or not."""
-        return SumFactor(tuple(part.zero_rows(rows) for part in self.parts))
-
     def scale_rows(self, scale: Tensor) -> SumFactor:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        return SumFactor(tuple(part.scale_rows(scale) for part in self.parts))
+        return replace(self, parts=tuple(part.scale_rows(scale) for part in self.parts))
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
@@ -100,7 +95,8 @@ class SumFactor(Factor):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         heads = [part for part in self.parts if isinstance(part, Outer) and part.layout.is_matrix]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
-        if len(self.parts) == 2 and heads and tables and heads[0].needs_no_writing and tables[0].num_terms:
+        both = len(self.parts) == 2 and heads and tables and not self.outputs
+        if both and heads[0].needs_no_writing and tables[0].num_terms:
             return _squared_norms_of_both(heads[0], tables[0])
         return super().squared_norms()
 
@@ -110,37 +106,32 @@ class SumFactor(Factor):
         others = self if other is None else other
         if not all(map(has_rows, (*self.parts, *_parts(others)))):
             return super().gram(other, dtype)
-        each = max(len(self), len(others)) * prod(self.shape[1:])
-        step = cost_model.rows_per_block(self.shape[0], each, self.device, num_blocks=4)
+        height, *columns = self.parts[0].shape[len(self.outputs) :]
+        each = max(prod(x.sizes) for x in (self, others)) * prod(columns)
+        step = cost_model.rows_per_block(height, each, self.device, num_blocks=4)
 
         def of_rows(used: Tensor) -> Tensor:
             mine = _written_out(self, used)
             return contractions.gram(mine, mine if others is self else _written_out(others, used), dtype)
 
-        return _added(map(of_rows, torch.arange(self.shape[0], device=self.device).split(step)))
+        products = _added(map(of_rows, torch.arange(height, device=self.device).split(step)))
+        return products.view(*self.sizes, *others.sizes)
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
+        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
         return _added(part.dot(directions) for part in self.parts)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
         return _added(part.project(left, right) for part in self.parts)
-
-    def outputs(self) -> Sequence[Factor]:
-        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]`` of these."""
-        return [SumFactor(parts) for parts in zip(*(part.outputs() for part in self.parts), strict=True)]
-
-    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> SumFactor:
-        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``, in ``dtype``."""
-        return SumFactor(tuple(part.scale_outputs(scale, dtype) for part in self.parts))
 
     @classmethod
     def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
         """Return the factor of the samples of all, where they have as many parts."""
         if len({len(factor.parts) for factor in factors}) > 1:
             return None
-        return cls(tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True)))
+        parts = tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True))
+        return replace(factors[0], parts=parts)
 
 
 def sum_factors(factors: Iterable[Factor]) -> Factor:
@@ -159,7 +150,7 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
                 break
         else:
             parts.append(factor)
-    return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
+    return parts[0] if len(parts) == 1 else SumFactor(tuple(parts), outputs=parts[0].outputs)
 
 
 def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
@@ -186,8 +177,9 @@ def _parts(factor: Factor) -> tuple[Factor, ...]:
 
 
 def _written_out(factor: Factor, used: Tensor) -> Tensor:
-    """Return the gradients of some rows of the parameter."""
-    return SumFactor(tuple(rows_of(part, used) for part in _parts(factor))).materialize()
+    """Return the gradients of some rows of the parameter, for all samples and outputs."""
+    parts = tuple(rows_of(part, used) for part in _parts(factor))
+    return factor.rows_of(SumFactor(parts, outputs=factor.outputs).materialize())
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

@@ -14,13 +14,12 @@ from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import SharedParams
 
 
-def pull_back(params: SharedParams, recorder: LayerRecorder, outputs: tuple[int, ...]) -> None:
+def pull_back(params: SharedParams, recorder: LayerRecorder) -> None:
     """Add the gradients of computed parameters to those of the parameters that they were computed of.
 
     Args:
         params: the parameters.
         recorder: has the gradients of layers' parameters, and is given the new ones.
-        outputs: ``(K,)`` of losses with K outputs, or ``()``.
     """
     found = {place: recorder.total(place) for place in params.computed if place in recorder}
     for place in params.parts.keys() & found.keys():  # of a sliced, split or reshaped parameter: products stay
@@ -38,6 +37,6 @@ def pull_back(params: SharedParams, recorder: LayerRecorder, outputs: tuple[int,
         used[:] = [place for place, grad in enumerate(grads) if grad is not None]
         return [grads[place] for place in used]
 
-    grads = vmap(vmap(of_one) if outputs else of_one)(*signals)
+    grads = vmap(of_one if len(recorder.sizes) == 1 else vmap(of_one))(*signals)
     for place, grad in zip(used, grads, strict=True):
         recorder.add_written_out(place, grad)
