@@ -26,6 +26,18 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     return multiply(left.mT, right)
 
 
+def by_output(products: Tensor, block: tuple[int, int, int], sides: tuple[int, int]) -> Tensor:
+    """Return ``[n, K, G, o, i]`` from ``[n, G, Kₗ, o, Kᵣ, i]``, some axes of which may be merged.
+
+    Args:
+        products: the products of operands that hold all of K outputs.
+        block: G, o and i.
+        sides: Kₗ and Kᵣ: the outputs are those of one of the operands.
+    """
+    (groups, rows, columns), (left, right) = block, sides
+    return products.reshape(-1, groups, left, rows, right, columns).movedim((2, 4), (1, 2)).flatten(1, 2)
+
+
 def has_few_columns(left: Tensor, right: Tensor) -> bool:
     """Return whether ``left.mT @ right`` is better computed as its transpose."""
     few = _FEW_COLUMNS_OF_MANY_TERMS if left.shape[-2] >= _MANY_TERMS else _FEW_COLUMNS

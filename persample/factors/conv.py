@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample.factors import cost_model
+from persample.factors import contractions, cost_model
 from persample.factors.base import Factor, row_format
 from persample.factors.kernel_grads import kernel_grad, kernel_grads
-from persample.factors.layout import Layout
 from persample.factors.outer import Outer
 from persample.factors.patch_products import both_sides, patch_products, pixel_products
 from persample.utils import dtypes
@@ -101,11 +100,10 @@ class Conv(Factor):
 
     def _restored(self, grads: Tensor) -> Tensor:
         """Return gradients ``[n, *shape]`` from those of a kernel with the channels of all outputs."""
-        if not self.outputs:
-            return grads
-        rows, (columns, *sizes) = self.kernel_shape[0] // self.groups, self.kernel_shape[1:]
-        split = grads.view(-1, self.groups, self.signals.shape[1], rows, self.inputs.shape[1], columns, *sizes)
-        return split.movedim((2, 4), (1, 2)).reshape(-1, *self.shape)
+        if self.outputs:
+            block = self.groups, self.kernel_shape[0] // self.groups, prod(self.kernel_shape[1:])
+            grads = contractions.by_output(grads, block, (self.signals.shape[1], self.inputs.shape[1]))
+        return grads.reshape(-1, *self.shape)
 
     def patches(self) -> Outer:
         """Return the same gradients as outer products of signals and patches of the images."""
@@ -123,9 +121,7 @@ class Conv(Factor):
         left = split.permute(0, 2, 1, 4, 3).reshape(len(signals), self.groups, self.num_terms, rows)
         if self.outputs:
             left, right = left.unflatten(0, self.signals.shape[:2]), right.unflatten(0, self.inputs.shape[:2])
-        groups = (self.groups,) if self.groups > 1 else ()
-        layout = Layout(groups, (rows,), (kernel,), tuple(range(len(groups) + 2)), self.kernel_shape)
-        return Outer(left, right, layout, self.dtype, outputs=self.outputs)
+        return Outer(left, right, self.kernel_shape, self.dtype, outputs=self.outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""

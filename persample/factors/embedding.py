@@ -16,7 +16,6 @@ from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
 from persample.factors.dense import Dense
-from persample.factors.layout import Layout
 from persample.factors.outer import Outer
 from persample.utils import dtypes, norms
 
@@ -167,7 +166,7 @@ class Embedding(Factor):
 
 def has_rows(factor: Factor) -> bool:
     """Return whether some rows of the parameter have a factor that is written out without the others."""
-    return isinstance(factor, Embedding) or (isinstance(factor, Outer) and factor.layout.is_matrix)
+    return isinstance(factor, Embedding) or (isinstance(factor, Outer) and factor.is_matrix)
 
 
 def rows_of(factor: Factor, used: Tensor) -> Factor:
@@ -181,9 +180,9 @@ def rows_of(factor: Factor, used: Tensor) -> Factor:
         known = torch.searchsorted(used, factor.index.contiguous()).clamp_max(len(used) - 1)
         signals = factor.signals * (used[known] == factor.index)[..., None]
         return replace(factor, signals=signals, index=known, table_shape=(len(used), signals.shape[-1]))
-    if isinstance(factor, Outer) and factor.layout.is_matrix:
-        _, _, columns = factor.layout.block
-        return replace(factor, left=factor.left[..., used], layout=Layout.of_matrix(len(used), columns))
+    if isinstance(factor, Outer) and factor.is_matrix:
+        shape = len(used), factor.right.shape[-1]
+        return replace(factor, left=factor.left[..., used], param_shape=shape)
     values = factor.materialize().flatten(len(factor.sizes) + 1)
     return Dense(values[..., used, :], outputs=factor.outputs)
 
@@ -196,8 +195,7 @@ def _columns(factor: Factor, part: slice) -> Tensor:
         values = replace(factor, signals=signals, table_shape=shape).materialize()
     elif isinstance(factor, Outer):
         right = factor.right[..., part]
-        layout = Layout.of_matrix(factor.layout.shape[0], right.shape[-1])
-        values = replace(factor, right=right, layout=layout).materialize()
+        values = replace(factor, right=right, param_shape=(factor.param_shape[0], right.shape[-1])).materialize()
     else:
         values = factor.materialize()[..., part]
     return factor.rows_of(values)

@@ -14,31 +14,30 @@ from torch.nn.functional import pad
 from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.layout import Layout
 from persample.factors.terms import squared_norms_of_sums
 from persample.utils import dtypes, norms, strides
 
 
 @dataclass(frozen=True)
 class Outer(Factor):
-    """Per-sample gradients Σₜ lₜ rₜᵀ, G blocks of them, laid out in the shape of the parameter.
+    """Per-sample gradients Σₜ lₜ rₜᵀ, G blocks of them, ``[G, o, i]`` in the shape of the parameter.
 
     Args:
         left: back-propagated signals l, ``[B, G, T, o]``; of K outputs ``[B, K, G, T, o]``.
         right: inputs r, ``[B, G, T, i]``; of K outputs, which share them, ``[B, 1, G, T, i]``. Or the other way round.
-        layout: the mapping from ``[G, o, i]`` to the shape of the parameter.
+        param_shape: the shape of the parameter.
         out_dtype: the dtype of the gradients; that of the operands may differ.
 
     Examples:
         >>> l, r = torch.tensor([[[[3.0]]]]), torch.tensor([[[[1.0, 2.0]]]])
-        >>> factor = Outer(l, r, Layout((), (1,), (2,), (0, 1), (1, 2)), l.dtype)
+        >>> factor = Outer(l, r, (1, 2), l.dtype)
         >>> factor.materialize(), factor.squared_norms().round()
         (tensor([[[3., 6.]]]), tensor([45.], dtype=torch.float64))
     """
 
     left: Tensor
     right: Tensor
-    layout: Layout
+    param_shape: tuple[int, ...]
     out_dtype: torch.dtype
 
     @property
@@ -49,7 +48,7 @@ class Outer(Factor):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one gradient."""
-        return (*self.outputs, *self.layout.shape)
+        return (*self.outputs, *self.param_shape)
 
     @property
     def num_terms(self) -> int:
@@ -69,24 +68,45 @@ class Outer(Factor):
         return [(one.left, one.right) for one in self.of_outputs]
 
     @property
-    def _stacked(self) -> Outer:
-        """The same gradients ``[K, *shape]`` without outputs: K is one more axis of the rows, or of the columns."""
-        left, right = (x.movedim(1, 3).flatten(3) for x in (self.left, self.right))
-        layout = self.layout.stacked(self.outputs[0], of_rows=self._is_left)
-        return replace(self, left=left, right=right, layout=layout, outputs=())
+    def block(self) -> tuple[int, int, int]:
+        """G, o and i."""
+        return self.left.shape[-3], self.left.shape[-1], self.right.shape[-1]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether o is the first axis of the parameter, and i all the others."""
+        groups, rows, _ = self.block
+        return groups == 1 and rows == (*self.param_shape, 1)[0]
 
     @property
     def _is_left(self) -> bool:
         """Whether it is the left operand that differs among K outputs."""
         return bool(self.outputs) and self.left.shape[1] >= self.right.shape[1]
 
+    @property
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        """Signals and inputs ``[B, G, T, …]``; K outputs are a part of the last axis."""
+        if not self.outputs:
+            return self.left, self.right
+        return self.left.movedim(1, 3).flatten(3), self.right.movedim(1, 3).flatten(3)
+
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether products of the operands have their numbers in the order of the gradients."""
+        return not self.outputs or (self._is_left and self.left.shape[-3] == 1)
+
+    def _restored(self, products: Tensor, *lead: int) -> Tensor:
+        """Return gradients ``[*lead, *shape]`` from products of the operands, ``[*lead, G, o, i]``."""
+        if not self._is_in_order:
+            products = contractions.by_output(products, self.block, (self.left.shape[1], self.right.shape[1]))
+        return products.reshape(*lead, *self.shape)
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
-        if self.outputs:
-            return self._stacked.materialize(out)
-        left, right = self.left.mT, self.right
-        if out is not None and out.dtype == self.dtype == left.dtype == right.dtype:
-            target = self.layout.blocks(out)
+        signals, right = self._operands
+        left = signals.mT
+        if out is not None and self._is_in_order and out.dtype == self.dtype == left.dtype == right.dtype:
+            target = out.reshape(*left.shape[:-1], right.shape[-1])
             if is_alias_of(target, out):
                 if self.num_terms == 1:
                     torch.mul(strides.laid_out(left, target), strides.laid_out(right, target), out=target)
@@ -96,8 +116,8 @@ class Outer(Factor):
         if self.num_terms == 1:  # twice as fast as bmm, and the result has the operands' order in memory
             product = strides.laid_out(left) * strides.laid_out(right)
         else:
-            product = contractions.sum_of_products(self.left, strides.laid_out(right))
-        values = self.layout.restore(product).to(self.dtype)
+            product = contractions.sum_of_products(signals, strides.laid_out(right))
+        values = self._restored(product, len(self)).to(self.dtype)
         return values if out is None else out.copy_(values)
 
     def scale_rows(self, scale: Tensor) -> Outer:
@@ -129,9 +149,7 @@ class Outer(Factor):
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the product that computes the batch gradient, on scaled signals."""
         if weights is not None and weights.ndim > 1:
             return self.scale_outputs(weights, dtype).weighted_sum(None, dtype)
-        if self.outputs:
-            return self._stacked.weighted_sum(weights, dtype)
-        left, right = self.left, self.right
+        left, right = self._operands
         if weights is not None and left.numel() <= right.numel():
             left = dtypes.scaled_rows(left, weights, dtype)
         elif weights is not None:
@@ -141,9 +159,8 @@ class Outer(Factor):
             left, right = left.squeeze(1), right.squeeze(1)
             if left.stride(1) > left.stride(0) and right.stride(1) > right.stride(0):  # the order is that in memory
                 left, right = left.transpose(0, 1), right.transpose(0, 1)
-            product = contractions.sum_of_products(left.flatten(0, 1), right.flatten(0, 1))
-            return product.view(self.shape) if self.layout.is_matrix else self.layout.restore(product[None, None])[0]
-        return self.layout.restore((folded(left).mT @ folded(right))[None])[0]
+            return self._restored(contractions.sum_of_products(left.flatten(0, 1), right.flatten(0, 1)))
+        return self._restored(folded(left).mT @ folded(right))
 
     def balanced(self, dtype: torch.dtype) -> Outer:
         """Return the same gradients with operands of like norms, where the squares of one might overflow in a dtype.
@@ -177,7 +194,7 @@ class Outer(Factor):
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         other = self if other is None else other
-        if not isinstance(other, Outer) or other.layout != self.layout:
+        if not isinstance(other, Outer) or other.block != self.block:
             return super().gram(other, dtype)
         dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
         if self.num_terms == other.num_terms == 1:
@@ -192,7 +209,7 @@ class Outer(Factor):
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``: Σₜ lₜᵀ Dⱼ rₜ."""
         dtype = dtypes.accumulate_dtype(self.dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
-        matrices = self.layout.blocks(directions.to(dtype))
+        matrices = directions.to(dtype).reshape(-1, *self.block)
         # The smaller side is multiplied elementwise, or that which differs among outputs.
         if self._is_left if self.outputs else left.shape[-1] < right.shape[-1]:
             left, right, matrices = right, left, matrices.mT
@@ -200,7 +217,7 @@ class Outer(Factor):
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``: signals and inputs are projected separately."""
-        if not self.layout.is_matrix:
+        if not self.is_matrix:
             return super().project(left, right)
         dtype = dtypes.accumulate_dtype(self.dtype)
         signals, inputs = (x.squeeze(-3).to(dtype) for x in (self.left, self.right))
@@ -209,7 +226,7 @@ class Outer(Factor):
     @classmethod
     def concatenate(cls, factors: Sequence[Outer]) -> Outer | None:
         """Return the factor of the samples of all; fewer terms are padded with zeros."""
-        if len({factor.layout for factor in factors}) > 1:
+        if len({factor.block for factor in factors}) > 1:
             return None
         num_terms = max(factor.num_terms for factor in factors)
         left, right = (
@@ -220,7 +237,7 @@ class Outer(Factor):
 
     def add(self, other: Factor) -> Outer | None:
         """Return the factor of gᵢ + hᵢ: a sum of more terms."""
-        if not isinstance(other, Outer) or (other.layout, other._is_left) != (self.layout, self._is_left):
+        if not isinstance(other, Outer) or (other.block, other._is_left) != (self.block, self._is_left):
             return None
         left, right = (torch.cat(pair, dim=-2) for pair in _pairs(self, other))
         return replace(self, left=left, right=right)
@@ -242,7 +259,7 @@ def _pairs(one: Outer, other: Outer) -> tuple[tuple[Tensor, Tensor], tuple[Tenso
 
 def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a few rows of the parameter at a time, written out for all samples of both factors."""
-    groups, rows, columns = one.layout.block
+    groups, rows, columns = one.block
     step = cost_model.rows_per_block(rows, max(prod(x.sizes) for x in (one, other)) * groups * columns, one.device, 4)
     for start in range(0, rows, step):
         index = slice(start, start + step)
@@ -253,6 +270,5 @@ def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple
 def _rows(factor: Outer, index: slice, dtype: torch.dtype) -> Tensor:
     """Return some rows of the parameter, written out for all samples and outputs."""
     left, right = factor.left[..., index].to(dtype), factor.right.to(dtype)
-    sizes = factor.layout.block[0], left.shape[-1], right.shape[-1]
-    part = replace(factor, left=left, right=right, layout=Layout.of_blocks(*sizes), out_dtype=dtype)
-    return part.rows_of(part.materialize())
+    part = replace(factor, left=left, right=right, out_dtype=dtype)
+    return part.rows_of(replace(part, param_shape=part.block).materialize())

@@ -93,7 +93,7 @@ class SumFactor(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        heads = [part for part in self.parts if isinstance(part, Outer) and part.layout.is_matrix]
+        heads = [part for part in self.parts if isinstance(part, Outer) and part.is_matrix]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
         both = len(self.parts) == 2 and heads and tables and not self.outputs
         if both and heads[0].needs_no_writing and tables[0].num_terms:

@@ -16,7 +16,6 @@ from persample.engines.layers.convolutions import Geometry
 from persample.engines.layers.shared import Part
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
-from persample.factors.layout import Layout
 from persample.utils.dtypes import as_real
 
 
@@ -84,15 +83,14 @@ class LayerRecorder:
 
     def add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
-        if not isinstance(factor, Outer) or len(factor.layout.shape) != 2 or not factor.layout.is_matrix:
+        if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.is_matrix:
             return False
         left, right = (
             x if x.shape[-1] == count else pad(x, (first, count - first - x.shape[-1]))
             for x, first, count in ((factor.left, part.row, part.rows), (factor.right, part.column, part.columns))
         )
         shape = tuple(self._params[part.of].shape)
-        layout = Layout((), (part.rows,), (part.columns,), (0, 1), shape)
-        self._factors[part.of].append(replace(factor, left=left, right=right, layout=layout))
+        self._factors[part.of].append(replace(factor, left=left, right=right, param_shape=shape))
         return True
 
     def add_written_out(self, place: int, grads: Tensor) -> None:
@@ -125,7 +123,7 @@ class LayerRecorder:
             param = self._params[layer.weight]
             left, right = signals.unsqueeze(-3), self._shared(inputs).unsqueeze(-3)
             pair = (right, left) if layer.transposed else (left, right)
-            factor = Outer(*pair, Layout.of_matrix(*param.shape), param.dtype, outputs=self.sizes[1:])
+            factor = Outer(*pair, tuple(param.shape), param.dtype, outputs=self.sizes[1:])
             self._factors[layer.weight].append(factor)
         if layer.bias is not None:
             grad = signals.squeeze(-2) if signals.shape[-2] == 1 else signals.sum(-2)
