@@ -122,6 +122,11 @@ class Factor(ABC):
         return True
 
     @property
+    def has_rows(self) -> bool:
+        """Whether ``some_rows`` writes nothing out."""
+        return False
+
+    @property
     def norm_operands(self) -> tuple[Tensor, ...]:
         """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; none if there are no such."""
         return ()
@@ -193,6 +198,29 @@ class Factor(ABC):
             return contractions.gram(others, others, dtype).view(*self.sizes, *self.sizes)
         products = self._of_blocks(lambda rows: contractions.gram(rows, others, dtype))
         return products.view(*self.sizes, *other.sizes)
+
+    def gram_by_rows(self, other: Factor, dtype: torch.dtype | None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, with a few rows of the parameter written out at a time, for all samples."""
+        height, *columns = self.shape[len(self.outputs) :]
+        each = max(prod(factor.sizes) for factor in (self, other)) * prod(columns)
+        step = cost_model.rows_per_block(height, each, self.device, num_blocks=4)
+
+        def written(factor: Factor, index: Tensor) -> Tensor:
+            return factor.rows_of((factor if step >= height else factor.some_rows(index)).materialize())
+
+        def products(index: Tensor) -> Tensor:
+            mine = written(self, index)
+            return contractions.gram(mine, mine if other is self else written(other, index), dtype)
+
+        blocks = map(products, torch.arange(height, device=self.device).split(step))
+        return functools.reduce(torch.add, blocks).view(*self.sizes, *other.sizes)
+
+    def some_rows(self, index: Tensor) -> Factor:
+        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        from persample.factors.dense import Dense
+
+        values = self.materialize().flatten(len(self.sizes) + 1)
+        return Dense(values[..., index, :], outputs=self.outputs)
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``, for ``directions [D, *shape]``, in float32 at least."""

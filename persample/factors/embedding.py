@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,10 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.dense import Dense
-from persample.factors.outer import Outer
 from persample.utils import dtypes, norms
 
 
@@ -113,29 +109,30 @@ class Embedding(Factor):
         deviation = (values - middle[row]).square() - middle[row].square()
         return (middle.square() * each.sum()).index_add_(0, row, deviation * scale).view(self.shape)
 
-    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g, a few columns at a time."""
-        other = self if other is None else other
-        dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
-        used, position = self._used_rows
-        opposite = rows_of(other, used)
-        width = self.signals.shape[-1]
-        mine = replace(self, index=position, table_shape=(len(used), width))
-        step = cost_model.rows_per_block(width, max(prod(x.sizes) for x in (self, other)) * len(used), self.device, 4)
-        columns = [slice(start, start + step) for start in range(0, width, step)]
-        blocks = ((_columns(mine, part), _columns(opposite, part)) for part in columns)
-        products = functools.reduce(torch.add, (contractions.gram(*pair, dtype) for pair in blocks))
-        return products.view(*self.sizes, *other.sizes)
-
     @property
-    def _used_rows(self) -> tuple[Tensor, Tensor]:
-        """Sorted rows of the table, among them all that were looked up, and the first place of each lookup in them."""
+    def has_rows(self) -> bool:
+        """Whether ``some_rows`` writes nothing out."""
+        return True
+
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g."""
+        mine = self.some_rows(self._used_rows)
+        return mine.gram_by_rows(mine if other is None else other.some_rows(self._used_rows), dtype)
+
+    @cached_property
+    def _used_rows(self) -> Tensor:
+        """Sorted rows of the table, among them all that were looked up."""
         if self.index.device.type == "cpu":
-            return self.index.unique(return_inverse=True)
+            return self.index.unique()
         # Their number is a value. Without it, rows may be repeated, or not be looked up.
         whole = torch.arange(self.table_shape[0], device=self.index.device)
-        used = whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
-        return used, torch.searchsorted(used, self.index.contiguous())
+        return whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
+
+    def some_rows(self, index: Tensor) -> Embedding:
+        """Return the factor of some rows of the parameter; of a number that is repeated, the first has the gradient."""
+        known = torch.searchsorted(index, self.index.contiguous()).clamp_max(len(index) - 1)
+        signals = torch.where((index[known] == self.index)[..., None], self.signals, 0)
+        return replace(self, signals=signals, index=known, table_shape=(len(index), signals.shape[-1]))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
@@ -162,40 +159,3 @@ class Embedding(Factor):
             return None
         signals, index = torch.cat([self.signals, other.signals], -2), torch.cat([self.index, other.index], -1)
         return replace(self, signals=signals, index=index)
-
-
-def has_rows(factor: Factor) -> bool:
-    """Return whether some rows of the parameter have a factor that is written out without the others."""
-    return isinstance(factor, Embedding) or (isinstance(factor, Outer) and factor.is_matrix)
-
-
-def rows_of(factor: Factor, used: Tensor) -> Factor:
-    """Return the factor of some rows of a parameter, seen as a matrix.
-
-    Args:
-        factor: the gradients of the parameter.
-        used: the numbers of the rows, sorted.
-    """
-    if isinstance(factor, Embedding):
-        known = torch.searchsorted(used, factor.index.contiguous()).clamp_max(len(used) - 1)
-        signals = factor.signals * (used[known] == factor.index)[..., None]
-        return replace(factor, signals=signals, index=known, table_shape=(len(used), signals.shape[-1]))
-    if isinstance(factor, Outer) and factor.is_matrix:
-        shape = len(used), factor.right.shape[-1]
-        return replace(factor, left=factor.left[..., used], param_shape=shape)
-    values = factor.materialize().flatten(len(factor.sizes) + 1)
-    return Dense(values[..., used, :], outputs=factor.outputs)
-
-
-def _columns(factor: Factor, part: slice) -> Tensor:
-    """Return some columns of the gradients of a matrix, written out for all samples and outputs."""
-    if isinstance(factor, Embedding):
-        signals = factor.signals[..., part]
-        shape = factor.table_shape[0], signals.shape[-1]
-        values = replace(factor, signals=signals, table_shape=shape).materialize()
-    elif isinstance(factor, Outer):
-        right = factor.right[..., part]
-        values = replace(factor, right=right, param_shape=(factor.param_shape[0], right.shape[-1])).materialize()
-    else:
-        values = factor.materialize()[..., part]
-    return factor.rows_of(values)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ class Outer(Factor):
         return self.left.shape[-3], self.left.shape[-1], self.right.shape[-1]
 
     @property
-    def is_matrix(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether o is the first axis of the parameter, and i all the others."""
         groups, rows, _ = self.block
         return groups == 1 and rows == (*self.param_shape, 1)[0]
@@ -201,9 +200,21 @@ class Outer(Factor):
             pairs = _pairs(self.balanced(dtype), other.balanced(dtype))
             left, right = (_products(a.to(dtype), b.to(dtype)) for a, b in pairs)
             return left[0] * right[0] if len(left) == 1 else (left * right).sum(0)
-        blocks = _written_out(self, other, contractions.gram_dtype(self.dtype, other.dtype))
-        products = functools.reduce(torch.add, (contractions.gram(a, b, dtype) for a, b in blocks))
-        return products.view(*self.sizes, *other.sizes)
+        if not self.has_rows:
+            return super().gram(other, dtype)
+        wide = contractions.gram_dtype(self.dtype, other.dtype)
+        one = self.converted(wide)
+        return one.gram_by_rows(one if other is self else other.converted(wide), dtype)
+
+    def converted(self, dtype: torch.dtype) -> Outer:
+        """Return the same gradients with operands in a dtype."""
+        return replace(self, left=self.left.to(dtype), right=self.right.to(dtype), out_dtype=dtype)
+
+    def some_rows(self, index: Tensor) -> Factor:
+        """Return the factor of some rows of the parameter."""
+        if not self.has_rows:
+            return super().some_rows(index)
+        return replace(self, left=self.left[..., index], param_shape=(len(index), self.right.shape[-1]))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``: Σₜ lₜᵀ Dⱼ rₜ."""
@@ -217,7 +228,7 @@ class Outer(Factor):
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``: signals and inputs are projected separately."""
-        if not self.is_matrix:
+        if not self.has_rows:
             return super().project(left, right)
         dtype = dtypes.accumulate_dtype(self.dtype)
         signals, inputs = (x.squeeze(-3).to(dtype) for x in (self.left, self.right))
@@ -255,20 +266,3 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 
 def _pairs(one: Outer, other: Outer) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (one.left, other.left), (one.right, other.right)
-
-
-def _written_out(one: Outer, other: Outer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a few rows of the parameter at a time, written out for all samples of both factors."""
-    groups, rows, columns = one.block
-    step = cost_model.rows_per_block(rows, max(prod(x.sizes) for x in (one, other)) * groups * columns, one.device, 4)
-    for start in range(0, rows, step):
-        index = slice(start, start + step)
-        first = _rows(one, index, dtype)
-        yield first, first if other is one else _rows(other, index, dtype)
-
-
-def _rows(factor: Outer, index: slice, dtype: torch.dtype) -> Tensor:
-    """Return some rows of the parameter, written out for all samples and outputs."""
-    left, right = factor.left[..., index].to(dtype), factor.right.to(dtype)
-    part = replace(factor, left=left, right=right, out_dtype=dtype)
-    return part.rows_of(replace(part, param_shape=part.block).materialize())

@@ -6,14 +6,12 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import prod
 
 import torch
 from torch import Tensor
 
-from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.embedding import Embedding, has_rows, rows_of
+from persample.factors.embedding import Embedding
 from persample.factors.join import concatenate
 from persample.factors.outer import Outer
 from persample.utils import dtypes, norms
@@ -62,6 +60,11 @@ class SumFactor(Factor):
         """Whether writing a gradient out takes matrix products."""
         return any(part.is_product for part in self.parts)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether ``some_rows`` writes nothing out."""
+        return all(part.has_rows for part in self.parts)
+
     def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> SumFactor:
         """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
         given = iter(tensors)
@@ -93,7 +96,7 @@ class SumFactor(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        heads = [part for part in self.parts if isinstance(part, Outer) and part.is_matrix]
+        heads = [part for part in self.parts if isinstance(part, Outer) and part.has_rows]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
         both = len(self.parts) == 2 and heads and tables and not self.outputs
         if both and heads[0].needs_no_writing and tables[0].num_terms:
@@ -103,19 +106,12 @@ class SumFactor(Factor):
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""
         # Not of parts with parts: where these nearly cancel, as those of a softmax and its label do, no digit is left.
-        others = self if other is None else other
-        if not all(map(has_rows, (*self.parts, *_parts(others)))):
-            return super().gram(other, dtype)
-        height, *columns = self.parts[0].shape[len(self.outputs) :]
-        each = max(prod(x.sizes) for x in (self, others)) * prod(columns)
-        step = cost_model.rows_per_block(height, each, self.device, num_blocks=4)
+        other = self if other is None else other
+        return self.gram_by_rows(other, dtype) if self.has_rows and other.has_rows else super().gram(other, dtype)
 
-        def of_rows(used: Tensor) -> Tensor:
-            mine = _written_out(self, used)
-            return contractions.gram(mine, mine if others is self else _written_out(others, used), dtype)
-
-        products = _added(map(of_rows, torch.arange(height, device=self.device).split(step)))
-        return products.view(*self.sizes, *others.sizes)
+    def some_rows(self, index: Tensor) -> SumFactor:
+        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        return replace(self, parts=tuple(part.some_rows(index) for part in self.parts))
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
@@ -170,16 +166,6 @@ def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
     squares = norms.squared_norms((products + lookups).flatten(0, 1)).view(index.shape)
     is_first = first == torch.arange(index.shape[1], device=index.device)
     return others.squared_norms() + torch.where(is_first, squares, 0).sum(1)
-
-
-def _parts(factor: Factor) -> tuple[Factor, ...]:
-    return factor.parts if isinstance(factor, SumFactor) else (factor,)
-
-
-def _written_out(factor: Factor, used: Tensor) -> Tensor:
-    """Return the gradients of some rows of the parameter, for all samples and outputs."""
-    parts = tuple(rows_of(part, used) for part in _parts(factor))
-    return factor.rows_of(SumFactor(parts, outputs=factor.outputs).materialize())
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

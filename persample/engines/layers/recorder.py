@@ -83,7 +83,7 @@ class LayerRecorder:
 
     def add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
-        if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.is_matrix:
+        if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
             return False
         left, right = (
             x if x.shape[-1] == count else pad(x, (first, count - first - x.shape[-1]))
