@@ -22,7 +22,6 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor, Outer
 from persample.factors.cost_model import Plan, Size, inner_products_are_faster
-from persample.factors.layout import Layout
 from persample.factors.terms import squared_norms_of_sums
 
 OPERATIONS = {
@@ -84,7 +83,6 @@ def ways(case: Case, ops: set[str], device: str = "cpu") -> dict[str, Callable[[
     left, right = (torch.randn(samples, 1, terms, width, device=device) for width in (rows, columns))
     weights = torch.rand(samples, dtype=torch.float64, device=device)
     direction = torch.randn(1, rows, columns, device=device)
-    layout = Layout.of_matrix(rows, columns)
 
     def contract(factor: Factor) -> None:
         if "squared_norms" in ops:
@@ -99,7 +97,7 @@ def ways(case: Case, ops: set[str], device: str = "cpu") -> dict[str, Callable[[
             factor.second_moment(weights, dtype, center)
 
     def way(kind: type[Outer]) -> Outer:
-        return kind(left, right, layout, left.dtype)
+        return kind(left, right, (rows, columns), left.dtype)
 
     found = {
         "written out": lambda: contract(Dense(way(Outer).materialize())),

@@ -16,8 +16,6 @@ from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
 from persample.factors.dense import is_zeros
-from persample.factors.output_list import OutputList
-from persample.factors.outputs import unwrapped
 from persample.factors.storage import reason_to_write_out
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
@@ -195,9 +193,9 @@ def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor],
     start = rng.snapshot()
     found, why = factored(call, frozenset())
     rng.rewind(start)
-    stored = [unwrapped(factor) for factor in eager(call, required_ops).factors]
+    stored = eager(call, required_ops).factors
     rng.rewind(start)
-    could, plan = list(map(unwrapped, found.factors)), call.plan(required_ops)
+    could, plan = found.factors, call.plan(required_ops)
     reasons = [why or _NO_LAYER if isinstance(x, Dense) else reason_to_write_out(x, plan) for x in could]
     return could, stored, [_UNUSED if is_zeros(x) else reason for x, reason in zip(could, reasons, strict=True)]
 
@@ -213,8 +211,9 @@ def _storage(path: str, could: Factor, stored: Factor, reason: str, times: Estim
     factored = not isinstance(stored, Dense)
     kind = stored if factored else could
     parts = kind.parts if isinstance(kind, SumFactor) else (kind,)
-    names = (type(part.parts[0] if isinstance(part, OutputList) else part).__name__ for part in parts)
-    name = " + ".join(sorted(names, reverse=True))  # in one order, whichever use of a parameter comes first
+    name = " + ".join(
+        sorted((type(part).__name__ for part in parts), reverse=True)
+    )  # in one order, whichever use of a parameter comes first
     width = stored.dtype.itemsize
     choice, reason = ("contract", "") if factored else ("materialize", reason)
     sizes = stored.stored * width, len(stored) * prod(stored.shape) * width

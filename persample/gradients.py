@@ -12,7 +12,6 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor, contractions
 from persample.factors.norms import squared_norms_per_factor
-from persample.factors.outputs import PerOutput, by_row
 from persample.utils.dtypes import as_real
 from persample.utils.norms import has_extreme, root
 from persample.utils.tracing import is_recorded
@@ -44,8 +43,7 @@ class ParamSpec:
 class Gradients:
     """The per-sample gradients g₁ … g_B of one chunk. Row i is the gradient of ℓᵢ, never of ℓᵢ/B.
 
-    Of losses with K outputs, sample i has K gradients gᵢₖ: factors are ``PerOutput``, and what is ``[B]`` below is
-    ``[B, K]``, except for weights.
+    Of losses with K outputs, sample i has K gradients gᵢₖ: what is ``[B]`` below is ``[B, K]``, except for weights.
 
     Args:
         factors: one per parameter, in the order of ``spec.paths``.
@@ -66,38 +64,21 @@ class Gradients:
     connected: bool = True
 
     @classmethod
-    def dense(cls, values: Sequence[Tensor], **fields: Any) -> Gradients:
+    def dense(cls, values: Sequence[Tensor], *, losses: Tensor, **fields: Any) -> Gradients:
         """Return gradients from dense tensors, ``[B, *shape]`` for each parameter, ``[B, K, *shape]`` of K outputs."""
-        return cls.of([Dense(as_real(value)) for value in values], **fields)
-
-    @classmethod
-    def of(cls, factors: Sequence[Factor], *, losses: Tensor, **fields: Any) -> Gradients:
-        """Return gradients from factors of shapes ``[*shape]``, or ``[K, *shape]`` of K outputs."""
-        return cls(tuple(factors if losses.ndim == 1 else map(PerOutput, factors)), losses=losses, **fields)
-
-    @property
-    def factors_by_row(self) -> list[Factor]:
-        """The factors, of K outputs with B·K rows: row i·K + k is that of output k of sample i."""
-        return list(self.factors if self.losses.ndim == 1 else map(by_row, self.factors))
-
-    def by_sample(self, rows: Tensor) -> Tensor:
-        """Return ``[B, *]`` unchanged, and ``[B·K, *]`` of K outputs as ``[B, K, *]``."""
-        return rows if self.losses.ndim == 1 else rows.unflatten(0, self.losses.shape)
+        outputs = tuple(losses.shape[1:])
+        return cls(tuple(Dense(as_real(value), outputs=outputs) for value in values), losses=losses, **fields)
 
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
         """‖gᵢ‖² of each single parameter, ``[B]`` float64 each."""
-        return list(map(self.by_sample, self._squared_norms))
+        return squared_norms_per_factor(self.factors)
 
     @cached_property
     def norms(self) -> Tensor:
         """Euclidean norms over all parameters, ``[B]`` float64."""
-        first, *others = self._squared_norms
-        return self.by_sample(root(torch.stack([first, *others]).sum(0) if others else first))
-
-    @cached_property
-    def _squared_norms(self) -> list[Tensor]:
-        return squared_norms_per_factor(self.factors_by_row)
+        first, *others = self.squared_norms_per_param
+        return root(torch.stack([first, *others]).sum(0) if others else first)
 
     @cached_property
     def norms_per_param(self) -> list[Tensor]:

@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 import persample as ps
 from persample.factors import Dense as DenseFactor
 from persample.factors import Factor, Outer
-from persample.factors.layout import Layout
 
 
 def wide(x):
@@ -216,7 +215,7 @@ def draw_factor(rng, generator, p):
     if p.ndim == 2 and not p.is_complex() and rng.random() < 0.6:
         terms = rng.choice([1, 2])
         left, right = (randn(3, 1, terms, n) for n in p.shape)
-        return Outer(left, right, Layout.of_matrix(*p.shape), left.dtype)
+        return Outer(left, right, tuple(p.shape), left.dtype)
     return DenseFactor(randn(3, *p.shape, *[2] * p.is_complex()))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from traced import lowered
 
 from persample import Norm, gradients, per_sample_grads
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
-from persample.factors.layout import Layout
 from persample.factors.norms import squared_norms_per_factor
 from persample.gradients import Gradients, ParamSpec
 
@@ -24,27 +24,12 @@ def draw(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype)
 
 
-def outer(left, right, shape):
-    """The factor of a broadcast product ``[B, *axes, T]``, summed over its last axis."""
-    alone = [a > 1 for a, b in zip(left.shape[1:-1], right.shape[1:-1], strict=True) if 1 in {a, b}]
-    left, right = (right, left) if alone and not alone[0] else (left, right)  # rows come first: equal layouts
-    pairs = list(zip(left.shape[1:-1], right.shape[1:-1], strict=True))
-    kinds = [0 if a > 1 and b > 1 else 1 if a > 1 else 2 for a, b in pairs]
-    places, sizes = sorted(range(len(kinds)), key=lambda axis: (kinds[axis], axis)), list(map(max, pairs))
-    groups, rows, columns = (tuple(sizes[axis] for axis in places if kinds[axis] == kind) for kind in range(3))
-    layout = Layout(groups, rows, columns, tuple(places.index(axis) for axis in range(len(places))), tuple(shape))
-
-    def operand(x, size):
-        moved = x.expand(B, *x.shape[1:]).permute(0, *(axis + 1 for axis in places), x.ndim - 1)
-        return moved.reshape(B, layout.block[0], size, x.shape[-1]).transpose(2, 3)
-
-    return Outer(operand(left, layout.block[1]), operand(right, layout.block[2]), layout, left.dtype)
-
-
 def product(left, right, num_terms, shape=None):
-    """l and r vary along the given axes; the batch axis is the first."""
-    full = [max(a, b) for a, b in zip(left, right, strict=True)]
-    return outer(draw(B, *left, num_terms), draw(B, *right, num_terms), shape or full)
+    """l and r vary along the given axes, both of them along the groups, which come first."""
+    left, right = (right, left) if left[-1] > 1 == right[-1] else (left, right)  # rows come before columns
+    groups = prod(a for a, b in zip(left, right, strict=True) if a > 1 and b > 1)
+    operands = (draw(B, groups, num_terms, prod(axes) // groups) for axes in (left, right))
+    return Outer(*operands, shape or tuple(map(max, left, right)), torch.float64)
 
 
 def conv(signals, inputs, shape, stride=1, padding=0, dilation=1, groups=1):
@@ -76,6 +61,15 @@ class Repeated(Factor):
         return values.clone() if out is None else out.copy_(values)
 
 
+def of_outputs(factor, *fields):
+    """The factor of K = 3 outputs, which differ in the given fields, and share the others."""
+    names = [name for name in ("signals", "index", "inputs", "left", "right") if hasattr(factor, name)]
+    changed = {name: getattr(factor, name).unsqueeze(1) for name in names}
+    for name in fields:
+        changed[name] = torch.cat([changed[name] * k for k in (1.0, -0.5, 2.0)], 1).cos()
+    return replace(factor, **changed, outputs=(3,))
+
+
 FACTORS = {
     "defaults": lambda: Repeated(draw(B, 4)),
     "dense": lambda: Dense(draw(B, 6, 4)),
@@ -86,10 +80,11 @@ FACTORS = {
     "outer-large-few-steps": lambda: product((60, 1), (1, 40), 2),
     "outer-transposed": lambda: product((1, 6), (4, 1), 2),
     "outer-groups": lambda: product((3, 6, 1), (3, 1, 4), 1),
-    "outer-groups-steps": lambda: product((6, 3, 1), (1, 3, 4), 2),
-    "outer-mixed-axes": lambda: product((6, 1, 3), (1, 4, 1), 2),
+    "outer-groups-steps": lambda: product((3, 6, 1), (3, 1, 4), 2),
     "outer-flattened": lambda: product((6, 1), (1, 4), 2, (24,)),
-    "outer-broadcast-batch": lambda: outer(draw(B, 6, 1, 2), draw(1, 1, 4, 2), (6, 4)),
+    "outer-broadcast-batch": lambda: Outer(
+        draw(B, 1, 2, 6), draw(1, 1, 2, 4).expand(B, -1, -1, -1), (6, 4), torch.float64
+    ),
     "conv1d": lambda: conv((1, 6, 5), (1, 4, 7), (6, 4, 3)),
     "conv1d-images": lambda: conv((2, 6, 5), (2, 4, 7), (6, 4, 3)),
     "conv2d-strided": lambda: conv((1, 6, 3, 3), (1, 4, 7, 7), (6, 4, 3, 3), stride=2),
@@ -107,11 +102,32 @@ FACTORS = {
     "tied-many-terms": lambda: tied(40),
     "tied-transposed": lambda: sum_factors([product((1, 6), (4, 1), 2), table(3, 4, 6)]),
     "tied-groups": lambda: sum_factors(
-        [product((6, 3, 1), (1, 3, 4), 1), Embedding(draw(B, 3, 12), torch.randint(6, (B, 3)), (6, 3, 4))]
+        [product((3, 6, 1), (3, 1, 4), 1), Embedding(draw(B, 3, 24), torch.randint(3, (B, 3)), (3, 6, 4))]
+    ),
+    "outputs-dense": lambda: Dense(draw(B, 3, 6, 4), outputs=(3,)),
+    "outputs-outer": lambda: of_outputs(product((6, 1), (1, 4), 1), "left"),
+    "outputs-outer-steps": lambda: of_outputs(product((6, 1), (1, 4), 3), "left"),
+    "outputs-outer-few-steps": lambda: of_outputs(product((60, 1), (1, 40), 2), "left"),
+    "outputs-outer-right": lambda: of_outputs(product((6, 1), (1, 4), 1), "right"),
+    "outputs-outer-right-steps": lambda: of_outputs(product((6, 1), (1, 4), 3), "right"),
+    "outputs-outer-groups": lambda: of_outputs(product((3, 6, 1), (3, 1, 4), 1), "left"),
+    "outputs-outer-groups-steps": lambda: of_outputs(product((3, 6, 1), (3, 1, 4), 2), "right"),
+    "outputs-conv1d-images": lambda: of_outputs(conv((2, 6, 5), (2, 4, 7), (6, 4, 3)), "signals"),
+    "outputs-conv2d-groups": lambda: of_outputs(conv((1, 6, 5, 5), (1, 4, 7, 7), (6, 2, 3, 3), groups=2), "signals"),
+    "outputs-conv2d-one-place": lambda: of_outputs(conv((1, 6, 1, 1), (1, 4, 3, 3), (6, 4, 3, 3)), "signals"),
+    "outputs-conv-transposed": lambda: of_outputs(conv((1, 6, 5, 5), (1, 4, 7, 7), (6, 2, 3, 3), groups=2), "inputs"),
+    "outputs-conv-pixels": lambda: of_outputs(conv((1, 60, 2, 2), (1, 40, 3, 3), (60, 40, 2, 2)), "inputs"),
+    "outputs-embedding": lambda: of_outputs(table(), "signals"),
+    "outputs-tied": lambda: sum_factors(
+        [of_outputs(product((60, 1), (1, 40), 2), "left"), of_outputs(table(3, 60, 40), "signals")]
+    ),
+    "outputs-two-sides": lambda: sum_factors(
+        [of_outputs(product((6, 1), (1, 4), 2), "left"), of_outputs(product((6, 1), (1, 4), 1), "right")]
     ),
     "total-layouts": lambda: sum_factors([product((6, 1), (1, 4), 2), product((6, 1), (6, 4), 1)]),
 }
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
+EACH = WEIGHTS[:, None] * torch.tensor([1.0, 0.0, -3.0])
 OPERATIONS = {
     "squared_norms": lambda f: f.squared_norms(),
     "weighted_sum": lambda f: f.weighted_sum(WEIGHTS, torch.float64),
@@ -123,21 +139,29 @@ OPERATIONS = {
     ),
     "gram": lambda f: f.gram(),
     "gram-other": lambda f: f.gram(f.rows(slice(1, 3))),
-    "gram-dense": lambda f: f.gram(Dense(torch.ones(2, *f.shape, dtype=torch.float64))),
-    "dot": lambda f: f.dot(torch.arange(3.0 * f.materialize()[0].numel()).double().sin().view(3, *f.shape)),
-    "project": lambda f: f.project(*signs(f.shape)),
+    "gram-dense": lambda f: f.gram(Dense(torch.ones(2, *shape_of_one(f), dtype=torch.float64))),
+    "dot": lambda f: f.dot(torch.arange(3.0 * prod(shape_of_one(f))).double().sin().view(3, *shape_of_one(f))),
+    "project": lambda f: f.project(*signs(shape_of_one(f))),
     "zero_rows": lambda f: f.zero_rows(WEIGHTS == 0).materialize(),
     "scale_rows": lambda f: f.scale_rows(WEIGHTS).materialize(),
     "rows": lambda f: f.rows(slice(1, 3)).materialize(),
     "materialize-out": lambda f: f.materialize(torch.full((B, *f.shape), torch.nan).double()),
     "add_to": lambda f: added(f, torch.ones(B, *f.shape).double()),
     "concatenate": lambda f: concatenate([f, f.rows(slice(2))]).materialize(),
+    "scale_rows-each": lambda f: f.scale_rows(EACH if f.outputs else WEIGHTS).materialize(),
+    "weighted_sum-each": lambda f: f.weighted_sum(EACH if f.outputs else WEIGHTS, torch.float64),
+    "by_output": lambda f: f.by_output.materialize(),
+    "by_output-norms": lambda f: f.by_output.squared_norms(),
 }
 
 
 def added(factor, values):
     factor.add_to(values)
     return values
+
+
+def shape_of_one(factor):
+    return factor.shape[len(factor.outputs) :]
 
 
 def signs(shape):
@@ -159,7 +183,8 @@ def test_equals_what_is_written_out(name, operation):
     assert len(factor) == B
     assert factor.num_terms >= 1
     assert factor.device == values.device
-    assert_trees_close(OPERATIONS[operation](factor), OPERATIONS[operation](Dense(values)), 1e-9)
+    written = Dense(values, outputs=factor.outputs)
+    assert_trees_close(OPERATIONS[operation](factor), OPERATIONS[operation](written), 1e-9)
 
 
 PLAIN = {
@@ -273,7 +298,7 @@ def test_norms_read_shared_operands_once(block, monkeypatch):
     """Layers of one input share it, the weights of an LSTM share signals; chains of both are one group."""
     x, y, signals, others = (torch.randn(B, 1, 3, size) for size in (20, 24, 30, 30))
     pairs = [(signals, x), (others, x), (signals, y), (torch.randn(B, 1, 3, 12), torch.randn(B, 1, 3, 40))]
-    factors = [Outer(left, right, Layout.of_matrix(left.shape[3], right.shape[3]), left.dtype) for left, right in pairs]
+    factors = [Outer(left, right, (left.shape[3], right.shape[3]), left.dtype) for left, right in pairs]
     assert all(factor.term_operands for factor in factors)
     if block is not None:
         monkeypatch.setattr(cost_model, "BLOCK", block)
@@ -295,9 +320,8 @@ def test_cancelling_signals_keep_their_norm():
     assert cost_model.inner_products_are_faster(size)
     signals, inputs = torch.randn(1, 1, num_terms, rows), torch.randn(1, 1, 1, columns).repeat(1, 1, num_terms, 1)
     signals[0, 0, -1] -= signals.sum((0, 1, 2)) - 1e-3 * torch.randn(rows)
-    layout = product((rows, 1), (1, columns), 1).layout
-    factor = Outer(signals, inputs, layout, torch.float32)
-    exact = Outer(signals.double(), inputs.double(), layout, torch.float64).materialize().square().sum()
+    factor = Outer(signals, inputs, (rows, columns), torch.float32)
+    exact = Outer(signals.double(), inputs.double(), (rows, columns), torch.float64).materialize().square().sum()
     assert_trees_close(factor.squared_norms()[0], exact, 1e-5)
     naive = ((signals @ signals.mT) * (inputs @ inputs.mT)).sum()
     assert abs(naive / exact - 1) > 0.01
@@ -323,7 +347,7 @@ def _norms_of_sums(signals, inputs, engine):
         return ((inputs @ w.T) * signals).sum()
 
     width = signals.shape[-1]
-    assert Outer(signals, inputs, Layout.of_matrix(width, width), signals.dtype).term_operands
+    assert Outer(signals, inputs, (width, width), signals.dtype).term_operands
     batch = signals[:, 0], inputs[:, 0]
     return per_sample_grads(loss, torch.zeros(width, width), batch, Norm(), engine=engine)
 
@@ -371,8 +395,7 @@ def test_norms_and_inner_products_of_tied_embeddings_whose_uses_cancel():
     index = torch.randint(60, (B, 1))
     inputs = torch.randn(B, 1, 1, 40)
     chosen = torch.nn.functional.one_hot(index, 60).float()[:, None]
-    layout = product((60, 1), (1, 40), 1).layout
-    head = Outer(-chosen * (1 - 1e-4), inputs, layout, torch.float32)
+    head = Outer(-chosen * (1 - 1e-4), inputs, (60, 40), torch.float32)
     factor = sum_factors([head, Embedding(inputs[:, 0], index, (60, 40))])
     rows = factor.materialize().double().flatten(1)
     assert_trees_close(factor.squared_norms(), rows.square().sum(1), 1e-6)
@@ -381,13 +404,12 @@ def test_norms_and_inner_products_of_tied_embeddings_whose_uses_cancel():
 
 
 def test_an_infinite_lookup_does_not_reach_other_rows():
-    layout = Layout.of_matrix(60, 40)
     signals = torch.randn(B, 3, 40)
     signals[1, 0, 0] = torch.inf
     index = torch.tensor([[3, 5, 3]]).repeat(B, 1)
     factor = sum_factors(
         [
-            Outer(torch.randn(B, 1, 2, 60), torch.randn(B, 1, 2, 40), layout, torch.float32),
+            Outer(torch.randn(B, 1, 2, 60), torch.randn(B, 1, 2, 40), (60, 40), torch.float32),
             Embedding(signals, index, (60, 40)),
         ]
     )
@@ -399,7 +421,7 @@ def test_an_infinite_lookup_does_not_reach_other_rows():
 @pytest.mark.parametrize("lookups", [0, 1, 4])
 @pytest.mark.parametrize("size", [0, 1, B])
 def test_norms_of_tied_embeddings(size, lookups):
-    head = Outer(torch.randn(size, 1, 2, 60), torch.randn(size, 1, 2, 40), Layout.of_matrix(60, 40), torch.float32)
+    head = Outer(torch.randn(size, 1, 2, 60), torch.randn(size, 1, 2, 40), (60, 40), torch.float32)
     factor = SumFactor((Embedding(torch.randn(size, lookups, 40), torch.randint(3, (size, lookups)), (60, 40)), head))
     expected = factor.materialize().double().flatten(1).square().sum(1)
     assert_trees_close(factor.squared_norms(), expected, 1e-6)
@@ -450,7 +472,7 @@ class Spy:
         if name in ANNOUNCED:
             self.calls.add(name)
         if name in {"norm_operands", "term_operands"}:  # norms are asked of the factor itself
-            return () if name == "norm_operands" else None
+            return ()
         value = getattr(self.factor, name)
         if name in {"zero_rows", "scale_rows", "rows"}:
             return lambda *args: Spy(value(*args), self.calls)

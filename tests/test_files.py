@@ -19,7 +19,6 @@ from persample import ArgumentError, LossError, Norm, SinkError, accumulate, rea
 from persample.cli.app import app
 from persample.cli.report import writable
 from persample.factors import Dense, Outer, SumFactor
-from persample.factors.layout import Layout
 from persample.merge import Stacked, Summed
 from persample.processes import Processes, merging
 from persample.rl.training import TD0, Trainer, TrainingConfig, load_checkpoint, save_checkpoint
@@ -198,11 +197,11 @@ def test_results_of_other_processes_have_our_classes(name):
 
 
 def test_results_of_other_processes_are_restored():
-    outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5), Layout.of_matrix(4, 5), torch.float32)
+    outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5), (4, 5), torch.float32)
     rows = [Stacked(SumFactor((outer, Dense(torch.ones(2, 4, 5))))), Stacked(torch.ones(2), torch.float16)]
     own = [Stacked(Dense(torch.ones(0, 4, 5))), Stacked(torch.ones(0))]
     found = merging._unpacked(merging._packed(rows), own, Processes())
-    assert found[0].rows.parts[0].layout == outer.layout
+    assert found[0].rows.parts[0].param_shape == outer.param_shape
     assert torch.equal(found[0].rows.parts[0].right, outer.right)
     assert found[1].dtype == torch.float16
 

@@ -320,7 +320,7 @@ def test_inputs_are_stored_once(name):
     signals, inputs = weight.tensors
     parameter = next(model.parameters())
     assert weight.shape == (3, *parameter.shape)
-    assert not isinstance(weight.inner, Dense)
+    assert not isinstance(weight, Dense)
     assert (inputs.numel(), inputs.untyped_storage().nbytes()) == (x.numel(), 8 * x.numel())
     assert signals.numel() == 6 * 3 * parameter.shape[0] * weight.num_terms
 

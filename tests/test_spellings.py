@@ -242,7 +242,7 @@ LOOKED_UP = {
     "W[matrix of tokens]": tables(lambda w, t: w[t], 2, 2, kinds={"w": "Embedding"}),
     "W[tokens], negative": tables(lambda w, t: w[t - 60], 3, kinds={"w": "Embedding"}),
     "W[tokens], 3-D table": product(lambda w, t: w[t], {"w": (60, 4, 4)}, (tokens(60, 3),), {"w": "Embedding"}),
-    "W[:, tokens]": tables(lambda w, t: w[:, t % 16], 1, kinds={"w": "OutputList"}),
+    "W[:, tokens]": tables(lambda w, t: w[:, t % 16], 1, kinds={}),
     "W[tokens, tokens]": tables(lambda w, t: w[t, t % 16], 3, kinds={}),
     "index_select": tables(lambda w, t: w.index_select(0, t), 3, kinds={"w": "Embedding"}),
     "gather": tables(lambda w, t: w.gather(0, t[:, None].expand(3, 16)), 3, kinds={}),
@@ -443,7 +443,7 @@ WRITTEN_OUT = {
     *("times a number of the sample", "rows scaled by the sample", "columns scaled by the sample", "minus a constant"),
     *("rows scaled by constants", "permuted", "movedim", "reshaped", "unflattened", "clone"),
     *("contiguous", "layer of the sample", "conv kernel scaled", "conv kernel negated", "conv kernel reshaped"),
-    *("scale_grad_by_freq", "padding_idx, scale_grad_by_freq", "W[tokens], 3-D table", "W[:, tokens]", "table scaled"),
+    *("scale_grad_by_freq", "padding_idx, scale_grad_by_freq", "W[tokens], 3-D table", "table scaled"),
     *("constant input", "constant input, T=2", "inner grad", "inner grad by a weight", "inner jvp"),
     *("inner vmap over weights", "weight copied and overwritten"),
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, TypeVar
 
@@ -26,17 +26,59 @@ class Factor(ABC):
     the first of them. A new kind defines ``shape`` and ``materialize``, and overrides what it can do better: the
     defaults write the gradients out, a few samples at a time.
 
+    Of losses with K outputs, each sample has K gradients, stacked in one of shape ``[K, *shape]``. The second axis of a
+    tensor field is then that of the outputs: of size K in signals, and of size 1 in what the outputs share, as layers'
+    inputs. Sums are over samples, ``[K, *shape]``; norms and products are those of each output, and ``[B]`` below is
+    ``[B, K]``.
+
     ``weights`` below are ``[B]`` float64, or None for ones.
+
+    Args:
+        outputs: ``(K,)`` of losses with K outputs, or ``()``.
     """
+
+    outputs: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
+        """The shape of one gradient, ``[K, *shape]`` of K outputs."""
 
     @abstractmethod
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``, written into ``out`` where it is given."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``(B,)``, or ``(B, K)``."""
+        return (len(self), *self.outputs)
+
+    @property
+    def by_output(self: F) -> F:
+        """The same gradients as those of B·K samples: row i·K + k is that of output k of sample i."""
+        return self.with_tensors([x.flatten(0, 1) for x in self._of_each_output], ()) if self.outputs else self
+
+    @property
+    def of_outputs(self: F) -> list[F]:
+        """The gradients of each output, without copies."""
+        if not self.outputs:
+            return [self]
+        each = zip(*(x.unbind(1) for x in self._of_each_output), strict=True)
+        return [self.with_tensors(tensors, ()) for tensors in each]
+
+    @property
+    def _of_each_output(self) -> list[Tensor]:
+        """The tensor fields, ``[B, K, …]``: what the outputs share is repeated, without copies."""
+        return [x.expand(*self.sizes, *x.shape[2:]) for x in self.tensors]
+
+    def joined(self, found: Sequence[Tensor]) -> Tensor:
+        """Return ``[B]`` of each output as ``[B, K]``."""
+        return torch.stack(tuple(found), 1) if self.outputs else found[0]
+
+    def _plain(self: F, change: Callable[[Tensor], Tensor]) -> F:
+        """Return the factor without outputs of tensors ``[B, K, …]`` that are changed."""
+        expanded = (x.expand(*self.sizes, *x.shape[2:]) for x in self.tensors)
+        return replace(self.with_tensors(map(change, expanded)), outputs=())
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -80,37 +122,54 @@ class Factor(ABC):
         return True
 
     @property
+    def has_rows(self) -> bool:
+        """Whether ``some_rows`` writes nothing out."""
+        return False
+
+    @property
     def norm_operands(self) -> tuple[Tensor, ...]:
         """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; none if there are no such."""
         return ()
 
     @property
-    def term_operands(self) -> tuple[Tensor, Tensor] | None:
-        """Signals and inputs, ``[B, G, T, …]``, where norms are computed from the inner products of terms."""
-        return None
+    def term_operands(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Signals and inputs of each output, ``[B, G, T, …]``, where norms are computed from the products of terms."""
+        return ()
 
     def __len__(self) -> int:
         """Return B."""
         return self.tensors[0].shape[0]  # len of a tensor takes 2 µs
 
+    def with_tensors(self: F, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> F:
+        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
+        named: dict[str, Any] = dict(zip(tensor_fields(self), tensors, strict=True))
+        return replace(self, **named, outputs=self.outputs if outputs is None else outputs)
+
     def rows(self: F, index: slice | Tensor) -> F:
         """Return the factor of some of the samples."""
-        return with_tensors(self, [x[index] for x in self.tensors])
+        return self.with_tensors([x[index] for x in self.tensors])
 
     def to(self: F, device: torch.device) -> F:
         """Return the factor on a device."""
-        return with_tensors(self, [x.to(device) for x in self.tensors])
+        return self.with_tensors([x.to(device) for x in self.tensors])
 
     def zero_rows(self: F, rows: Tensor) -> F:
         """Return the factor whose gradients are exactly zero where the bool mask ``rows [B]`` holds, NaN or not."""
         masks = ((x, contractions.per_sample(rows, x)) for x in self.tensors)
-        return with_tensors(self, [x.masked_fill(mask, 0) if x.is_floating_point() else x for x, mask in masks])
+        return self.with_tensors([x.masked_fill(mask, 0) if x.is_floating_point() else x for x, mask in masks])
 
     def scale_rows(self, scale: Tensor) -> Factor:
-        """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, in float32 at least."""
+        """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, or ``[B, K]`` of K outputs, in float32 at least."""
         first, *others = self.tensors
         scaled = first.double() * contractions.per_sample(scale, first)
-        return with_tensors(self, [scaled.to(dtypes.accumulate_dtype(self.dtype)), *others])
+        return self.with_tensors([scaled.to(dtypes.accumulate_dtype(self.dtype)), *others])
+
+    def scale_outputs(self: F, scale: Tensor, dtype: torch.dtype) -> F:
+        """Return the factor of sₖ gₖ for ``scale [B, K]``: the tensor that differs among outputs is scaled."""
+        tensors = list(self.tensors)
+        place = max(range(len(tensors)), key=lambda k: tensors[k].shape[1])
+        tensors[place] = dtypes.scaled_rows(tensors[place], scale, dtype)
+        return self.with_tensors(tensors)
 
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to ``out [B, *shape]``."""
@@ -118,10 +177,10 @@ class Factor(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        return _concatenated(norms.squared_norms(block) for _, block in self._blocks())
+        return self._of_blocks(norms.squared_norms)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
+        """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``; of K outputs, weights may be ``[B, K]``."""
         return _total(contractions.weighted_sum(x, _at(weights, index), dtype) for index, x in self._blocks())
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
@@ -131,39 +190,46 @@ class Factor(ABC):
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, in ``dtype``, or else float32 at least; without ``other`` the own Gram matrix.
 
-        By default the gradients of ``other`` are written out whole, and those of this factor in blocks.
+        Of K outputs, and of K' in ``other``: ``[B, K, B', K']``, ``[B, K, B']`` or ``[B, B', K']``. By default the
+        gradients of ``other`` are written out whole, and those of this factor in blocks.
         """
+        others = self.rows_of(self.materialize()) if other is None else other.rows_of(other.materialize())
         if other is None:
-            values = self.materialize()
-            return contractions.gram(values, values, dtype)
-        others = other.materialize()
-        return _concatenated(contractions.gram(block, others, dtype) for _, block in self._blocks())
+            return contractions.gram(others, others, dtype).view(*self.sizes, *self.sizes)
+        products = self._of_blocks(lambda rows: contractions.gram(rows, others, dtype))
+        return products.view(*self.sizes, *other.sizes)
+
+    def gram_by_rows(self, other: Factor, dtype: torch.dtype | None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, with a few rows of the parameter written out at a time, for all samples."""
+        height, *columns = self.shape[len(self.outputs) :]
+        each = max(prod(factor.sizes) for factor in (self, other)) * prod(columns)
+        step = cost_model.rows_per_block(height, each, self.device, num_blocks=4)
+
+        def written(factor: Factor, index: Tensor) -> Tensor:
+            return factor.rows_of((factor if step >= height else factor.some_rows(index)).materialize())
+
+        def products(index: Tensor) -> Tensor:
+            mine = written(self, index)
+            return contractions.gram(mine, mine if other is self else written(other, index), dtype)
+
+        blocks = map(products, torch.arange(height, device=self.device).split(step))
+        return functools.reduce(torch.add, blocks).view(*self.sizes, *other.sizes)
+
+    def some_rows(self, index: Tensor) -> Factor:
+        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        from persample.factors.dense import Dense
+
+        values = self.materialize().flatten(len(self.sizes) + 1)
+        return Dense(values[..., index, :], outputs=self.outputs)
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``, for ``directions [K, *shape]``, in float32 at least."""
+        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``, for ``directions [D, *shape]``, in float32 at least."""
         directions = directions.to(dtypes.accumulate_dtype(self.dtype))
-        return _concatenated(contractions.gram(block, directions) for _, block in self._blocks())
+        return self._of_blocks(lambda rows: contractions.gram(rows, directions))
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``, gᵢ seen as ``[o, rest]``, for ``[K, o]`` and ``[K, rest]``."""
-        return _concatenated(contractions.project(block, left, right) for _, block in self._blocks())
-
-    def outputs(self) -> Sequence[Factor]:
-        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]`` of these."""
-        from persample.factors.dense import Dense
-
-        return [Dense(values) for values in self.materialize().unbind(1)]
-
-    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> Factor:
-        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``, in ``dtype``."""
-        from persample.factors.dense import Dense
-
-        return Dense(contractions.scaled_along(self.materialize(), 1, scale, dtype))
-
-    def squared_norms_of_outputs(self) -> Tensor:
-        """Return ‖gₖ‖² for gradients ``[K, *shape]``, ``[B, K]`` float64."""
-        blocks = (norms.squared_norms(block.flatten(0, 1)) for _, block in self._blocks())
-        return _concatenated(blocks).view(len(self), self.shape[0])
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``, gᵢ seen as ``[o, rest]``, for ``[D, o]`` and ``[D, rest]``."""
+        return self._of_blocks(lambda rows: contractions.project(rows, left, right))
 
     @classmethod
     def concatenate(cls: type[F], factors: Sequence[F]) -> Factor | None:
@@ -171,11 +237,20 @@ class Factor(ABC):
         if len({row_format(factor) for factor in factors}) > 1:
             return None
         operands = zip(*(factor.tensors for factor in factors), strict=True)
-        return with_tensors(factors[0], [torch.cat(rows) for rows in operands])
+        return factors[0].with_tensors([torch.cat(rows) for rows in operands])
 
     def add(self, other: Factor) -> Factor | None:  # noqa: ARG002
         """Return the factor of gᵢ + hᵢ, or None where one of this kind does not hold it."""
         return None
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """Return values ``[B, …]`` unchanged, and those of K outputs, ``[B, K, …]``, with B·K rows."""
+        return values.flatten(0, 1) if self.outputs else values
+
+    def _of_blocks(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what a function computes of rows of gradients, a few samples at a time, ``[B, …]``."""
+        found = _concatenated(function(self.rows_of(block)) for _, block in self._blocks())
+        return found.unflatten(0, self.sizes) if self.outputs else found
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the gradients of a few samples at a time, in one buffer: a block is valid until the next one."""
@@ -191,11 +266,6 @@ class Factor(ABC):
 def tensor_fields(x: Any) -> dict[str, Tensor]:
     """Return the fields of a dataclass that are tensors, by name."""
     return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
-
-
-def with_tensors(factor: F, tensors: Iterable[Tensor]) -> F:
-    """Return a factor with other tensors in the fields that are tensors."""
-    return replace(factor, **dict(zip(tensor_fields(factor), tensors, strict=True)))
 
 
 def row_format(factor: Factor) -> tuple[object, ...]:

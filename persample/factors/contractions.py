@@ -26,6 +26,18 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     return multiply(left.mT, right)
 
 
+def by_output(products: Tensor, block: tuple[int, int, int], sides: tuple[int, int]) -> Tensor:
+    """Return ``[n, K, G, o, i]`` from ``[n, G, Kₗ, o, Kᵣ, i]``, some axes of which may be merged.
+
+    Args:
+        products: the products of operands that hold all of K outputs.
+        block: G, o and i.
+        sides: Kₗ and Kᵣ: the outputs are those of one of the operands.
+    """
+    (groups, rows, columns), (left, right) = block, sides
+    return products.reshape(-1, groups, left, rows, right, columns).movedim((2, 4), (1, 2)).flatten(1, 2)
+
+
 def has_few_columns(left: Tensor, right: Tensor) -> bool:
     """Return whether ``left.mT @ right`` is better computed as its transpose."""
     few = _FEW_COLUMNS_OF_MANY_TERMS if left.shape[-2] >= _MANY_TERMS else _FEW_COLUMNS
@@ -33,9 +45,11 @@ def has_few_columns(left: Tensor, right: Tensor) -> bool:
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
+    """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``; of gradients ``[K, *shape]`` also for ``[B, K]``."""
     if weights is None:
         return values.sum(0, dtype=dtype)
+    if weights.ndim == 2:
+        return torch.einsum("bk,bk...->k...", weights.to(dtype), values.to(dtype))
     return torch.mm(weights.to(dtype).unsqueeze(0), flat(values.to(dtype))).view(values.shape[1:])
 
 
@@ -85,15 +99,8 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def per_sample(x: Tensor, like: Tensor) -> Tensor:
-    """Return a view of ``x [B]`` that broadcasts along the other axes of ``like [B, ...]``."""
-    return x.view(-1, *[1] * (like.ndim - 1))
-
-
-def scaled_along(x: Tensor, axis: int, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x times ``scale [B, K]``, in a dtype, where an axis of x merges K with what comes after it."""
-    split = x.to(dtype).unflatten(axis, (scale.shape[1], -1))
-    shape = (len(scale), *[1] * (axis - 1), scale.shape[1], *[1] * (split.ndim - axis - 1))
-    return (split * scale.to(dtype).view(shape)).flatten(axis, axis + 1)
+    """Return a view of ``x [B]``, or ``[B, K]``, that broadcasts along the other axes of ``like [B, ...]``."""
+    return x.view(-1, *x.shape[1:], *[1] * (like.ndim - x.ndim))
 
 
 def flat(values: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor, row_format
 from persample.factors.kernel_grads import kernel_grad, kernel_grads
-from persample.factors.layout import Layout
 from persample.factors.outer import Outer
 from persample.factors.patch_products import both_sides, patch_products, pixel_products
 from persample.utils import dtypes
@@ -25,13 +24,12 @@ _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 class Conv(Factor):
     """Per-sample gradients of a kernel ``[O, C/groups, *k]``, for N images in each sample.
 
-    A transposed convolution is the same with signals and inputs exchanged. The first axis may be several, with as many
-    channels: the gradients ``[K, O, C, *k]`` of K outputs have K·O.
+    A transposed convolution is the same with signals and inputs exchanged.
 
     Args:
-        signals: back-propagated signals, ``[B, N, O, *out]``.
-        inputs: ``[B, N, C, *in]``.
-        kernel_shape: ``[O, C/groups, *k]``, or ``[K, O, C, *k]``.
+        signals: back-propagated signals, ``[B, N, O, *out]``; of K outputs ``[B, K, N, O, *out]``.
+        inputs: ``[B, N, C, *in]``; of K outputs, which share them, ``[B, 1, N, C, *in]``.
+        kernel_shape: ``[O, C/groups, *k]``.
         stride: one number per spatial axis.
         padding: zeros on both sides, one number per spatial axis.
         dilation: one number per spatial axis.
@@ -53,13 +51,13 @@ class Conv(Factor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel."""
-        return self.kernel_shape
+        """The shape of the kernel, and of those of K outputs."""
+        return (*self.outputs, *self.kernel_shape)
 
     @property
     def num_terms(self) -> int:
         """T, the number of places that the kernel is applied to in one sample."""
-        return self.signals.shape[1] * prod(self.signals.shape[3:])
+        return _pixels(self.signals, len(self.stride))
 
     @property
     def operands(self) -> int:
@@ -73,50 +71,63 @@ class Conv(Factor):
         size = super().size
         if not self._multiplies_pixels:
             return size
-        terms, signals, images = self.num_terms, self._kernel[0], self.inputs.shape[2]
-        products = terms**2 * signals + self._pixels**2 * images
-        read = terms * signals + self._pixels * images + terms**2 * sum(self._kernel[2:]) * self.groups
+        terms, pixels = self.num_terms, _pixels(self.inputs, len(self.stride))
+        signals, images = self._kernel[0], self._kernel[1] * self.groups
+        products = terms**2 * signals + pixels**2 * images
+        read = terms * signals + pixels * images + terms**2 * sum(self._kernel[2:]) * self.groups
         return cost_model.Size(*size[:5], inner=(len(self) * products, len(self) * read))
-
-    @property
-    def _pixels(self) -> int:
-        """The number of pixels of the images of one sample."""
-        return self.inputs.shape[1] * prod(self.inputs.shape[3:])
 
     @property
     def _multiplies_pixels(self) -> bool:
         """Whether all pairs of pixels are fewer than all pairs of patches times the offsets in the kernel."""
-        return self._pixels**2 <= prod(self._kernel[2:]) * self.num_terms**2
+        return _pixels(self.inputs, len(self.stride)) ** 2 <= prod(self._kernel[2:]) * self.num_terms**2
 
     @property
     def _kernel(self) -> tuple[int, ...]:
-        """The shape of the kernel with one axis of channels."""
-        axis = len(self.shape) - len(self.stride) - 1
-        return (prod(self.shape[:axis]), *self.shape[axis:])
+        """The shape of the kernel, with the channels of all outputs."""
+        if not self.outputs:
+            return self.kernel_shape
+        rows, columns, *sizes = self.kernel_shape
+        return (rows * self.signals.shape[1], columns * self.inputs.shape[1], *sizes)
+
+    @property
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        """Signals and images ``[B, N, …]``; in each group the channels of all outputs lie beside each other."""
+        if not self.outputs:
+            return self.signals, self.inputs
+        signals, images = (x.unflatten(3, (self.groups, -1)).movedim(1, 3).flatten(2, 4) for x in self.tensors)
+        return signals, images
+
+    def _restored(self, grads: Tensor) -> Tensor:
+        """Return gradients ``[n, *shape]`` from those of a kernel with the channels of all outputs."""
+        if self.outputs:
+            block = self.groups, self.kernel_shape[0] // self.groups, prod(self.kernel_shape[1:])
+            grads = contractions.by_output(grads, block, (self.signals.shape[1], self.inputs.shape[1]))
+        return grads.reshape(-1, *self.shape)
 
     def patches(self) -> Outer:
         """Return the same gradients as outer products of signals and patches of the images."""
         axes = range(len(self.stride))
-        patches = pad(self.inputs, both_sides(self.padding))
+        signals, images = (self.rows_of(x) for x in self.tensors)
+        patches = pad(images, both_sides(self.padding))
         for axis in axes:
             size, dilation = self._kernel[2 + axis], self.dilation[axis]
             patches = patches.unfold(3 + axis, (size - 1) * dilation + 1, self.stride[axis])[..., ::dilation]
         # [B, N, C, *out, *k] and [B, N, O, *out] become [B, G, N·out, …]
-        channels, kernel = self.shape[: -len(axes) - 1], prod(self._kernel[1:])
+        rows, kernel = self.kernel_shape[0] // self.groups, prod(self.kernel_shape[1:])
         split = patches.flatten(3, 2 + len(axes)).flatten(4).unflatten(2, (self.groups, -1))
-        right = split.permute(0, 2, 1, 4, 3, 5).reshape(len(self), self.groups, self.num_terms, kernel)
-        signals = self.signals.flatten(3).unflatten(2, (self.groups, -1))
-        left = signals.permute(0, 2, 1, 4, 3).reshape(len(self), self.groups, self.num_terms, -1)
-        groups = (self.groups,) if self.groups > 1 else ()
-        rows = (channels[0] // self.groups,) if groups else channels
-        layout = Layout(groups, rows, (kernel,), tuple(range(len(groups) + len(rows) + 1)), self.shape)
-        return Outer(left, right, layout, self.dtype)
+        right = split.permute(0, 2, 1, 4, 3, 5).reshape(len(images), self.groups, self.num_terms, kernel)
+        split = signals.flatten(3).unflatten(2, (self.groups, -1))
+        left = split.permute(0, 2, 1, 4, 3).reshape(len(signals), self.groups, self.num_terms, rows)
+        if self.outputs:
+            left, right = left.unflatten(0, self.signals.shape[:2]), right.unflatten(0, self.inputs.shape[:2])
+        return Outer(left, right, self.kernel_shape, self.dtype, outputs=self.outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         if self.signals.device.type != "cpu":  # cuDNN computes many groups one after the other
             return self.patches().materialize(out)
-        grads = kernel_grads(self.signals, self.inputs, self._kernel, self._geometry).view(len(self), *self.shape)
+        grads = self._restored(kernel_grads(*self._operands, self._kernel, self._geometry))
         return grads if out is None else out.copy_(grads)
 
     def scale_rows(self, scale: Tensor) -> Outer:
@@ -129,6 +140,8 @@ class Conv(Factor):
             return super().squared_norms()
         if not self._multiplies_pixels:
             return self.patches().squared_norms()
+        if self.outputs:
+            return self.joined([one.squared_norms() for one in self.of_outputs])
         # The terms may cancel: float32 would lose per cents.
         signals, images = (
             x.unflatten(2, (self.groups, -1)).movedim(1, 3).double() for x in (self.signals, self.inputs)
@@ -143,9 +156,12 @@ class Conv(Factor):
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, by the convolution that computes the batch gradient, on scaled signals."""
-        signals = self.signals if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
-        images, signals = self.inputs.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
-        return kernel_grad(signals, images, self._kernel, self._geometry).view(self.shape)
+        if weights is not None and weights.ndim > 1:
+            return self.scale_outputs(weights, dtype).weighted_sum(None, dtype)
+        signals, images = self._operands
+        signals = signals if weights is None else dtypes.scaled_rows(signals, weights, dtype)
+        images, signals = images.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
+        return self._restored(kernel_grad(signals, images, self._kernel, self._geometry)[None])[0]
 
     @property
     def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
@@ -156,37 +172,20 @@ class Conv(Factor):
         return self.patches().gram(other.patches() if isinstance(other, Conv) else other, dtype)
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``: the signals times the convolution of the images with each direction."""
-        dtype = dtypes.accumulate_dtype(self.dtype)
-        images, signals = self.inputs.flatten(0, 1).to(dtype), self.signals.to(dtype)
+        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``: the signals times the convolution of the images with each direction."""
+        dtype, lead = dtypes.accumulate_dtype(self.dtype), len(self.sizes)
+        images, signals = self.inputs.flatten(0, lead).to(dtype), self.signals.to(dtype)
+        shape = *self.inputs.shape[: lead + 1], *signals.shape[lead + 1 :]
         settings = (None, self.stride, self.padding, self.dilation, self.groups)
         columns = []
-        for kernel in directions.to(dtype).reshape(-1, *self._kernel):
-            outputs = _convolve[len(self.stride)](images, kernel, *settings).view(signals.shape)
-            columns.append((signals * outputs).flatten(1).sum(1))
-        return torch.stack(columns, 1)
+        for kernel in directions.to(dtype):
+            outputs = _convolve[len(self.stride)](images, kernel, *settings).view(shape)
+            columns.append((signals * outputs).flatten(lead).sum(-1))
+        return torch.stack(columns, -1)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
         return self.patches().project(left, right)
-
-    def outputs(self) -> Sequence[Factor]:
-        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]``; they share images."""
-        signals = self.signals.unflatten(2, (self.shape[0], -1)).unbind(2)
-        return [replace(self, signals=x, kernel_shape=self.shape[1:]) for x in signals]
-
-    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> Conv:
-        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``: the signals are scaled."""
-        signals = contractions.scaled_along(self.signals, 2, scale, dtype)
-        return replace(self, signals=signals, inputs=self.inputs.to(dtype))
-
-    def squared_norms_of_outputs(self) -> Tensor:
-        """Return ‖gₖ‖² for gradients ``[K, *shape]``, ``[B, K]`` float64."""
-        if not self._squares_by_inner_products:
-            return super().squared_norms_of_outputs()
-        if not self._multiplies_pixels:
-            return self.patches().squared_norms_of_outputs()
-        return torch.stack([factor.squared_norms() for factor in self.outputs()], 1)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Conv]) -> Factor | None:
@@ -200,5 +199,10 @@ class Conv(Factor):
             return None
         if row_format(self) != row_format(other):
             return self.patches().add(other.patches())
-        signals, inputs = (torch.cat(pair, 1) for pair in zip(self.tensors, other.tensors, strict=True))
+        signals, inputs = (torch.cat(pair, len(self.sizes)) for pair in zip(self.tensors, other.tensors, strict=True))
         return replace(self, signals=signals, inputs=inputs)
+
+
+def _pixels(images: Tensor, axes: int) -> int:
+    """Return the number of pixels of the images of one sample and output, which have some spatial axes."""
+    return images.shape[-axes - 2] * prod(images.shape[-axes:])

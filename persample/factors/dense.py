@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Dense(Factor):
     """Per-sample gradients stored as one tensor.
 
     Args:
-        values: the gradients, real, ``[B, *shape]``.
+        values: the gradients, real, ``[B, *shape]``, of K outputs ``[B, K, *shape]``.
 
     Examples:
         >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).squared_norms()
@@ -27,16 +27,14 @@ class Dense(Factor):
     values: Tensor
 
     @classmethod
-    def zeros(cls, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Dense:
-        """Return the gradients of a parameter that nothing depends on, stored once for all samples.
+    def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
+        """Return the gradients of a parameter that nothing depends on, stored once for all of them.
 
         Args:
-            size: B.
-            shape: the shape of the parameter.
-            dtype: the dtype of the gradients.
-            device: the device of the gradients.
+            sizes: ``(B,)``, or ``(B, K)`` of K outputs.
+            like: a real parameter.
         """
-        return cls(torch.zeros(1, *shape, dtype=dtype, device=device).expand(size, *shape))
+        return cls(torch.zeros_like(like).expand(*sizes, *like.shape), outputs=tuple(sizes[1:]))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,10 +53,10 @@ class Dense(Factor):
     def add(self, other: Factor) -> Dense:
         """Return the factor of gᵢ + hᵢ, written out."""
         if isinstance(other, Dense):
-            return Dense(self.values + other.values)
+            return replace(self, values=self.values + other.values)
         values = self.values.clone(memory_format=torch.contiguous_format)
         other.add_to(values)
-        return Dense(values)
+        return replace(self, values=values)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""

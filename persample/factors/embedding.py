@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.dense import Dense
-from persample.factors.layout import Layout
-from persample.factors.outer import Outer
 from persample.utils import dtypes, norms
 
 
@@ -25,8 +21,8 @@ class Embedding(Factor):
     """Per-sample gradients of a table ``[V, *columns]`` that is looked up T times in each sample.
 
     Args:
-        signals: the gradient of every looked-up row, ``[B, T, D]``.
-        index: the numbers of the looked-up rows, ``[B, T]``.
+        signals: the gradient of every looked-up row, ``[B, T, D]``; of K outputs ``[B, K, T, D]``.
+        index: the numbers of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``.
         table_shape: ``[V, *columns]``.
 
     Examples:
@@ -41,13 +37,13 @@ class Embedding(Factor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the table."""
-        return self.table_shape
+        """The shape of the table, and of those of K outputs."""
+        return (*self.outputs, *self.table_shape)
 
     @property
     def num_terms(self) -> int:
         """T, the number of rows looked up in one sample."""
-        return self.index.shape[1]
+        return self.index.shape[-1]
 
     @property
     def is_product(self) -> bool:
@@ -62,84 +58,92 @@ class Embedding(Factor):
 
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to ``out [B, *shape]``."""
-        offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
-        rows = out.reshape(len(self) * self.shape[0], self.signals.shape[2])
-        rows.index_add_(0, (self.index + offset).flatten(), self.signals.flatten(0, 1).to(out.dtype))
+        rows = out.reshape(prod(self.sizes) * self.table_shape[0], self.signals.shape[-1])
+        rows.index_add_(0, self._numbers(self.sizes), self.signals.flatten(0, -2).to(out.dtype))
         if not is_alias_of(rows, out):
             out.copy_(rows.view(out.shape))
+
+    def _numbers(self, sizes: Sequence[int]) -> Tensor:
+        """Return the numbers of the looked-up rows in one table for each of some samples and outputs."""
+        tables = torch.arange(prod(sizes), device=self.index.device).view(*sizes, 1)
+        return (self.index + tables * self.table_shape[0]).flatten()
 
     @cached_property
     def _distinct(self) -> tuple[Tensor, Tensor]:
         """The sums of the signals of equal rows, ``[B·T, D]``, zeros at the end, and the rows' numbers, ``[B·T]``.
 
-        Row v of sample i has the number i·V + v.
+        Row v of sample i has the number i·V + v; of output k, (i·K + k)·V + v.
         """
-        offset = torch.arange(len(self), device=self.index.device)[:, None] * self.shape[0]
-        rows, order = (self.index + offset).flatten().sort()
+        rows, order = self._numbers(self.sizes).sort()
         first = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()]).cumsum(0)
-        signals = self.signals.flatten(0, 1)[order].to(dtypes.accumulate_dtype(self.dtype))
+        signals = self.signals.flatten(0, -2)[order].to(dtypes.accumulate_dtype(self.dtype))
         added = torch.zeros_like(signals).index_add_(0, first, signals)
         return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         added, rows = self._distinct
-        total = torch.zeros(len(self), dtype=torch.float64, device=added.device)
-        return total.index_add_(0, rows // self.shape[0], norms.squared_norms(added))
+        total = torch.zeros(self.sizes, dtype=torch.float64, device=added.device)
+        total.view(-1).index_add_(0, rows // self.table_shape[0], norms.squared_norms(added))
+        return total
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         signals = self.signals.to(dtype) if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
         table = torch.zeros(self.shape, dtype=dtype, device=signals.device)
-        table.view(self.shape[0], -1).index_add_(0, self.index.flatten(), signals.flatten(0, 1))
+        rows = self._numbers((1, *self.outputs)) if self.outputs else self.index.flatten()
+        table.view(-1, signals.shape[-1]).index_add_(0, rows, signals.flatten(0, -2))
         return table
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
         """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``; rows that were not looked up deviate by ``center``."""
         added, rows = self._distinct
         each = torch.ones(len(self), dtype=dtype, device=added.device) if weights is None else weights.to(dtype)
-        sample, row = rows // self.shape[0], rows % self.shape[0]
+        height = prod(self.outputs) * self.table_shape[0]
+        sample, row = rows // height, rows % height
         values, scale = added.to(dtype), each[sample][:, None]
-        table = torch.zeros(self.shape[0], values.shape[1], dtype=dtype, device=added.device)
+        table = torch.zeros(height, values.shape[1], dtype=dtype, device=added.device)
         if center is None:
             return table.index_add_(0, row, values.square() * scale).view(self.shape)
         middle = center.to(dtype).reshape(table.shape)
         deviation = (values - middle[row]).square() - middle[row].square()
         return (middle.square() * each.sum()).index_add_(0, row, deviation * scale).view(self.shape)
 
-    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g, a few columns at a time."""
-        other = self if other is None else other
-        dtype = contractions.gram_dtype(self.dtype, other.dtype) if dtype is None else dtype
-        used, position = self._used_rows
-        opposite = rows_of(other, used)
-        width = self.signals.shape[2]
-        mine = Embedding(self.signals, position, (len(used), width))
-        step = cost_model.rows_per_block(width, max(len(self), len(other)) * len(used), self.device, 4)
-        columns = [slice(start, start + step) for start in range(0, width, step)]
-        blocks = ((_columns(mine, part), _columns(opposite, part)) for part in columns)
-        return functools.reduce(torch.add, (contractions.gram(*pair, dtype) for pair in blocks))
-
     @property
-    def _used_rows(self) -> tuple[Tensor, Tensor]:
-        """Sorted rows of the table, among them all that were looked up, and the first place of each lookup in them."""
+    def has_rows(self) -> bool:
+        """Whether ``some_rows`` writes nothing out."""
+        return True
+
+    def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, over the rows looked up in g."""
+        mine = self.some_rows(self._used_rows)
+        return mine.gram_by_rows(mine if other is None else other.some_rows(self._used_rows), dtype)
+
+    @cached_property
+    def _used_rows(self) -> Tensor:
+        """Sorted rows of the table, among them all that were looked up."""
         if self.index.device.type == "cpu":
-            return self.index.unique(return_inverse=True)
+            return self.index.unique()
         # Their number is a value. Without it, rows may be repeated, or not be looked up.
-        whole = torch.arange(self.shape[0], device=self.index.device)
-        used = whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
-        return used, torch.searchsorted(used, self.index.contiguous())
+        whole = torch.arange(self.table_shape[0], device=self.index.device)
+        return whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
+
+    def some_rows(self, index: Tensor) -> Embedding:
+        """Return the factor of some rows of the parameter; of a number that is repeated, the first has the gradient."""
+        known = torch.searchsorted(index, self.index.contiguous()).clamp_max(len(index) - 1)
+        signals = torch.where((index[known] == self.index)[..., None], self.signals, 0)
+        return replace(self, signals=signals, index=known, table_shape=(len(index), signals.shape[-1]))
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
+        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
         signals = self.signals.to(dtypes.accumulate_dtype(self.dtype))
-        tables = directions.to(signals.dtype).reshape(len(directions), self.shape[0], -1)
-        return torch.stack([(signals * table[self.index]).sum((1, 2)) for table in tables], 1)
+        tables = directions.to(signals.dtype).reshape(len(directions), self.table_shape[0], -1)
+        return torch.stack([(signals * table[self.index]).sum((-2, -1)) for table in tables], -1)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
         signals = self.signals.to(dtypes.accumulate_dtype(self.dtype))
-        return ((signals @ right.to(signals.dtype).T) * left.to(signals.dtype).T[self.index]).sum(1)
+        return ((signals @ right.to(signals.dtype).T) * left.to(signals.dtype).T[self.index]).sum(-2)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Embedding]) -> Embedding:
@@ -147,45 +151,11 @@ class Embedding(Factor):
         num_terms = max(factor.num_terms for factor in factors)
         signals = torch.cat([pad(factor.signals, (0, 0, 0, num_terms - factor.num_terms)) for factor in factors])
         index = torch.cat([pad(factor.index, (0, num_terms - factor.num_terms)) for factor in factors])
-        return cls(signals, index, factors[0].shape)
+        return replace(factors[0], signals=signals, index=index)
 
     def add(self, other: Factor) -> Embedding | None:
         """Return the factor of gᵢ + hᵢ: a table with more lookups."""
         if not isinstance(other, Embedding):
             return None
-        signals, index = torch.cat([self.signals, other.signals], 1), torch.cat([self.index, other.index], 1)
+        signals, index = torch.cat([self.signals, other.signals], -2), torch.cat([self.index, other.index], -1)
         return replace(self, signals=signals, index=index)
-
-
-def has_rows(factor: Factor) -> bool:
-    """Return whether some rows of the parameter have a factor that is written out without the others."""
-    return isinstance(factor, Embedding) or (isinstance(factor, Outer) and factor.layout.is_matrix)
-
-
-def rows_of(factor: Factor, used: Tensor) -> Factor:
-    """Return the factor of some rows of a parameter, seen as a matrix.
-
-    Args:
-        factor: the gradients of the parameter.
-        used: the numbers of the rows, sorted.
-    """
-    if isinstance(factor, Embedding):
-        known = torch.searchsorted(used, factor.index.contiguous()).clamp_max(len(used) - 1)
-        signals = factor.signals * (used[known] == factor.index)[..., None]
-        return Embedding(signals, known, (len(used), signals.shape[2]))
-    if isinstance(factor, Outer) and factor.layout.is_matrix:
-        _, _, columns = factor.layout.block
-        return replace(factor, left=factor.left[..., used], layout=Layout.of_matrix(len(used), columns))
-    return Dense(factor.materialize().flatten(2)[:, used])
-
-
-def _columns(factor: Factor, part: slice) -> Tensor:
-    """Return some columns of the gradients of a matrix, written out."""
-    if isinstance(factor, Embedding):
-        signals = factor.signals[..., part]
-        return Embedding(signals, factor.index, (factor.shape[0], signals.shape[2])).materialize()
-    if isinstance(factor, Outer):
-        right = factor.right[..., part]
-        layout = Layout.of_matrix(factor.shape[0], right.shape[3])
-        return replace(factor, right=right, layout=layout).materialize()
-    return factor.materialize()[..., part]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.outputs import by_row
 from persample.utils.norms import memory_of_rows
 
 # The rows of a block. Smaller ones save products above the diagonal and memory, larger ones operations: for 256 samples
@@ -38,15 +38,15 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
         tensor([[25.,  4.],
                 [ 4.,  1.]], dtype=torch.float64)
     """
-    factors = list(map(by_row, factors))
-    size = len(factors[0])
+    size = prod(factors[0].sizes)
     blocks = _blocks(size, factors[0].device, lower=lower)
     sums: list[Any] = [None] * len(blocks)
-    for operands in _operands(factors):
+    products = [() if factor.outputs else factor.norm_operands for factor in factors]
+    for operands in _operands(filter(None, products)):
         _add_products(sums, blocks, *operands)
-    for factor in factors:
-        if not factor.norm_operands:
-            _add_parts(sums, blocks, factor.gram(dtype=torch.float64))
+    for factor, product in zip(factors, products, strict=True):
+        if not product:
+            _add_parts(sums, blocks, factor.gram(dtype=torch.float64).view(size, size))
     for place, (rows, columns) in enumerate(blocks):
         if scale is not None:
             sums[place] = sums[place] * (scale[rows, None] * scale[columns])
@@ -62,13 +62,13 @@ def _blocks(size: int, device: torch.device, *, lower: bool) -> list[Block]:
     return [(slice(start, start + step), slice(min(start + step, size) if lower else size)) for start in starts]
 
 
-def _operands(factors: Sequence[Factor]) -> Iterator[tuple[Tensor, list[Tensor], int]]:
+def _operands(products: Iterable[Sequence[Tensor]]) -> Iterator[tuple[Tensor, list[Tensor], int]]:
     """Yield signals, and what they are multiplied with: inputs, and the ones of biases.
 
     Gram matrices of parameters whose signals share memory, such as a weight and its bias, have those as a factor.
     """
     groups: dict[object, tuple[Tensor, list[Tensor | None]]] = {}
-    for operands in (factor.norm_operands for factor in factors if factor.norm_operands):
+    for operands in products:
         signals, *others = (x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in operands)
         groups.setdefault(memory_of_rows(signals), (signals, []))[1].append(others[0] if others else None)
     for signals, inputs in groups.values():

@@ -22,4 +22,6 @@ def concatenate(factors: Sequence[Factor]) -> Factor:
     """
     kinds = {type(factor) for factor in factors}
     joined = kinds.pop().concatenate(factors) if len(kinds) == 1 else None
-    return Dense(torch.cat([factor.materialize() for factor in factors])) if joined is None else joined
+    if joined is not None:
+        return joined
+    return Dense(torch.cat([factor.materialize() for factor in factors]), outputs=factors[0].outputs)

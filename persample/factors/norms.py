@@ -23,16 +23,16 @@ def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
         ``[B]`` float64 each.
     """
     operands = [factor.norm_operands for factor in factors]
-    terms = [None if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]
-    pairs = [pair for pair in terms if pair is not None]
+    terms = [() if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]
+    pairs = [pair for of_factor in terms for pair in of_factor]
     sums = iter(squared_norms_of_sums(pairs) if pairs else ())
-    norms = iter(squared_norms_of_each([x for own in operands for x in own]))
+    norms = iter(squared_norms_of_each([x for own in operands for x in own], len(factors[0].sizes)))
     found = []
-    for factor, own, pair in zip(factors, operands, terms, strict=True):
+    for factor, own, of_factor in zip(factors, operands, terms, strict=True):
         if len(own) == 2:
             found.append(next(norms) * next(norms))
         elif own:
             found.append(next(norms))
         else:
-            found.append(factor.squared_norms() if pair is None else next(sums))
+            found.append(factor.joined([next(sums) for _ in of_factor]) if of_factor else factor.squared_norms())
     return found

@@ -14,7 +14,7 @@ def choose_storage(factor: Factor, plan: Plan) -> Factor:
         factor: the gradients of one parameter.
         plan: what the cost model decides by.
     """
-    return Dense(factor.materialize()) if reason_to_write_out(factor, plan) else factor
+    return Dense(factor.materialize(), outputs=factor.outputs) if reason_to_write_out(factor, plan) else factor
 
 
 def reason_to_write_out(factor: Factor, plan: Plan) -> str:

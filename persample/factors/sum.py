@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from persample.factors import contractions, cost_model
 from persample.factors.base import Factor
-from persample.factors.embedding import Embedding, has_rows, rows_of
+from persample.factors.embedding import Embedding
 from persample.factors.join import concatenate
 from persample.factors.outer import Outer
 from persample.utils import dtypes, norms
@@ -61,9 +60,16 @@ class SumFactor(Factor):
         """Whether writing a gradient out takes matrix products."""
         return any(part.is_product for part in self.parts)
 
-    def rows(self, index: slice | Tensor) -> SumFactor:
-        """Return the factor of some of the samples."""
-        return SumFactor(tuple(part.rows(index) for part in self.parts))
+    @property
+    def has_rows(self) -> bool:
+        """Whether ``some_rows`` writes nothing out."""
+        return all(part.has_rows for part in self.parts)
+
+    def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> SumFactor:
+        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
+        given = iter(tensors)
+        parts = tuple(part.with_tensors(islice(given, len(part.tensors)), outputs) for part in self.parts)
+        return SumFactor(parts, outputs=parts[0].outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
@@ -80,17 +86,9 @@ class SumFactor(Factor):
         for part in self.parts:
             part.add_to(out)
 
-    def to(self, device: torch.device) -> SumFactor:
-        """Return the factor on a device."""
-        return SumFactor(tuple(part.to(device) for part in self.parts))
-
-    def zero_rows(self, rows: Tensor) -> SumFactor:
-        """Return the factor whose gradients are exactly zero where the mask ``[B]`` holds, NaN or not."""
-        return SumFactor(tuple(part.zero_rows(rows) for part in self.parts))
-
     def scale_rows(self, scale: Tensor) -> SumFactor:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        return SumFactor(tuple(part.scale_rows(scale) for part in self.parts))
+        return replace(self, parts=tuple(part.scale_rows(scale) for part in self.parts))
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
@@ -98,49 +96,38 @@ class SumFactor(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        heads = [part for part in self.parts if isinstance(part, Outer) and part.layout.is_matrix]
+        heads = [part for part in self.parts if isinstance(part, Outer) and part.has_rows]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
-        if len(self.parts) == 2 and heads and tables and heads[0].needs_no_writing and tables[0].num_terms:
+        both = len(self.parts) == 2 and heads and tables and not self.outputs
+        if both and heads[0].needs_no_writing and tables[0].num_terms:
             return _squared_norms_of_both(heads[0], tables[0])
         return super().squared_norms()
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""
         # Not of parts with parts: where these nearly cancel, as those of a softmax and its label do, no digit is left.
-        others = self if other is None else other
-        if not all(map(has_rows, (*self.parts, *_parts(others)))):
-            return super().gram(other, dtype)
-        each = max(len(self), len(others)) * prod(self.shape[1:])
-        step = cost_model.rows_per_block(self.shape[0], each, self.device, num_blocks=4)
+        other = self if other is None else other
+        return self.gram_by_rows(other, dtype) if self.has_rows and other.has_rows else super().gram(other, dtype)
 
-        def of_rows(used: Tensor) -> Tensor:
-            mine = _written_out(self, used)
-            return contractions.gram(mine, mine if others is self else _written_out(others, used), dtype)
-
-        return _added(map(of_rows, torch.arange(self.shape[0], device=self.device).split(step)))
+    def some_rows(self, index: Tensor) -> SumFactor:
+        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        return replace(self, parts=tuple(part.some_rows(index) for part in self.parts))
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dₖ⟩, ``[B, K]``."""
+        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
         return _added(part.dot(directions) for part in self.parts)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, K]``."""
+        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
         return _added(part.project(left, right) for part in self.parts)
-
-    def outputs(self) -> Sequence[Factor]:
-        """Return the factors of g₁ … g_K where one gradient is the stack ``[K, *shape]`` of these."""
-        return [SumFactor(parts) for parts in zip(*(part.outputs() for part in self.parts), strict=True)]
-
-    def scale_outputs(self, scale: Tensor, dtype: torch.dtype) -> SumFactor:
-        """Return the factor of sₖ gₖ for gradients ``[K, *shape]`` and ``scale [B, K]``, in ``dtype``."""
-        return SumFactor(tuple(part.scale_outputs(scale, dtype) for part in self.parts))
 
     @classmethod
     def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
         """Return the factor of the samples of all, where they have as many parts."""
         if len({len(factor.parts) for factor in factors}) > 1:
             return None
-        return cls(tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True)))
+        parts = tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True))
+        return replace(factors[0], parts=parts)
 
 
 def sum_factors(factors: Iterable[Factor]) -> Factor:
@@ -159,7 +146,7 @@ def sum_factors(factors: Iterable[Factor]) -> Factor:
                 break
         else:
             parts.append(factor)
-    return parts[0] if len(parts) == 1 else SumFactor(tuple(parts))
+    return parts[0] if len(parts) == 1 else SumFactor(tuple(parts), outputs=parts[0].outputs)
 
 
 def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
@@ -179,15 +166,6 @@ def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
     squares = norms.squared_norms((products + lookups).flatten(0, 1)).view(index.shape)
     is_first = first == torch.arange(index.shape[1], device=index.device)
     return others.squared_norms() + torch.where(is_first, squares, 0).sum(1)
-
-
-def _parts(factor: Factor) -> tuple[Factor, ...]:
-    return factor.parts if isinstance(factor, SumFactor) else (factor,)
-
-
-def _written_out(factor: Factor, used: Tensor) -> Tensor:
-    """Return the gradients of some rows of the parameter."""
-    return SumFactor(tuple(rows_of(part, used) for part in _parts(factor))).materialize()
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from persample.errors import LossError
 from persample.factors import Factor
-from persample.factors.layout import Layout
 from persample.merge import Moments, Summed, merge
 from persample.processes.group import Processes
 from persample.utils import trees
@@ -107,7 +106,7 @@ def _plain(x: Any) -> Any:
 
 def _unpacked(data: Any, own: list[Any], processes: Processes) -> Any:
     """Return the leaves of another process: those of the classes of our own leaves, and of factors, and of no other."""
-    known = {name_of(kind): kind for kind in (Layout, *map(type, own), *_subclasses(Factor))}
+    known = {name_of(kind): kind for kind in (*map(type, own), *_subclasses(Factor))}
 
     def restored(x: Any) -> Any:
         if isinstance(x, dict):

@@ -55,10 +55,10 @@ class Dot(PerSample):
         total: Any = 0
         spec, device = gradients.spec, gradients.losses.device
         leaves = leaves_like(self.direction, spec.structure) or []
-        for factor, dtype, leaf in zip(gradients.factors_by_row, spec.dtypes, leaves, strict=True):
+        for factor, dtype, leaf in zip(gradients.factors, spec.dtypes, leaves, strict=True):
             direction = leaf.to(device, dtype if dtype.is_complex else leaf.dtype)
             total = total + factor.dot(as_real(direction if self.stacked else direction[None]))
-        return Stacked(gradients.by_sample(total if self.stacked else total.squeeze(1)))
+        return Stacked(total if self.stacked else total.squeeze(-1))
 
 
 def check_directions(direction: Any, spec: ParamSpec, *, stacked: bool, argument: str, fix: str) -> None:
@@ -134,12 +134,12 @@ class Project(PerSample):
         total: Any = 0
         spec, device = gradients.spec, gradients.losses.device
         columns_of_spec = spec.paths, spec.shapes, spec.dtypes
-        for factor, path, shape, dtype in zip(gradients.factors_by_row, *columns_of_spec, strict=True):
+        for factor, path, shape, dtype in zip(gradients.factors, *columns_of_spec, strict=True):
             rows = shape[0] if shape else 1
             columns = shape[1:].numel() * (2 if dtype.is_complex else 1)
             left, right = self._signs(path, rows, columns, device)
             total = total + factor.project(left, right)
-        return Stacked(gradients.by_sample(total / sqrt(self.dim)))
+        return Stacked(total / sqrt(self.dim))
 
     def _signs(self, path: str, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,9 +12,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.factors import Factor
-from persample.factors.gram import summed_gram
 from persample.factors.norms import squared_norms_per_factor
-from persample.factors.outputs import by_row, sizes
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
@@ -68,7 +67,7 @@ class Gram(Reduction):
             if not isinstance(leaf, Factor):
                 raise self._rejected(f"a factor for {path}", type(leaf).__name__)
             expected = (*shape, 2) if dtype.is_complex else tuple(shape)
-            if by_row(leaf).shape != expected:
+            if leaf.shape[len(leaf.outputs) :] != expected:
                 raise self._rejected(f"shape {list(expected)} for {path}", f"shape {list(leaf.shape)}")
 
     def _rejected(self, expected: str, received: str) -> ArgumentError:
@@ -81,7 +80,7 @@ class Gram(Reduction):
 
     def finish(self, merged: Any) -> Tensor:
         """Return the inner products, summed over the parameters."""
-        return summed_gram(self.factors(merged), others=self._others(merged))
+        return _summed(self.factors(merged), self._others(merged))
 
     def block(self, left: Any, right: Any) -> Tensor:
         """Return the pairs of some samples with others, ``[B, B']``.
@@ -90,7 +89,7 @@ class Gram(Reduction):
             left: the merged leaves of some samples.
             right: those of the others.
         """
-        return summed_gram(self.factors(left), others=self.factors(right))
+        return _summed(self.factors(left), self.factors(right))
 
     def factors(self, merged: Any) -> list[Factor]:
         """Return the factors whose inner products are the result."""
@@ -141,8 +140,13 @@ class CosineSimilarity(Gram):
         others = super()._others(merged["factors"])
         if others is None:
             return None
-        squared = torch.stack(squared_norms_per_factor(list(map(by_row, others)))).sum(0)
-        return _of_unit_norm(others, root(squared).view(sizes(others[0])))
+        return _of_unit_norm(others, root(torch.stack(squared_norms_per_factor(others)).sum(0)))
+
+
+def _summed(factors: Sequence[Factor], others: Sequence[Factor] | None) -> Tensor:
+    """Return the inner products of gradients, with themselves or with others, over all parameters."""
+    pairs = zip(factors, [None] * len(factors) if others is None else others, strict=True)
+    return functools.reduce(torch.add, (factor.gram(other) for factor, other in pairs))
 
 
 def _of_unit_norm(factors: Sequence[Factor], norms: Tensor) -> list[Factor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
 from persample.factors.float64_gram import float64_gram
-from persample.factors.outputs import by_row, sizes
 from persample.gradients import Gradients, weighted_sums
 from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
@@ -141,10 +140,9 @@ class NaturalGradient(_Solve):
         factors, dtypes = [leaf.concatenated() for leaf in leaves], [leaf.dtype for leaf in leaves]
         weights, targets = merged["weights"].finish(), merged["targets"].finish()
         if isinstance(self.targets, Tensor):
-            if self.targets.shape != sizes(factors[0]):
-                raise self._rejected(f"shape {list(sizes(factors[0]))}", f"shape {list(self.targets.shape)}")
+            if self.targets.shape != factors[0].sizes:
+                raise self._rejected(f"shape {list(factors[0].sizes)}", f"shape {list(self.targets.shape)}")
             targets = self.targets.to(weights)
-        factors = list(map(by_row, factors))
         is_weighted = merged["is_weighted"].value
         if is_weighted:
             unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
@@ -165,9 +163,10 @@ class NaturalGradient(_Solve):
             coefficients = self._coefficients(factors, weights, targets, dtypes, is_weighted)
         # Of more samples than parameters, targets have a part that no update fits. It cancels in the sum, and what
         # rounding leaves of it is divided by λ.
-        is_tall = len(coefficients) > sum(prod(factor.shape) for factor in factors)
+        is_tall = targets.numel() > sum(prod(factor.shape) for factor in factors)
         wide = [torch.float64 if is_tall else accumulate_dtype(dtype) for dtype in dtypes]
-        return weighted_sums(factors, [coefficients] * len(factors), wide)
+        sums = weighted_sums(factors, [coefficients.view(targets.shape)] * len(factors), wide)
+        return [total.sum(0) for total in sums] if targets.ndim > 1 else sums
 
     def _coefficients(
         self,
@@ -251,7 +250,7 @@ class Leverage(_Solve):
         dtypes = [leaf.dtype for leaf in merged["factors"]]
         factors = [leaf.concatenated() for leaf in merged["factors"]]
         gram = float64_gram(factors)
-        weights, shape = merged["weights"].finish(), sizes(factors[0])
+        weights, shape = merged["weights"].finish(), factors[0].sizes
         n = weights.sum()
         weights = _of_each(weights, shape).flatten()
         if not self.minimum_norm and self._is_recorded(gram, weights):

@@ -48,8 +48,8 @@ def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def scaled_rows(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return wᵢ xᵢ for ``x [B, ...]`` and ``weights [B]``, in a dtype."""
-    return x.to(dtype) * weights.to(dtype).view(-1, *[1] * (x.ndim - 1))
+    """Return wᵢ xᵢ for ``x [B, ...]`` and ``weights [B]`` (or ``[B, K]``), in a dtype."""
+    return x.to(dtype) * weights.to(dtype).view(-1, *weights.shape[1:], *[1] * (x.ndim - weights.ndim))
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -35,17 +35,21 @@ def squared_norms(x: Tensor) -> Tensor:
     return squared_norms_of_each([x])[0]
 
 
-def squared_norms_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def squared_norms_of_each(tensors: Sequence[Tensor], axes: int = 1) -> Sequence[Tensor]:
     """Return the squared norms of the rows of several tensors.
 
     The magnitudes of all norms are checked at once. Tensors that share memory (a bias and its signals) share one norm.
 
     Args:
-        tensors: ``[B, ...]`` each, of one B.
+        tensors: ``[B, ...]`` each.
+        axes: how many of the first axes number the rows: 2 for ``[B, K, ...]``.
 
     Returns:
-        ``[B]`` float64 each.
+        ``[B]`` float64 each, or ``[B, K]``.
     """
+    if axes > 1:
+        squares = squared_norms_of_each([x.flatten(0, axes - 1) for x in tensors])
+        return [square.view(x.shape[:axes]) for square, x in zip(squares, tensors, strict=True)]
     all_rows = [x if x.ndim == 2 else x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in tensors]
     keys = list(map(memory_of_rows, all_rows))
     distinct = dict(zip(keys, all_rows, strict=True))

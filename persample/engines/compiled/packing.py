@@ -30,11 +30,11 @@ class Made:
 
     Args:
         kind: the class.
-        parts: the values of its fields.
+        parts: the names and values of its fields.
     """
 
     kind: type
-    parts: tuple[Any, ...]
+    parts: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Outline:
             if isinstance(x, Slot):
                 return tensors[x.index]
             if isinstance(x, Made):
-                return x.kind(*map(put, x.parts))
+                return x.kind(**{name: put(part) for name, part in x.parts})
             return tuple(map(put, x)) if type(x) is tuple else x
 
         return list(map(put, self.leaves))
@@ -102,7 +102,7 @@ def pack(tree: Any) -> tuple[list[Tensor], Outline]:
         if type(x) is tuple:
             return tuple(map(taken, x))
         if is_dataclass(x) and not isinstance(x, type):
-            return Made(type(x), tuple(taken(getattr(x, field.name)) for field in fields(x)))
+            return Made(type(x), tuple((field.name, taken(getattr(x, field.name))) for field in fields(x)))
         return x
 
     leaves, structure = trees.flatten(tree)

@@ -19,18 +19,16 @@ from persample._torch import node_outputs, saved_by
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import SharedParams
 from persample.factors import Factor, Outer
-from persample.factors.layout import Layout
 
 _MOST = 32  # nodes of a graph, which are passed once for each path
 
 
-def pull_back(params: SharedParams, recorder: LayerRecorder, outputs: tuple[int, ...]) -> None:
+def pull_back(params: SharedParams, recorder: LayerRecorder) -> None:
     """Add the gradients of computed parameters to those of the parameters that they were computed of.
 
     Args:
         params: the parameters.
         recorder: has the gradients of layers' parameters, and is given the new ones.
-        outputs: ``(K,)`` of losses with K outputs, or ``()``.
     """
     found: dict[int, Factor] = {}
     for place in [place for place in params.computed if place in recorder]:
@@ -43,12 +41,12 @@ def pull_back(params: SharedParams, recorder: LayerRecorder, outputs: tuple[int,
         for variable, factor in products or ():
             recorder.add_factor(next(k for k, x in enumerate(params.plain) if x is variable), factor)
     if found:
-        _write_out(found, params, recorder, outputs)
+        _write_out(found, params, recorder)
 
 
 def _products(node: Any, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
     """Return the gradients of the leaves of a graph, or None where they are no sums of products."""
-    if not isinstance(factor, Outer) or len(factor.shape) != 2 or not factor.layout.is_matrix:
+    if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
         return None
     found: list[tuple[Tensor, Outer]] = []
     stack = [(node, factor)]
@@ -66,7 +64,7 @@ def _products(node: Any, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
                 if parent is not None:
                     pulled = None if step is None else step(factor)
                     output = node_outputs(parent)[place]
-                    if pulled is None or (pulled.shape, pulled.dtype) != (tuple(output.shape), output.dtype):
+                    if pulled is None or (pulled.param_shape, pulled.dtype) != (tuple(output.shape), output.dtype):
                         return None  # or broadcast, or of another dtype
                     stack.append((parent, pulled))
     return None
@@ -85,10 +83,10 @@ def _of_product(saved: Any) -> Sequence[_Step]:
     left, right = saved("self"), saved("mat2")
 
     def of_left(x: Outer) -> Outer:
-        return replace(x, right=x.right @ right.mT, layout=Layout.of_matrix(x.shape[0], len(right)))
+        return replace(x, right=x.right @ right.mT, param_shape=(x.param_shape[0], len(right)))
 
     def of_right(x: Outer) -> Outer:
-        return replace(x, left=x.left @ left, layout=Layout.of_matrix(left.shape[1], x.shape[1]))
+        return replace(x, left=x.left @ left, param_shape=(left.shape[1], x.param_shape[1]))
 
     return of_left, of_right
 
@@ -108,9 +106,7 @@ _LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
 }
 
 
-def _write_out(
-    found: dict[int, Factor], params: SharedParams, recorder: LayerRecorder, outputs: tuple[int, ...]
-) -> None:
+def _write_out(found: dict[int, Factor], params: SharedParams, recorder: LayerRecorder) -> None:
     values, given = [params.computed[place] for place in found], params.plain[: len(params.given)]
     signals = [factor.materialize() for factor in found.values()]
     used: list[int] = []
@@ -121,6 +117,6 @@ def _write_out(
         used[:] = [place for place, grad in enumerate(grads) if grad is not None]
         return [grads[place] for place in used]
 
-    grads = vmap(vmap(of_one) if outputs else of_one)(*signals)
+    grads = vmap(of_one if len(recorder.sizes) == 1 else vmap(of_one))(*signals)
     for place, grad in zip(used, grads, strict=True):
         recorder.add_written_out(place, grad)

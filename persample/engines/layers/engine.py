@@ -103,18 +103,16 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
     if [grad for grad in of_plain if grad is not None]:
         raise NotLayersError("a parameter of a layer has another use")
-    outputs = tuple(losses.shape[1:])
     with full_precision(losses.device):
-        recorder.add(of_layers)
+        recorder.add(of_layers, losses.shape)
         for place, grad in zip(params.expanded, of_copies, strict=True):
             if grad is not None:
-                recorder.add_written_out(place, grad.transpose(0, 1) if outputs else grad)
+                recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
         if not recorder:
             raise NotLayersError("no parameter has a gradient")
-        pull_back(params, recorder, outputs)
-        factors = [recorder.factor(place, outputs) for place in range(len(call.params))]
-    facts: dict[str, Any] = {"spec": call.loss.spec, "aux": aux, "has_aux": has_aux, "weights": call.weights}
-    return Gradients.of(factors, losses=losses.detach(), **facts)
+        pull_back(params, recorder)
+        factors = tuple(recorder.factor(place) for place in range(len(call.params)))
+    return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 
 
 def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:

@@ -16,8 +16,6 @@ from persample.engines.layers.convolutions import Geometry
 from persample.engines.layers.shared import Part
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
 from persample.factors.cost_model import Plan
-from persample.factors.layout import Layout
-from persample.factors.output_list import OutputList
 from persample.utils.dtypes import as_real, autocast
 
 
@@ -47,7 +45,8 @@ class LayerRecorder:
     """
 
     def __init__(self, params: Sequence[Tensor], size: int, plan: Plan) -> None:
-        self._params, self._size, self._plan = params, size, plan
+        self._params, self._plan = params, plan
+        self.sizes: tuple[int, ...] = (size,)  # (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
         self._uses: list[tuple[Callable[..., None], tuple[Any, ...], Tensor, int]] = []
         self._factors: dict[int, list[Factor]] = defaultdict(list)
@@ -68,8 +67,9 @@ class LayerRecorder:
         read = inputs if inputs.dtype == output.dtype else autocast(inputs)
         self._uses.append((use, settings, read.detach(), version(read)))
 
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of the outputs, in the order of ``outputs``."""
+    def add(self, grads: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+        """Add the gradients of the outputs, in the order of ``outputs``, for losses of some sizes."""
+        self.sizes = tuple(sizes)
         for (use, settings, inputs, written), grad in zip(self._uses, grads, strict=True):
             if grad is None:
                 continue
@@ -79,15 +79,14 @@ class LayerRecorder:
 
     def add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
-        if not isinstance(factor, Outer) or len(factor.shape) != 2 or not factor.layout.is_matrix:
+        if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
             return False
         left, right = (
-            x if x.shape[3] == count else pad(x, (first, count - first - x.shape[3]))
+            x if x.shape[-1] == count else pad(x, (first, count - first - x.shape[-1]))
             for x, first, count in ((factor.left, part.row, part.rows), (factor.right, part.column, part.columns))
         )
         shape = tuple(self._params[part.of].shape)
-        layout = Layout((), (part.rows,), (part.columns,), (0, 1), shape)
-        self._factors[part.of].append(replace(factor, left=left, right=right, layout=layout))
+        self._factors[part.of].append(replace(factor, left=left, right=right, param_shape=shape))
         return True
 
     def add_factor(self, place: int, factor: Factor) -> None:
@@ -96,7 +95,7 @@ class LayerRecorder:
 
     def add_written_out(self, place: int, grads: Tensor) -> None:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
-        self._factors[place].append(Dense(as_real(grads)))
+        self._factors[place].append(Dense(as_real(grads), outputs=self.sizes[1:]))
 
     def __contains__(self, place: int) -> bool:
         """Return whether the parameter at a place has gradients."""
@@ -106,11 +105,10 @@ class LayerRecorder:
         """Return whether any parameter has gradients."""
         return bool(self._factors)
 
-    def factor(self, place: int, outputs: Sequence[int] = ()) -> Factor:
-        """Return the gradients of a parameter, of shape ``[*outputs, *shape]``; zeros if nothing was added."""
+    def factor(self, place: int) -> Factor:
+        """Return the gradients of a parameter; zeros if nothing was added."""
         if place not in self._factors:
-            param = self._params[place]
-            return Dense.zeros(self._size, (*outputs, *param.shape), param.dtype, param.device)
+            return Dense.zeros(self.sizes, self._params[place])
         found = self._factors[place]
         total = found[0] if len(found) == 1 else sum_factors(found)
         return total if isinstance(total, Dense) else choose_storage(total, self._plan)
@@ -121,62 +119,46 @@ class LayerRecorder:
 
     def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
-        *outputs, _, width = signals.shape
-        signals = signals.reshape(*outputs, self._size, -1, width)
-        if outputs:
-            signals = signals.movedim(0, 2)  # [B, T, K, o]
+        signals = self._signals(signals)  # [B, T, o]
         if layer.weight is not None:
             param = self._params[layer.weight]
-            left = signals.unsqueeze(1) if signals.ndim == 3 else signals.flatten(2).unsqueeze(1)
-            right = inputs.reshape(self._size, 1, -1, inputs.shape[-1])
-            layout = _layout(tuple(outputs), tuple(param.shape), transposed=layer.transposed)
+            left, right = signals.unsqueeze(-3), self._shared(inputs).unsqueeze(-3)
             pair = (right, left) if layer.transposed else (left, right)
-            self._factors[layer.weight].append(Outer(*pair, layout, param.dtype))
+            factor = Outer(*pair, tuple(param.shape), param.dtype, outputs=self.sizes[1:])
+            self._factors[layer.weight].append(factor)
         if layer.bias is not None:
-            grad = signals.squeeze(1) if signals.shape[1] == 1 else signals.sum(1)
-            self._factors[layer.bias].append(Dense(grad.to(self._params[layer.bias].dtype)))
+            grad = signals.squeeze(-2) if signals.shape[-2] == 1 else signals.sum(-2)
+            self.add_written_out(layer.bias, grad.to(self._params[layer.bias].dtype))
 
     def add_convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, signals: Tensor) -> None:
         """Add the factors of a convolution, whose images and signals are ``[B·N, channels, *sizes]``."""
         assert layer.weight is not None
-        shape, outputs = tuple(self._params[layer.weight].shape), signals.shape[: signals.ndim - images.ndim]
-        images, signals = (x.unflatten(x.ndim - images.ndim, (self._size, -1)) for x in (images, signals))
+        images, signals = self._shared(images), self._signals(signals)  # [B, N, channels, *sizes]
         if layer.bias is not None:
-            grad = signals.flatten(len(outputs) + 3).sum((len(outputs) + 1, -1))
-            self._factors[layer.bias].append(Dense(grad.transpose(0, 1) if outputs else grad))
-
-        def kernel(signals: Tensor, shape: tuple[int, ...] = shape) -> Conv:
-            left, right = (images, signals) if geometry.transposed else (signals, images)
-            return Conv(left, right, shape, *geometry[:3], geometry.groups)
-
-        if outputs and not geometry.transposed and geometry.groups == 1:  # the outputs share patches of the images
-            factor: Factor = kernel(signals.movedim(0, 2).flatten(2, 3), (*outputs, *shape))
-        else:
-            factor = _of_each(kernel, signals) if outputs else kernel(signals)
+            axis = len(self.sizes)
+            self.add_written_out(layer.bias, signals.flatten(axis + 2).sum((axis, -1)))
+        pair = (images, signals) if geometry.transposed else (signals, images)
+        shape = tuple(self._params[layer.weight].shape)
+        factor = Conv(*pair, shape, *geometry[:3], geometry.groups, outputs=self.sizes[1:])
         self._factors[layer.weight].append(factor)
 
     def add_lookup(self, place: int, padding: int | None, index: Tensor, signals: Tensor) -> None:
         """Add the factors of lookups of rows ``[B, …]`` in a table, whose row of padding has no gradient."""
-        shape, outputs = tuple(self._params[place].shape), signals.shape[: signals.ndim - index.ndim - 1]
+        shape, rows = tuple(self._params[place].shape), index.reshape(self.sizes[0], -1).long()
         if padding is not None:
             signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)
-        signals = signals.reshape(*outputs, self._size, -1, shape[1])
-        rows = index.reshape(self._size, -1).long()
+        signals = self._signals(signals.flatten(len(self.sizes) - 1, -2))
+        factor = Embedding(signals, self._shared(rows.flatten()), shape, outputs=self.sizes[1:])
+        self._factors[place].append(factor)
 
-        def table(signals: Tensor) -> Embedding:
-            return Embedding(signals, rows, shape)
+    def _signals(self, x: Tensor) -> Tensor:
+        """Return ``[B·n, …]`` as ``[B, n, …]``; of K outputs ``[K, B·n, …]`` as ``[B, K, n, …]``."""
+        if len(self.sizes) == 1:
+            return x.reshape(*self.sizes, -1, *x.shape[1:])
+        # In memory ``[B, n, K, …]``: sums over samples take K and the next axis as one.
+        return x.unflatten(1, (self.sizes[0], -1)).movedim(0, 2).contiguous().transpose(1, 2)
 
-        self._factors[place].append(_of_each(table, signals) if outputs else table(signals))
-
-
-def _of_each(make: Callable[[Tensor], Factor], signals: Tensor) -> Factor:
-    return OutputList(tuple(map(make, signals)))
-
-
-def _layout(outputs: tuple[int, ...], shape: tuple[int, ...], *, transposed: bool) -> Layout:
-    """Return the layout of the gradients ``[*outputs, *shape]`` of a matrix; the signals have the axis of outputs."""
-    if not outputs:
-        return Layout.of_matrix(*shape)
-    if transposed:
-        return Layout((), shape[:1], (*outputs, shape[1]), (1, 0, 2), (*outputs, *shape))
-    return Layout((), (*outputs, shape[0]), shape[1:], (0, 1, 2), (*outputs, *shape))
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return ``[B·n, …]`` as ``[B, n, …]``; of K outputs as ``[B, 1, n, …]``."""
+        x = x.reshape(self.sizes[0], -1, *x.shape[1:])
+        return x if len(self.sizes) == 1 else x.unsqueeze(1)
