@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from persample.vmap_rules.batched import is_batched
 
@@ -17,10 +16,6 @@ _ROW_NUMBERS = {torch.int32, torch.int64}
 
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
     index = index.reshape(1) if index.ndim == 0 else index  # under vmap a 0-d index has no gradient
-    rows = input.ndim == 2 and dim in {0, -2} and input.is_floating_point() and index.ndim == 1
-    # The gradient of an embedding is twice as fast. Of a table per sample, an embedding would not check the range.
-    if rows and index.dtype == torch.long and not is_batched(input):
-        return F.embedding(index, input)
     return torch.index_select(input, dim, index)
 
 
