@@ -17,8 +17,7 @@ from persample.inputs.modules import add_grads
 from persample.outputs import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Reduce, Reduction, Sum
-from persample.reductions.described import described
-from persample.reductions.requested import Reductions
+from persample.reductions.requested import Reductions, described
 from persample.utils import trees
 from persample.utils.isolation import isolated
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from persample.losses.check import check_axes, check_steps
-from persample.losses.modes import overridable
+from persample.losses.check import check_axes, check_steps, overridable
 from persample.losses.policy_gradient import entropy_loss, policy_gradient_loss
 from persample.losses.returns import truncated_generalized_advantage_estimation
 from persample.losses.steps import over_time, padding, unpadded

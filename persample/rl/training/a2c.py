@@ -12,8 +12,7 @@ from persample.rl.check import Envs
 from persample.rl.episodes import Episodes, collect_episodes
 from persample.rl.networks import ActorCritic, count_actions
 from persample.rl.policies import categorical_policy
-from persample.rl.training.algorithm import Batch
-from persample.rl.training.episodic import Episodic, batch_of
+from persample.rl.training.algorithm import Batch, Episodic, batch_of
 
 
 @dataclass(frozen=True)

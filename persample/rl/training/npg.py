@@ -15,8 +15,7 @@ from persample.rl.check import Envs
 from persample.rl.episodes import collect_episodes
 from persample.rl.networks import ActorCritic, log_prob, sampling
 from persample.rl.training.a2c import bootstrapped
-from persample.rl.training.algorithm import Batch, Update
-from persample.rl.training.episodic import Episodic, batch_of
+from persample.rl.training.algorithm import Batch, Episodic, Update, batch_of
 from persample.rl.training.reinforce import standardized
 
 

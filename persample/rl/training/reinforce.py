@@ -11,8 +11,7 @@ from persample.losses import discounted_returns, gaussian_policy_gradient_loss, 
 from persample.rl.check import Envs
 from persample.rl.episodes import collect_episodes
 from persample.rl.networks import ActorCritic, sampling
-from persample.rl.training.algorithm import Batch
-from persample.rl.training.episodic import Episodic, batch_of
+from persample.rl.training.algorithm import Batch, Episodic, batch_of
 
 
 @dataclass(frozen=True)
