@@ -7,11 +7,10 @@ except ImportError as error:
 
 from persample.rl.baird import BairdRun, baird_features, baird_run
 from persample.rl.environments import RandomWalk, make_envs
-from persample.rl.episodes import Episodes, collect_episodes
 from persample.rl.policies import categorical_policy, gaussian_policy
+from persample.rl.rollouts import Episodes, Transitions, collect_episodes, collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 from persample.rl.td_steps import GradientTDStep, TDLambdaStep, gradient_td_step, td_lambda_step
-from persample.rl.transitions import Transitions, collect_transitions
 
 __all__ = [
     "BairdRun",

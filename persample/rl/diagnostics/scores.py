@@ -12,7 +12,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.losses.steps import unpadded
 from persample.reductions import Reduction
-from persample.rl.episodes import Episodes
+from persample.rl.rollouts import Episodes
 
 LogProbFn = Callable[..., Tensor]
 

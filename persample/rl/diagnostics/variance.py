@@ -14,7 +14,7 @@ from persample.per_sample import per_sample_grads
 from persample.reductions import CosineSimilarity, NoiseScale, NoiseScaleEstimate, Norm, SecondMoment
 from persample.rl.diagnostics.scores import LogProbFn, WeightedByAux, check_enough, score_batch, score_fn
 from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
-from persample.rl.episodes import Episodes
+from persample.rl.rollouts import Episodes
 from persample.utils.trees import tree_map
 
 

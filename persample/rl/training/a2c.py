@@ -9,9 +9,9 @@ from torch import Tensor
 
 from persample.losses import advantage_actor_critic_loss
 from persample.rl.check import Envs
-from persample.rl.episodes import Episodes, collect_episodes
 from persample.rl.networks import ActorCritic, count_actions
 from persample.rl.policies import categorical_policy
+from persample.rl.rollouts import Episodes, collect_episodes
 from persample.rl.training.algorithm import Batch, Episodic, batch_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.rl.check import Envs
-from persample.rl.episodes import Episodes
 from persample.rl.networks import ActorCritic, actor_critic
+from persample.rl.rollouts import Episodes
 
 
 class Batch(NamedTuple):

@@ -12,8 +12,8 @@ from persample.losses import truncated_generalized_advantage_estimation
 from persample.per_sample import per_sample_grads
 from persample.reductions import Dot, Loss, NaturalGradient, Norm
 from persample.rl.check import Envs
-from persample.rl.episodes import collect_episodes
 from persample.rl.networks import ActorCritic, log_prob, sampling
+from persample.rl.rollouts import collect_episodes
 from persample.rl.training.a2c import bootstrapped
 from persample.rl.training.algorithm import Batch, Episodic, Update, batch_of
 from persample.rl.training.reinforce import standardized

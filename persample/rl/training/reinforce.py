@@ -9,8 +9,8 @@ from torch import Tensor
 
 from persample.losses import discounted_returns, gaussian_policy_gradient_loss, reinforce_loss
 from persample.rl.check import Envs
-from persample.rl.episodes import collect_episodes
 from persample.rl.networks import ActorCritic, sampling
+from persample.rl.rollouts import collect_episodes
 from persample.rl.training.algorithm import Batch, Episodic, batch_of
 
 

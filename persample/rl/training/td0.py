@@ -11,9 +11,9 @@ from persample.errors import ArgumentError
 from persample.losses import td_loss
 from persample.rl.check import Envs
 from persample.rl.networks import count_actions, linear, mlp
+from persample.rl.rollouts import collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 from persample.rl.training.algorithm import Batch, check_numbers
-from persample.rl.transitions import collect_transitions
 
 
 class Evaluation(nn.Module):

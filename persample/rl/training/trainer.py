@@ -15,8 +15,8 @@ from persample.inputs.modules import set_grads
 from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Norm
 from persample.rl.environments import make_envs
-from persample.rl.episodes import collect_episodes
 from persample.rl.networks import sampling
+from persample.rl.rollouts import collect_episodes
 from persample.rl.training.algorithm import Batch, OwnUpdate, Update
 from persample.rl.training.config import TrainingConfig
 
