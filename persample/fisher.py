@@ -9,7 +9,7 @@ from torch import Tensor
 
 from persample.inputs import Engine, Outputs, Randomness
 from persample.per_sample import per_sample_grads
-from persample.reductions.fisher import FisherVectorProduct
+from persample.reductions.directions import FisherVectorProduct
 
 
 def fisher_vector_product(

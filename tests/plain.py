@@ -11,7 +11,7 @@ from torch.func import grad_and_value, vmap
 
 import persample as ps
 from persample.reductions import NoiseScaleEstimate
-from persample.reductions.fisher import FisherVectorProduct
+from persample.reductions.directions import FisherVectorProduct
 
 D = torch.float64
 NAMES = ("a", "b")  # the parameters

@@ -19,8 +19,7 @@ from persample.cli.cases import FUSED, METHODS, fused_by_loop, methods, reinforc
 from persample.cli.compare import Comparison
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
 from persample.cli.report import notes
-from persample.cli.rollout import make_envs, roll_out
-from persample.cli.settings import Settings
+from persample.cli.rollout import Settings, make_envs, roll_out
 from persample.rl.networks import Features
 
 SMALL = ["compare", "--episodes", "4", "--hidden", "8", "--rounds", "1"]

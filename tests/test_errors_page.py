@@ -35,7 +35,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "utils": "Numerics and backward passes",
     "composite": "Composite gradients",
     "streams": "Streams",
-    "processes": "Several processes",
+    "processes.py": "Several processes",
     "losses": "Losses",
     "naive.py": "The plain loops",
     "rl": "Reinforcement learning",

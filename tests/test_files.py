@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from benchmarks import pages
 from benchmarks.report.files import read
 from benchmarks.report.page import save_report
-from persample import ArgumentError, LossError, Norm, SinkError, accumulate, read_sink
+from persample import ArgumentError, LossError, Norm, SinkError, accumulate, processes, read_sink
 from persample.cli.app import app
 from persample.cli.report import writable
 from persample.factors import Dense, Outer, SumFactor
 from persample.merge import Stacked, Summed
-from persample.processes import Processes, merging
+from persample.processes import Processes
 from persample.rl.training import TD0, Trainer, TrainingConfig, load_checkpoint, save_checkpoint
 
 
@@ -184,7 +184,7 @@ def test_results_of_other_processes_are_not_unpickled(wrap, tmp_path):
         LossError,
         match="expected results of tensors and of classes known here from the other processes, received Unpick",
     ):
-        merging._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
+        processes._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
     assert not (tmp_path / "ran").exists()
 
 
@@ -193,14 +193,14 @@ def test_results_of_other_processes_have_our_classes(name):
     buffer = io.BytesIO()
     torch.save([{"class": name, "args": "true"}], buffer)
     with pytest.raises(LossError, match="of classes known here from the other processes, received KeyError"):
-        merging._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
+        processes._unpacked(buffer.getvalue(), [Summed(torch.ones(1))], Processes())
 
 
 def test_results_of_other_processes_are_restored():
     outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5), (4, 5), torch.float32)
     rows = [Stacked(SumFactor((outer, Dense(torch.ones(2, 4, 5))))), Stacked(torch.ones(2), torch.float16)]
     own = [Stacked(Dense(torch.ones(0, 4, 5))), Stacked(torch.ones(0))]
-    found = merging._unpacked(merging._packed(rows), own, Processes())
+    found = processes._unpacked(processes._packed(rows), own, Processes())
     assert found[0].rows.parts[0].param_shape == outer.param_shape
     assert torch.equal(found[0].rows.parts[0].right, outer.right)
     assert found[1].dtype == torch.float16

@@ -12,7 +12,7 @@ from workloads import WORKLOADS, build
 import persample as ps
 from persample import per_sample_grads
 from persample.factors import Dense
-from persample.reductions.fisher import FisherVectorProduct
+from persample.reductions.directions import FisherVectorProduct
 from persample.utils.dtypes import as_real
 
 ENGINES = {

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from vmap_rules_cases import B, check, check_module, draw
 
 from persample import Loss, Stack, per_sample_grads
-from persample.vmap_rules import VmapRules, cross_entropy
+from persample.vmap_rules import VmapRules, losses
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ CROSS_ENTROPY = {
 @pytest.mark.parametrize("option", CROSS_ENTROPY)
 @pytest.mark.parametrize("lead", [(), (4,)], ids=str)
 def test_cross_entropy(lead, option, recorded, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "_MANY", 0)
+    monkeypatch.setattr(losses, "_MANY", 0)
 
     def fn(gain, logits, target):
         return F.cross_entropy(gain * logits, target, **CROSS_ENTROPY[option])

@@ -16,10 +16,9 @@ from persample.cli.cases import reinforce_case, td_case
 from persample.cli.compare import Comparison, calls
 from persample.cli.compare import compare as run_comparison
 from persample.cli.environment import version
-from persample.cli.figure import save_figure
+from persample.cli.figures import save_comparison
 from persample.cli.report import notes, save_report, table, writable
-from persample.cli.rollout import make_envs, roll_out
-from persample.cli.settings import Settings
+from persample.cli.rollout import Settings, make_envs, roll_out
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 
@@ -31,12 +30,7 @@ class OneLineErrors(TyperGroup):
     """Commands that report invalid input (exit code 2) and interrupts (exit code 130) in one line on stderr."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command and exit.
-
-        Args:
-            *args: passed to typer.
-            **kwargs: passed to typer.
-        """
+        """Run a command and exit."""
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except _UsageError as error:
@@ -45,17 +39,7 @@ class OneLineErrors(TyperGroup):
         sys.exit(code)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command.
-
-        Args:
-            ctx: the context of the command.
-
-        Returns:
-            The result of the command.
-
-        Raises:
-            Exit: with code 2 after invalid input, with code 130 after an interrupt.
-        """
+        """Run a command; exit with code 2 after invalid input, with code 130 after an interrupt."""
         try:
             return super().invoke(ctx)
         except ArgumentError as error:
@@ -96,15 +80,12 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command(help=train.HELP)(train.train)
-app.command(help=baird.HELP)(baird.baird)
-app.command(help=stats.HELP)(stats.stats)
+app.command()(train.train)
+app.command()(baird.baird)
+app.command()(stats.stats)
 
 
-@app.command(
-    help="Compare per-sample gradients with the naive loop on a real environment: the averaged updates of TD(0) and of "
-    "REINFORCE, with time, memory, and the largest difference."
-)
+@app.command()
 def compare(  # noqa: PLR0917 (typer turns every argument into an option)
     env: Annotated[str, typer.Option(help="A gymnasium environment with discrete actions.")] = "CartPole-v1",
     episodes: Annotated[int, typer.Option(help="Episodes for REINFORCE; TD(0) gets 8 transitions for each.")] = 64,
@@ -119,20 +100,7 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
 ) -> None:
     """Compare per-sample gradients with the naive loop on a real environment.
 
-    A freshly initialized policy collects the data. The naive loop, per_sample_grads with Mean(), and the ordinary batch
-    gradient then compute the averaged updates of TD(0) and REINFORCE.
-
-    Args:
-        env: the id of the environment.
-        episodes: number of episodes.
-        hidden: width of the hidden layers.
-        engine: persample's engine.
-        seed: the seed of networks, environments and actions.
-        rounds: how many times each method is timed.
-        output: the directory of the report; None writes nothing.
-
-    Raises:
-        Exit: with code 1 if an update differs from the loop's by more than rounding.
+    The averaged updates of TD(0) and of REINFORCE, with time, memory, and the largest difference.
     """
     settings = Settings(env, episodes, hidden, cast("Engine", engine), seed, rounds)
     directory = None if output is None else writable(output, "report.json", "compare.png")
@@ -145,7 +113,7 @@ def compare(  # noqa: PLR0917 (typer turns every argument into an option)
     if directory is not None:
         save_report(settings, comparisons, directory / "report.json")
         title = f"Averaged update on {env}, hidden width {hidden}, {engine} engine"
-        save_figure(comparisons, title, directory / "compare.png")
+        save_comparison(comparisons, title, directory / "compare.png")
         console.print(f"Written: {directory / 'report.json'}, {directory / 'compare.png'}", soft_wrap=True)
     if not all(row.agrees for comparison in comparisons for row in comparison.rows):
         raise typer.Exit(1)

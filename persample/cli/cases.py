@@ -54,14 +54,7 @@ class Case:
 
 
 def td_case(rollout: Rollout) -> Case:
-    """Return the case of TD(0): the squared TD error of one transition.
-
-    Args:
-        rollout: value network and transitions.
-
-    Returns:
-        The case.
-    """
+    """Return the case of TD(0): the squared TD error of one transition."""
     network, transitions = rollout.value, rollout.transitions
 
     def loss_fn(params: Params, obs_tm1: Tensor, r_t: Tensor, discount_t: Tensor, obs_t: Tensor) -> Tensor:
@@ -74,14 +67,7 @@ def td_case(rollout: Rollout) -> Case:
 
 
 def reinforce_case(rollout: Rollout) -> Case:
-    """Return the case of REINFORCE: −Σₜ log π(aₜ|sₜ) Gₜ of one episode.
-
-    Args:
-        rollout: policy network and episodes.
-
-    Returns:
-        The case.
-    """
+    """Return the case of REINFORCE: −Σₜ log π(aₜ|sₜ) Gₜ of one episode."""
     network, episodes = rollout.policy, rollout.episodes
     return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
 
@@ -96,15 +82,7 @@ def reinforce_case(rollout: Rollout) -> Case:
 
 
 def methods(case: Case, engine: Engine) -> dict[str, Callable[[], Update]]:
-    """Return the four methods for the averaged gradient; the fused method also returns clipped mean and norms.
-
-    Args:
-        case: the loss and its batch.
-        engine: the engine of persample.
-
-    Returns:
-        Functions without arguments, in the order of METHODS.
-    """
+    """Return four functions for the averaged gradient, in the order of METHODS; that of FUSED returns more."""
     return {
         LOOP: lambda: _loop(case),
         PERSAMPLE: lambda: per_sample_grads(case.loss_fn, case.params, case.batch, Mean(), engine=engine),
@@ -128,14 +106,7 @@ def _fused(case: Case, engine: Engine) -> Update:
 
 
 def fused_by_loop(case: Case) -> Update:
-    """Compute the results of the fused call with the naive loop.
-
-    Args:
-        case: the loss and its batch.
-
-    Returns:
-        Averaged gradients, averaged clipped gradients, and norms.
-    """
+    """Return averaged gradients, averaged clipped gradients, and norms, as the fused call, by the naive loop."""
     rows = [grads for _, grads in naive.loop(case.loss_fn, case.params, case.batch)]
     norms = [torch.cat([grad.flatten() for grad in row.values()]).norm() for row in rows]
     scales = [(BOUND / norm).clamp(max=1.0) for norm in norms]

@@ -75,9 +75,6 @@ def compare(case: Case, engine: Engine, rounds: int, progress: Callable[[int], o
         engine: the engine of persample.
         rounds: how many times each method is timed.
         progress: called with the number of new measured calls, ``calls(rounds)`` in total.
-
-    Returns:
-        The measurements.
     """
     calls = methods(case, engine)
     seconds = time_rounds(calls, rounds, progress=progress)
@@ -103,16 +100,5 @@ def compare(case: Case, engine: Engine, rounds: int, progress: Callable[[int], o
 
 
 def calls(rounds: int) -> int:
-    """Count the measured calls of one comparison.
-
-    Args:
-        rounds: how many times each method is timed.
-
-    Returns:
-        The number of calls.
-
-    Examples:
-        >>> calls(rounds=5)
-        24
-    """
+    """Return the number of measured calls of one comparison: a round more than are timed."""
     return len(METHODS) * (rounds + 1)

@@ -16,11 +16,7 @@ _CHECKOUT = Path(persample.__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str | int | None]:
-    """Return the environment that results depend on.
-
-    Returns:
-        Versions of persample, Python, torch, NumPy and gymnasium (None if not installed), the processor and its logical
-        cores, torch's threads, the platform, and the revision of the checkout (None outside of a checkout).
+    """Return the environment that results depend on; None for what is not known or not installed.
 
     Examples:
         >>> sorted(environment())[:4]
@@ -39,18 +35,7 @@ def environment() -> dict[str, str | int | None]:
 
 
 def version(package: str) -> str | None:
-    """Look up the version of an installed package.
-
-    Args:
-        package: the name of the package.
-
-    Returns:
-        The version, or None if it is not installed.
-
-    Examples:
-        >>> version("no-such-package-at-all") is None
-        True
-    """
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -92,13 +92,7 @@ def peak_memory(call: Callable[[], object], *, device: torch.device | str = "cpu
 
 
 def largest_allocation(call: Callable[[], object]) -> int:
-    """Measure the bytes of the largest tensor that a call allocates on the CPU.
-
-    Args:
-        call: the function.
-
-    Returns:
-        The bytes.
+    """Return the bytes of the largest tensor that a call allocates on the CPU.
 
     Examples:
         >>> largest_allocation(lambda: torch.ones(250) + torch.ones(1))
@@ -136,14 +130,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def relative_difference(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Compute the largest relative difference of two updates: max over parameters of max|a − b| / max|b|.
+    """Return the largest relative difference of two updates, max over parameters of max|a − b| / max|b|.
 
-    Args:
-        actual: the update a, one tensor per parameter.
-        expected: the update b, with the same names and shapes.
-
-    Returns:
-        The difference: 0 if both are zero, ∞ if only b is zero, NaN if any entry is NaN.
+    It is 0 if both are zero, ∞ if only b is zero, NaN if any entry is NaN.
 
     Examples:
         >>> relative_difference({"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0, 4.0])})

@@ -17,19 +17,12 @@ from rich.table import Table
 
 from persample.cli.compare import TOLERANCE, Comparison
 from persample.cli.environment import environment
-from persample.cli.settings import Settings
+from persample.cli.rollout import Settings
 from persample.errors import ArgumentError
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """Return one table with all rows.
-
-    Args:
-        comparisons: one per loss.
-
-    Returns:
-        The table.
-    """
+    """Return one table with all rows."""
     result = Table(
         caption="time: median of the rounds; memory: peak bytes that torch's allocator holds beyond what it held "
         "before;\nlargest difference: max over parameters of max|update − loop's| / max|loop's|;\n"
@@ -50,14 +43,7 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def notes(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return notes on the table.
-
-    Args:
-        comparisons: one per loss.
-
-    Returns:
-        One line on the batches, and one per loss whose gradients are all zero, as its differences mean nothing.
-    """
+    """Return one line on the batches, and one per loss whose gradients are all zero: its differences mean nothing."""
     batches = ", ".join(f"{c.loss}: {c.samples} {c.unit}s, {c.parameters} parameters" for c in comparisons)
     zeros = [c.loss for c in comparisons if not any(c.norms)]
     return [
@@ -67,13 +53,7 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def save_report(settings: Settings, comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write all measurements, with settings and environment.
-
-    Args:
-        settings: the settings of the comparison.
-        comparisons: one per loss.
-        path: the JSON file to write.
-    """
+    """Write all measurements as JSON, with settings and environment."""
     report = {
         "settings": asdict(settings),
         "environment": environment(),
@@ -96,14 +76,7 @@ def _record(comparison: Comparison) -> dict[str, Any]:
 
 
 def writable(directory: Path, *names: str) -> Path:
-    """Make a directory, and check that files can be written to it.
-
-    Args:
-        directory: the directory.
-        *names: the names of the files.
-
-    Returns:
-        The directory.
+    """Make a directory, check that files with these names can be written to it, and return it.
 
     Raises:
         ArgumentError: if the directory cannot be made or written to, or has a link, a pipe, … in the place of a file.

@@ -1,4 +1,4 @@
-"""The data of the comparison: a policy network acts in a gymnasium environment."""
+"""The data of the comparison: a policy network acts in a gymnasium environment, as the checked arguments say."""
 
 from __future__ import annotations
 
@@ -9,13 +9,40 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import nn
 
-from persample import rl
-from persample.cli.settings import Settings
+from persample import inputs, rl
 from persample.errors import ArgumentError
+from persample.inputs import Engine
 from persample.rl.networks import Features, count_actions, mlp
 
 # Episodes are truncated here: some environments have no time limit, and the longest episode sets the padded length.
 MAX_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``persample compare``, checked: an ``ArgumentError`` names the option."""
+
+    env: str = "CartPole-v1"
+    episodes: int = 64
+    hidden: int = 64
+    engine: Engine = "eager"
+    seed: int = 0
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("episodes", "hidden", "rounds"):
+            if (count := getattr(self, name)) < 1:
+                expected, received = "a positive integer", str(count)
+                raise ArgumentError.about(f"--{name}", expected=expected, received=received, fix="Use 1 or more.")
+        if not 0 <= self.seed < 2**63:
+            fix = "Any other number will do."
+            raise ArgumentError.about("--seed", expected="0 … 2⁶³ − 1", received=str(self.seed), fix=fix)
+        inputs.check_options(engine=self.engine, randomness="error", chunk_size=None)
+
+    @property
+    def transitions(self) -> int:
+        """Number of transitions for TD(0)."""
+        return 8 * self.episodes
 
 
 @dataclass(frozen=True)
@@ -36,16 +63,7 @@ class Rollout:
 
 
 def roll_out(settings: Settings, open_envs: VectorEnv, progress: Callable[[str, int], object]) -> Rollout:
-    """Collect data with a freshly initialized policy.
-
-    Args:
-        settings: the settings of the comparison.
-        open_envs: the environments, from ``make_envs``.
-        progress: called with "transitions" or "episodes", and the number of new ones.
-
-    Returns:
-        The networks and the batches.
-    """
+    """Collect data with a new policy; ``progress`` gets "transitions" or "episodes", and their number."""
     space, actions = open_envs.single_observation_space, count_actions(open_envs.single_action_space)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -66,17 +84,7 @@ def roll_out(settings: Settings, open_envs: VectorEnv, progress: Callable[[str, 
 
 
 def make_envs(settings: Settings) -> VectorEnv:
-    """Make environments that the comparison can use.
-
-    Args:
-        settings: the settings of the comparison.
-
-    Returns:
-        Up to 8 environments.
-
-    Raises:
-        ArgumentError: if the environment is unknown, or its spaces are not supported.
-    """
+    """Make up to 8 environments that the comparison can use, or raise an ``ArgumentError``."""
     try:
         envs = rl.make_envs(settings.env, min(8, settings.episodes))
     except ArgumentError as error:

@@ -18,18 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from persample.cli.environment import environment
+from persample.cli.figures import save_statistics
 from persample.cli.report import writable
 from persample.cli.statistics import Sample, Statistics, statistics
-from persample.cli.statistics_figure import save_figure
 from persample.errors import ArgumentError
 from persample.inputs import Engine
-
-HELP = (
-    "Statistics of the per-sample gradients of a data set: quantiles of their norms, the noise scale with the batch "
-    "size that it suggests, and the samples with the largest norms and the highest leverages. FUNCTION(rank, world) "
-    "returns (loss_fn, params, batches): the batches hold samples rank, rank + world, … Alone: FUNCTION(0, 1). On "
-    "several processes: torchrun --nproc-per-node 2 -m persample stats MODULE:FUNCTION."
-)
 
 
 def stats(
@@ -42,17 +35,12 @@ def stats(
         typer.Option(help="Directory for stats.json and stats.png; nothing is written without it."),
     ] = None,
 ) -> None:
-    """Print statistics of the per-sample gradients of a data set.
+    """Statistics of the per-sample gradients of a data set.
 
-    Args:
-        source: the import path of the function that returns ``(loss_fn, params, batches)``.
-        top: how many samples to list.
-        dim: the number of random projections of each gradient that leverages are computed from.
-        engine: persample's engine.
-        output: the directory of the report; None writes nothing.
-
-    Raises:
-        ArgumentError: if an argument is invalid.
+    Quantiles of their norms, the noise scale with the batch size that it suggests, and the samples with the largest
+    norms and the highest leverages. FUNCTION(rank, world) returns (loss_fn, params, batches): the batches hold samples
+    rank, rank + world, … Alone: FUNCTION(0, 1). On several processes: torchrun --nproc-per-node 2 -m persample stats
+    MODULE:FUNCTION.
     """
     if top < 0:
         raise ArgumentError.about("--top", expected="0 or more", received=str(top), fix="Use 10 for a short list.")
@@ -75,7 +63,7 @@ def stats(
     if directory is not None:
         report = {"source": source, "processes": world, **asdict(found), "environment": environment()}
         (directory / "stats.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        save_figure(source, found, rows, directory / "stats.png")
+        save_statistics(source, found, rows, directory / "stats.png")
         console.print(f"Written: {directory / 'stats.json'}, {directory / 'stats.png'}", soft_wrap=True)
 
 

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import csv
 import math
+import os
 import re
+import signal
 import statistics
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Optional, cast
 
 import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-from persample.cli.interrupt import interruptible
-from persample.cli.live import Display
-from persample.cli.training_files import TrainingFiles
+from persample.cli.figures import save_curve
+from persample.cli.report import writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
-from persample.rl.training import Trainer, TrainingConfig, evaluate
+from persample.rl.training import Trainer, TrainingConfig, evaluate, load_checkpoint, save_checkpoint
 from persample.rl.training.config import ALGORITHMS
+from persample.rl.training.trainer import Row
 
-HELP = (
-    "Train with per-sample gradients: td0 (the values of a fixed policy), reinforce (with a learned baseline), a2c, or "
-    "npg (the natural policy gradient). Leaves metrics.csv, learning_curve.png and checkpoint.pt in a directory. "
-    "Ctrl-C stops after the update under way."
-)
+_CHECKPOINT, _METRICS, _CURVE = "checkpoint.pt", "metrics.csv", "learning_curve.png"
+_ROWS = 8  # updates that the display shows
 
 
 def train(  # noqa: PLR0917 (typer turns every argument into an option)
@@ -58,33 +64,10 @@ def train(  # noqa: PLR0917 (typer turns every argument into an option)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the directory's checkpoint.")] = False,
 ) -> None:
-    """Train with a live display, and write metrics, a figure and a checkpoint.
+    """Train with per-sample gradients; leave metrics.csv, learning_curve.png and checkpoint.pt in a directory.
 
-    Args:
-        algorithm: "td0", "reinforce", "a2c" or "npg".
-        env: the id of the environment.
-        seed: the seed of network, environments and actions.
-        steps: the number of environment steps.
-        reduce: "mean" or "clipped".
-        max_norm: the bound of "clipped".
-        engine: the engine of persample.
-        target: the average return that ends the training.
-        learning_rate: the initial learning rate of Adam.
-        discount: γ.
-        hidden: width of the hidden layers.
-        batch: samples per update.
-        lambda_: the λ of a2c's and npg's advantages.
-        epsilon: the ε of td0's policy.
-        max_kl: the δ of npg's steps.
-        damping: the λ of npg's Fisher matrix.
-        value_damping: the λ of npg's Gauss–Newton matrix.
-        checkpoint_every: updates between checkpoints.
-        output: the directory of the files.
-        resume: whether to resume from the checkpoint in ``output``.
-
-    Raises:
-        ArgumentError: if an option is invalid.
-        Exit: with code 130 after an interrupt.
+    Algorithms: td0 (the values of a fixed policy), reinforce (with a learned baseline), a2c, or npg (the natural policy
+    gradient). Ctrl-C stops after the update under way.
     """
     if checkpoint_every < 1:
         expected, received = "a positive integer", str(checkpoint_every)
@@ -162,3 +145,104 @@ def _named_as_options() -> Iterator[None]:
         plain = name.isidentifier() and name != "algorithm"
         option = f"--{name.rstrip('_').replace('_', '-')}" if plain else name
         raise ArgumentError(f"{option}{separator}{rest}") from error
+
+
+class TrainingFiles:
+    """The files of one training, which are consistent after ``save``; ``resume`` goes on from its checkpoint."""
+
+    def __init__(self, trainer: Trainer, directory: Path, *, resume: bool) -> None:
+        self.trainer, self.directory = trainer, directory
+        if not resume or os.path.lexists(directory):
+            writable(directory, _CHECKPOINT, f"{_CHECKPOINT}.partial", _METRICS, _CURVE)
+        if resume:
+            load_checkpoint(trainer, directory / _CHECKPOINT)
+        elif (directory / _CHECKPOINT).exists():
+            fix = "Go on with it by --resume, or choose another directory."
+            expected, received = "a directory without a checkpoint", repr(str(directory))
+            raise ArgumentError.about("--output", expected=expected, received=received, fix=fix)
+        # Drop rows that an interrupted training wrote after its last checkpoint.
+        (directory / _METRICS).write_text("", encoding="utf-8")
+        self._append(trainer.history)
+
+    def append(self) -> None:
+        """Append the last update to the metrics."""
+        self._append(self.trainer.history[-1:])
+
+    def _append(self, rows: list[dict[str, float]]) -> None:
+        with (self.directory / _METRICS).open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0] if rows else ())
+            if rows and not file.tell():
+                writer.writeheader()
+            writer.writerows(rows)
+
+    def save(self) -> None:
+        """Save the checkpoint and draw the learning curve."""
+        save_checkpoint(self.trainer, self.directory / _CHECKPOINT)
+        if self.trainer.history:
+            save_curve(self.trainer, self.directory / _CURVE)
+
+
+class Display:
+    """The live display on stderr: a progress bar above a table of the last updates; ``refresh`` redraws it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn())
+        self.task = self.bar.add_task("steps", total=trainer.config.steps, completed=trainer.steps)
+        # Wide enough for the table where there is no terminal to ask.
+        console = Console(stderr=True, width=None if sys.stderr.isatty() else 110)
+        # No thread: the display is redrawn after each update.
+        self.live = Live(self._group(), console=console, auto_refresh=False)
+
+    def __enter__(self) -> Display:
+        self.live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.live.stop()
+        if not self.live.console.is_terminal:  # rich leaves the last line open there
+            self.live.console.line()
+
+    def refresh(self) -> None:
+        """Show the last update."""
+        self.bar.update(self.task, completed=min(self.trainer.steps, self.trainer.config.steps))
+        self.live.update(self._group(), refresh=True)
+
+    def _group(self) -> Group:
+        return Group(self.bar, _table(self.trainer.history[-_ROWS:]))
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table()
+    for name in rows[0] if rows else ():
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for value in row.values()))
+    return table
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a request to stop; the second one interrupts at once.
+
+    Yields:
+        A function that returns whether a stop was requested.
+
+    Examples:
+        >>> with interruptible() as stop_asked:
+        ...     signal.raise_signal(signal.SIGINT)
+        ...     stop_asked()
+        True
+    """
+    asked = threading.Event()
+
+    def ask(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,9 +10,9 @@ from torch import Tensor
 from persample import inputs
 from persample.composite import first_pass, second_pass
 from persample.composite.buffers import BufferRecorder
+from persample.composite.chunk_engine import encode_with_graph
 from persample.composite.encoder import Encoder
 from persample.composite.loss_head import LossHead
-from persample.composite.retained_graph import encode_with_graph
 from persample.errors import LossError
 from persample.merge import merge_all
 from persample.processes import Processes, merged, own_rows

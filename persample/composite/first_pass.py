@@ -4,19 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample.composite.buffers import BufferRecorder
-from persample.composite.encode import encode_chunk
 from persample.composite.encoder import Encoder
-from persample.composite.full_batch import solve_statistics
-from persample.composite.statistics import Statistics, normalized
-from persample.engines.diagnosis import unwritten
+from persample.composite.full_batch import Statistics, normalized, solve_statistics
+from persample.engines.diagnosis import diagnosed, unwritten
+from persample.engines.empty import no_rows, of_fake_sample
+from persample.engines.vmap import vmapped
+from persample.errors import LossError
+from persample.inputs.call import Call
+from persample.inputs.loss import SampleLoss
 from persample.processes import Processes
 from persample.utils import rng, trees
+from persample.vmap_rules import VmapRules
+from persample.vmap_rules.effects import guarded
+
+
+def encode_chunk(chunk: Call, mode: str) -> Any:
+    """Encode the samples of a chunk.
+
+    Args:
+        chunk: the samples and their encoder.
+        mode: "eager", "loop" or "batched", as in ``Encoder``.
+
+    Returns:
+        z: a tree of tensors ``[k, ...]``, with a graph if gradients are enabled.
+
+    Raises:
+        LossError: if the encoder does not return tensors of the right form.
+    """
+    if mode == "batched":
+        return _at_once(chunk)
+    if not chunk.size:
+        z = trees.tree_map(no_rows, of_fake_sample(partial(_returned, chunk.loss), chunk))
+    else:
+        z = _under_vmap(chunk) if mode == "eager" else _one_by_one(chunk)
+    return trees.tree_map(lambda x: x.squeeze(1), z) if chunk.loss.keep_batch_dim else z
+
+
+def _under_vmap(chunk: Call) -> Any:
+    def one(params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+        with VmapRules():
+            return _returned(chunk.loss, params, leaves)
+
+    with diagnosed(chunk, batched=True):
+        return vmapped(one, chunk)
+
+
+def _one_by_one(chunk: Call) -> Any:
+    rows = []
+    for i in range(chunk.size):
+        with diagnosed(chunk, batched=False):
+            rows.append(guarded(_returned)(chunk.loss, *chunk.at(i)))
+    return trees.tree_map(lambda *z: torch.stack(z), *rows)
+
+
+def _at_once(chunk: Call) -> Any:
+    with diagnosed(chunk, batched=False):
+        z = guarded(_returned)(chunk.loss, chunk.params, chunk.leaves)
+    for path, leaf in _named(z):
+        if leaf.shape[:1] != (chunk.size,):
+            raise LossError(
+                f"{chunk.loss.called}: with batched=True expected {path} to hold one row for each of the {chunk.size} "
+                f"samples of a chunk, received shape {list(leaf.shape)}. Return [chunk, ...], or write encode_fn for "
+                "one sample and leave batched=False."
+            )
+    return z
+
+
+def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    """Call the encoder and return z; reject any result but a tree of tensors."""
+    z = encoder.returned(params, leaves)
+    named = _named(z)
+    for path, leaf in named:
+        if not isinstance(leaf, Tensor):
+            raise LossError(
+                f"{encoder.called}: expected {path} to be a tensor, received {type(leaf).__name__}. Return a tensor, "
+                "or a dict, tuple or list of tensors."
+            )
+        if encoder.keep_batch_dim and leaf.shape[:1] != (1,):
+            raise LossError(
+                f"{encoder.called}: with keep_batch_dim=True expected {path} to keep the leading axis of 1, received "
+                f"shape {list(leaf.shape)}. Return [1, ...]."
+            )
+    if not named:
+        raise LossError(f"{encoder.called}: expected tensors, received an empty {type(z).__name__}. Return z.")
+    return z
+
+
+def _named(z: Any) -> list[tuple[str, Any]]:
+    return list(zip(trees.paths(z, "z"), trees.flatten(z)[0], strict=True))
 
 
 @dataclass(frozen=True)

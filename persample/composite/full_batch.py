@@ -1,4 +1,4 @@
-"""The statistics of all samples for every batch norm, and dL/d statistics, with one chunk in memory.
+"""Batch norm with the statistics of all samples, and dL/d statistics, with one chunk in memory.
 
 The statistics s of each batch norm depend on those of the earlier ones: s = S(θ, s), a triangular system. With L batch
 norms, L passes solve it, and L more passes solve the adjoint system for dL/ds.
@@ -8,20 +8,125 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from persample import naive
+from persample.composite.batch_norm import TrainModeBatchNorm
 from persample.composite.encoder import Encoder
-from persample.composite.statistics import FullBatch, Statistics
 from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
+from persample.utils.dtypes import accumulate_dtype
 from persample.vmap_rules.effects import guarded
+
+
+class Statistics(NamedTuple):
+    """The statistics that one batch norm normalizes with, and the derivatives of L with respect to them.
+
+    Args:
+        mean: over all samples, ``[C]``.
+        variance: over all samples, ``[C]``, biased.
+        n: how many numbers per channel were averaged, 0-d.
+        by_mean: dL/d mean, ``[C]``.
+        by_variance: dL/d variance, ``[C]``.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    n: Tensor
+    by_mean: Tensor
+    by_variance: Tensor
+
+    @classmethod
+    def of(cls, moments: Moments) -> Statistics:
+        """Return the statistics of moments, with derivatives of zero."""
+        zero = torch.zeros_like(moments.mean)
+        return cls(moments.mean, moments.m2 / moments.n.clamp(min=1), moments.n, zero, zero)
+
+
+class FullBatch(TrainModeBatchNorm):
+    """Normalizes with given statistics during one forward pass, and records the moments of each input.
+
+    Args:
+        statistics: those of the first batch norms, in the order of their calls; later ones use their input's own.
+
+    Attributes:
+        moments: of the input of every batch norm so far.
+        term: the contribution of this forward pass to L through the statistics, Σ ⟨moments, dL/d moments⟩.
+    """
+
+    def __init__(self, statistics: Sequence[Statistics]) -> None:
+        super().__init__()
+        self._statistics = statistics
+        self.moments: list[Moments] = []
+        self.term: Tensor | float = 0.0
+
+    def normalize(self, **arguments: Any) -> Tensor:
+        """Return the result of ``F.batch_norm`` with the given statistics."""
+        x, momentum = arguments["input"], arguments["momentum"]
+        values = x.to(accumulate_dtype(x.dtype))
+        place = len(self.moments)
+        self.moments.append(_moments(values.detach()))
+        use = self._statistics[place] if place < len(self._statistics) else Statistics.of(self.moments[place])
+        self.term = self.term + _term(values, use)
+        _move(arguments["running_mean"], use.mean, momentum)
+        _move(arguments["running_var"], use.variance * (use.n / (use.n - 1)), momentum)
+        normal = (values - _like(values, use.mean)) * _like(values, (use.variance + arguments["eps"]).rsqrt())
+        weight, bias = arguments["weight"], arguments["bias"]
+        normal = normal if weight is None else normal * _like(values, weight)
+        return (normal if bias is None else normal + _like(values, bias)).to(x.dtype)
+
+
+def normalized(
+    fn: Callable[..., Any], statistics: Sequence[Statistics] | None
+) -> Callable[..., tuple[Any, Tensor | float]]:
+    """Return a function of the encoder's arguments that returns z, normalized with the statistics, and the term.
+
+    Args:
+        fn: the encoder.
+        statistics: None leaves batch norm as it is.
+    """
+
+    def encode(*args: Any) -> tuple[Any, Tensor | float]:
+        if statistics is None:
+            return fn(*args), 0.0
+        with FullBatch(statistics) as mode:
+            z = fn(*args)
+        return z, mode.term
+
+    return encode
+
+
+def _like(values: Tensor, channels: Tensor) -> Tensor:
+    return channels.to(values.dtype).view(1, -1, *[1] * (values.ndim - 2))
+
+
+def _channel_sums(values: Tensor) -> Tensor:
+    return values.sum([0, *range(2, values.ndim)])
+
+
+def _moments(values: Tensor) -> Moments:
+    count = values.new_full((), values.numel() // values.shape[1], dtype=torch.float64)
+    mean = _channel_sums(values) / count.clamp(min=1).to(values.dtype)
+    return Moments(count, mean, _channel_sums((values - _like(values, mean)).square()))
+
+
+def _term(values: Tensor, use: Statistics) -> Tensor:
+    """Return ⟨moments of the chunk, dL/d moments⟩; the variance is taken about a constant mean."""
+    deviations = (values - _like(values, use.mean.detach())).square()
+    sums = (_channel_sums(values) * use.by_mean).sum() + (_channel_sums(deviations) * use.by_variance).sum()
+    return sums / use.n.to(values.dtype)
+
+
+def _move(running: Tensor | None, towards: Tensor, momentum: float) -> None:
+    if running is not None:
+        running.lerp_(towards.detach().to(running.dtype), momentum)
 
 
 def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes) -> list[Statistics]:
@@ -37,7 +142,7 @@ def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes)
     """
     statistics: list[Statistics] = []
     while True:
-        moments = merged(processes.together(partial(_moments, encoder, statistics)), processes)
+        moments = merged(processes.together(partial(_moments_of_all, encoder, statistics)), processes)
         start.go_back()
         statistics = [Statistics.of(one) for one in moments[: len(statistics) + 1]]
         if any(one.n == 1 for one in statistics):
@@ -49,7 +154,7 @@ def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes)
             return statistics
 
 
-def _moments(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments]:
+def _moments_of_all(encoder: Encoder, statistics: Sequence[Statistics]) -> list[Moments]:
     def moments(chunk: Call) -> list[Moments]:
         with FullBatch(statistics) as mode, diagnosed(chunk, batched=False):
             guarded(chunk.loss.returned)(chunk.params, chunk.leaves)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from persample.composite.chunk_engine import chunk_engine
 from persample.composite.encoder import Encoder
 from persample.composite.first_pass import FirstPass
-from persample.composite.full_batch import solve_adjoint
+from persample.composite.full_batch import Statistics, normalized, solve_adjoint
 from persample.composite.nondeterminism import checked
-from persample.composite.replay import Replay
-from persample.composite.statistics import Statistics, normalized
 from persample.engines import ENGINES
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
@@ -25,7 +24,7 @@ from persample.merge import merge_all
 from persample.pipeline import Engine, Lift, lift_by
 from persample.processes import Processes
 from persample.reductions.requested import Reductions
-from persample.utils import trees
+from persample.utils import rng, trees
 from persample.utils.dtypes import accumulate_dtype, as_real
 
 
@@ -133,3 +132,35 @@ def _zeros(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG
     values = [x.new_zeros(()).expand(chunk.size, *shape) for x, shape in pairs]
     losses = chunk.params[0].real.new_zeros(chunk.size)
     return Gradients.dense(values, spec=chunk.loss.spec, losses=losses, connected=False)
+
+
+class Replay:
+    """The random streams of one pass over the chunks; each forward pass continues where the previous one ended.
+
+    Random numbers drawn by backward passes do not advance the replayed streams. Only one position is stored, not one
+    per chunk.
+
+    Args:
+        start: the states of the random streams at the start of the first pass.
+    """
+
+    def __init__(self, start: rng.Streams) -> None:
+        self._position = start
+
+    def over(self, chunks: Iterable[Call]) -> Iterator[Call]:
+        """Iterate over chunks; the streams are set to their states at the same chunk of the first pass.
+
+        Args:
+            chunks: the chunks.
+
+        Yields:
+            The chunks.
+        """
+        for chunk in chunks:
+            self._position.go_back()
+            yield chunk
+            torch.clear_autocast_cache()  # which holds casts of every chunk's copies of the parameters
+
+    def forward_done(self) -> None:
+        """Record the states of the streams after a forward pass."""
+        self._position = rng.Streams.now()

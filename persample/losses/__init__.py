@@ -4,12 +4,13 @@ Values, rewards, discounts and logits are real floating tensors, actions integer
 promotion rules give for the floating arguments.
 """
 
-from persample.losses.actor_critic import advantage_actor_critic_loss
-from persample.losses.categorical import categorical_importance_sampling_ratios, categorical_log_prob
 from persample.losses.distributional import categorical_td_learning, quantile_regression_loss
 from persample.losses.gaussian import gaussian_entropy_loss, gaussian_log_prob, gaussian_policy_gradient_loss
 from persample.losses.multistep import q_lambda, retrace, sarsa_lambda
 from persample.losses.policy_gradient import (
+    advantage_actor_critic_loss,
+    categorical_importance_sampling_ratios,
+    categorical_log_prob,
     clipped_surrogate_pg_loss,
     entropy_loss,
     policy_gradient_loss,

@@ -1,15 +1,19 @@
-"""Checks of the arguments of losses: types, shapes, actions, options. Wrong shapes would broadcast silently."""
+"""What each loss begins with: one call for modes, and checks of arguments, which would broadcast silently."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from persample.errors import ArgumentError
 
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
 _FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
@@ -19,16 +23,8 @@ _TRUTHS = {*_FRACTIONS, "mask_t", "w_t"}  # where truth values are meant as 0 an
 def is_tensor(name: str, value: Any) -> bool:
     """Return whether an argument is a tensor rather than a number: a mask in the place of rewards would count as one.
 
-    Args:
-        name: the name of the argument.
-        value: its value; None is only for ``mask_t``.
-
-    Returns:
-        True for a tensor, False for a number or None.
-
-    Raises:
-        ArgumentError: if it is anything else, if numbers are truth values or a mask has no axis of time, or if a
-            number is no discount or no λ.
+    Anything else is rejected (None is only for ``mask_t``), as are truth values in the place of numbers, a mask without
+    an axis of time, and a number that is no discount or no λ.
 
     Examples:
         >>> is_tensor("r_t", torch.zeros(2)), is_tensor("r_t", 1.0)
@@ -58,18 +54,7 @@ def is_tensor(name: str, value: Any) -> bool:
 
 
 def is_on(name: str, option: bool) -> bool:
-    """Return an option, which is often mistaken for the place of a mask.
-
-    Args:
-        name: the name of the option.
-        option: its value.
-
-    Returns:
-        The value.
-
-    Raises:
-        ArgumentError: if it is no bool.
-    """
+    """Return an option; reject anything but a bool: options are often mistaken for the place of a mask."""
     if not isinstance(option, bool):
         fix = "Pass options by name, and a mask as mask_t=."
         raise ArgumentError.about(name, expected="a bool", received=_described(option), fix=fix)
@@ -77,14 +62,7 @@ def is_on(name: str, option: bool) -> bool:
 
 
 def check_same(**values: Any) -> None:
-    """Check that all tensors have one shape; a number or a 0-d tensor applies to all entries.
-
-    Args:
-        values: the arguments by name.
-
-    Raises:
-        ArgumentError: if two shapes differ.
-    """
+    """Check that all tensors have one shape; a number or a 0-d tensor applies to all entries."""
     first, common = "", None
     for name, value in values.items():
         if not is_tensor(name, value) or value.ndim == 0:
@@ -95,16 +73,7 @@ def check_same(**values: Any) -> None:
 
 
 def check_steps(name: str, steps: Tensor, **values: Any) -> None:
-    """Check that each argument has one entry per time step, or is a number.
-
-    Args:
-        name: the name of ``steps``.
-        steps: the argument that defines the number of steps.
-        values: the other arguments by name.
-
-    Raises:
-        ArgumentError: if a shape differs from that of ``steps``.
-    """
+    """Check that each argument has one entry per time step, as ``steps``, the argument ``name``; or is a number."""
     if not is_tensor(name, steps) or steps.ndim == 0:
         raise _refused(name, "a sequence, shape [T]", steps)
     for other, value in values.items():
@@ -114,18 +83,7 @@ def check_steps(name: str, steps: Tensor, **values: Any) -> None:
 
 
 def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
-    """Return the axis of time, which only the caller knows if there are several.
-
-    Args:
-        name: the name of ``steps``.
-        steps: one number per step, ``[T]`` or with further axes.
-        time_dim: the argument of the user; None for ``[T]``.
-
-    Returns:
-        The axis, not negative.
-
-    Raises:
-        ArgumentError: if there are several axes and ``time_dim`` is None, or if it is no axis of ``steps``.
+    """Return the axis of time, not negative, which only the caller knows if there are several.
 
     Examples:
         >>> import torch
@@ -144,16 +102,7 @@ def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
 
 
 def check_rows(name: str, rows: Tensor, **values: Any) -> None:
-    """Check that each argument has one entry per row of a table.
-
-    Args:
-        name: the name of the table.
-        rows: the table, one number per action on its last axis.
-        values: the other arguments by name; None and numbers apply to all rows.
-
-    Raises:
-        ArgumentError: if a shape differs from that of ``rows`` without its last axis.
-    """
+    """Check that each argument has one entry per row of a table, the argument ``name``, or is None or a number."""
     if not is_tensor(name, rows) or rows.ndim == 0:
         raise _refused(name, "one number per action on the last axis", rows)
     for other, value in values.items():
@@ -162,16 +111,7 @@ def check_rows(name: str, rows: Tensor, **values: Any) -> None:
 
 
 def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
-    """Check that actions are one index per row of a table.
-
-    Args:
-        name: the name of the table.
-        rows: the table, one number per action on its last axis.
-        actions: the actions by name.
-
-    Raises:
-        ArgumentError: if actions are not integers, or not one per row.
-    """
+    """Check that actions are integers, one per row of a table, the argument ``name``."""
     check_rows(name, rows, **actions)
     for other, a in actions.items():
         if not isinstance(a, Tensor):
@@ -185,31 +125,14 @@ def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
 
 
 def check_axes(count: int, **values: Any) -> None:
-    """Check the number of axes of tensors.
-
-    Args:
-        count: the number of axes of one sample.
-        values: the arguments by name.
-
-    Raises:
-        ArgumentError: if a tensor has another number of axes.
-    """
+    """Check that tensors have the number of axes of one sample."""
     for name, value in values.items():
         if is_tensor(name, value) and value.ndim != count:
             raise _refused(name, "a vector" if count else "one number", value)
 
 
 def check_not_negative(name: str, value: float, fix: str) -> None:
-    """Check that a number is not negative; tensors are not checked.
-
-    Args:
-        name: the name of the argument.
-        value: the number.
-        fix: what to pass instead.
-
-    Raises:
-        ArgumentError: if the number is negative or NaN.
-    """
+    """Check that a number is not negative; tensors are not checked."""
     if not isinstance(value, Tensor) and not value >= 0:
         raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)
 
@@ -223,3 +146,38 @@ def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
+
+
+def overridable(loss: _Loss) -> _Loss:
+    """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
+
+    The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
+
+    Args:
+        loss: a function of tensors.
+
+    Returns:
+        The overridable function.
+
+    Examples:
+        >>> import torch
+        >>> class Named(torch.overrides.TorchFunctionMode):
+        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+        ...         print(func.__name__)
+        ...         return func(*args, **(kwargs or {}))
+        >>> @overridable
+        ... def loss(v):
+        ...     return v.square().sum()
+        >>> x = torch.ones(2)
+        >>> with Named():
+        ...     value = loss(x)
+        loss
+    """
+
+    @functools.wraps(loss)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function(args):
+            return handle_torch_function(whole, args, *args, **kwargs)
+        return loss(*args, **kwargs)
+
+    return whole  # type: ignore[return-value]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_rows, check_same
-from persample.losses.modes import overridable
+from persample.losses.check import check_rows, check_same, overridable
 from persample.losses.policy_gradient import score_loss
 from persample.losses.steps import over_time, padding, spread, unpadded
 

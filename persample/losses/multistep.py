@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_actions, check_axes, check_rows, check_same, check_steps
-from persample.losses.modes import overridable
+from persample.losses.check import check_actions, check_axes, check_rows, check_same, check_steps, overridable
 from persample.losses.recursion import compose, entries, shift
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import real_steps, taken, unpadded

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from persample.losses.check import check_actions, check_rows, check_same
-from persample.losses.modes import overridable
+from persample.losses.check import check_actions, check_rows, check_same, overridable
 from persample.losses.steps import taken
 from persample.losses.td import error_of
 

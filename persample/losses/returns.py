@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_steps, is_on, is_tensor, time_axis
-from persample.losses.modes import overridable
+from persample.losses.check import check_steps, is_on, is_tensor, overridable, time_axis
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
 from persample.utils.trees import stop_gradient

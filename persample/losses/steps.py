@@ -9,14 +9,7 @@ from persample.errors import ArgumentError
 
 
 def taken(rows: Tensor, a: Tensor) -> Tensor:
-    """Return the entry of the taken action from each row.
-
-    Args:
-        rows: one number per action, ``[*, A]``.
-        a: actions, integers, ``[*]``.
-
-    Returns:
-        The entries, ``[*]``.
+    """Return the entry of the taken action from each row, ``[*]``: of rows ``[*, A]`` and actions ``[*]``.
 
     Examples:
         >>> taken(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
@@ -68,15 +61,7 @@ def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
 
 
 def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return which steps are real, or None if all are: losses without padding need half of the operations.
-
-    Args:
-        mask_t: as in ``real_steps``.
-        like: the steps, ``[T, *]``.
-
-    Returns:
-        The mask, ``[T, *]``, bool, or None.
-    """
+    """Return the mask of ``real_steps``; None if all are real: without padding, losses need half of the operations."""
     return None if mask_t is None else real_steps(mask_t, like)
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_axes, check_same, check_steps, is_on
-from persample.losses.modes import overridable
+from persample.losses.check import check_axes, check_same, check_steps, is_on, overridable
 from persample.losses.returns import lambda_returns
 from persample.losses.steps import padding, spread, unpadded
 from persample.utils.trees import stop_gradient
@@ -140,18 +139,7 @@ def huber_loss(x: Tensor, delta: float = 1.0) -> Tensor:
 
 
 def error_of(target_tm1: Tensor, prediction_tm1: Tensor, stop_target_gradients: bool) -> Tensor:
-    """Return the error of a prediction.
-
-    Args:
-        target_tm1: what it should have been.
-        prediction_tm1: what it was.
-        stop_target_gradients: no gradient flows through the target.
-
-    Returns:
-        Target minus prediction.
-
-    Raises:
-        ArgumentError: if ``stop_target_gradients`` is no bool.
+    """Return target minus prediction; no gradient flows through the target if asked so.
 
     Examples:
         >>> error_of(torch.tensor(3.0), torch.tensor(1.0), stop_target_gradients=True)

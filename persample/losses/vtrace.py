@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_steps, is_on, time_axis
-from persample.losses.modes import overridable
+from persample.losses.check import check_steps, is_on, overridable, time_axis
 from persample.losses.recursion import compose, entries, result_dtype, shift
 from persample.losses.steps import real_steps
 from persample.utils.trees import stop_gradient

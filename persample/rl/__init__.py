@@ -6,14 +6,11 @@ except ImportError as error:
     raise ImportError("persample.rl needs gymnasium. Install it with: pip install gymnasium") from error
 
 from persample.rl.baird import BairdRun, baird_features, baird_run
-from persample.rl.environments import make_envs
-from persample.rl.episodes import Episodes, collect_episodes
-from persample.rl.gradient_td import GradientTDStep, gradient_td_step
+from persample.rl.environments import RandomWalk, make_envs
 from persample.rl.policies import categorical_policy, gaussian_policy
-from persample.rl.random_walk import RandomWalk
+from persample.rl.rollouts import Episodes, Transitions, collect_episodes, collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
-from persample.rl.traces import TDLambdaStep, td_lambda_step
-from persample.rl.transitions import Transitions, collect_transitions
+from persample.rl.td_steps import GradientTDStep, TDLambdaStep, gradient_td_step, td_lambda_step
 
 __all__ = [
     "BairdRun",

@@ -11,7 +11,7 @@ from persample.errors import ArgumentError
 from persample.losses import td_loss
 from persample.per_sample import per_sample_grads
 from persample.reductions import Mean
-from persample.rl.gradient_td import gradient_td_step
+from persample.rl.td_steps import gradient_td_step
 
 # Step sizes (α, β): Sutton and Barto (2018), figures 11.2 and 11.5.
 STEP_SIZES = {"td0": (0.01, 0.0), "gtd2": (0.005, 0.05), "tdc": (0.005, 0.05)}

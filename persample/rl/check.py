@@ -23,30 +23,13 @@ _ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Multi
 
 
 def check_count(argument: str, count: int) -> None:
-    """Check that a count is a positive int.
-
-    Args:
-        argument: the name of the argument.
-        count: the value of the argument.
-
-    Raises:
-        ArgumentError: if the value is not a positive int.
-    """
+    """Reject a count that is no positive int."""
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ArgumentError.about(argument, expected="a positive int", received=repr(count), fix="Use 1 or more.")
 
 
 def check_rollout(envs: object, discount: float, seed: int) -> None:
-    """Check the arguments that all rollouts share.
-
-    Args:
-        envs: vectorized environments.
-        discount: γ.
-        seed: the seed of environments and policy.
-
-    Raises:
-        ArgumentError: if an argument is invalid; the message names it and the reason.
-    """
+    """Check the arguments that all rollouts share: environments, discount, seed."""
     if not isinstance(envs, VectorEnv):
         fix = "Use persample.rl.make_envs, or SyncVectorEnv([lambda: env]) for one environment."
         raise ArgumentError.about("envs", expected="a gymnasium VectorEnv", received=type(envs).__name__, fix=fix)
@@ -79,17 +62,7 @@ def _check_autoreset(envs: Envs) -> None:
 
 
 def autoreset_mode(envs: Envs) -> AutoresetMode:
-    """Return the autoreset mode of environments.
-
-    Args:
-        envs: vectorized environments.
-
-    Returns:
-        The mode.
-
-    Raises:
-        ArgumentError: if the environments do not name their mode.
-    """
+    """Return the autoreset mode of environments; reject those that do not name theirs."""
     # In gymnasium 1.1 all environments of a class share their metadata, which names the mode of the newest;
     # the attribute of SyncVectorEnv and AsyncVectorEnv belongs to each environment.
     mode = getattr(envs.unwrapped, "autoreset_mode", envs.metadata.get("autoreset_mode"))
@@ -101,10 +74,6 @@ def autoreset_mode(envs: Envs) -> AutoresetMode:
 
 def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
     """Check a policy's actions against the action space, and copy them to NumPy.
-
-    Args:
-        envs: vectorized environments.
-        actions: what the policy returned.
 
     Returns:
         The actions, ``[N, *act]``: float32 for floating Box spaces, else int64.

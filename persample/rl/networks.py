@@ -37,14 +37,7 @@ class Features(nn.Module):
             raise ArgumentError(f"env: needs a flat Box or a Discrete observation space, received {received}")
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Encode observations.
-
-        Args:
-            observations: ``[*, d]`` of a Box, ``[*]`` of a Discrete space.
-
-        Returns:
-            The features, ``[*, size]``, of torch's default dtype.
-        """
+        """Return the features, ``[*, size]``, of observations: ``[*, d]`` of a Box, ``[*]`` of a Discrete space."""
         dtype = torch.get_default_dtype()
         if self.one_hot:
             # F.one_hot reads values, which vmap cannot batch.
@@ -54,16 +47,7 @@ class Features(nn.Module):
 
 
 def mlp(space: spaces.Space[Any], hidden: int, outputs: int) -> nn.Sequential:
-    """Make a perceptron with two hidden layers of tanh units.
-
-    Args:
-        space: the space of one observation.
-        hidden: width of the hidden layers.
-        outputs: number of outputs.
-
-    Returns:
-        The network, from observations to ``[*, outputs]``, with torch's default initialization.
-    """
+    """Return a perceptron with two hidden layers of tanh units, from observations to ``[*, outputs]``."""
     features = Features(space)
     return nn.Sequential(
         features,
@@ -76,14 +60,7 @@ def mlp(space: spaces.Space[Any], hidden: int, outputs: int) -> nn.Sequential:
 
 
 def linear(space: spaces.Space[Any]) -> nn.Sequential:
-    """Make a linear function of the features, initialized to zero; for a Discrete space, it is a table.
-
-    Args:
-        space: the space of one observation.
-
-    Returns:
-        The network, from observations to ``[*, 1]``.
-    """
+    """Return a linear function of the features to ``[*, 1]``, zero at first; for a Discrete space, it is a table."""
     features = Features(space)
     table = nn.Linear(features.size, 1, bias=False)
     nn.init.zeros_(table.weight)
@@ -91,13 +68,7 @@ def linear(space: spaces.Space[Any]) -> nn.Sequential:
 
 
 class Gaussian(nn.Module):
-    """A Gaussian policy: a perceptron for the mean, and a standard deviation for all observations, 1 at first.
-
-    Args:
-        space: the space of one observation.
-        hidden: width of the hidden layers.
-        size: number of dimensions of an action D.
-    """
+    """A Gaussian policy: a perceptron for the mean, and a standard deviation for all observations, 1 at first."""
 
     def __init__(self, space: spaces.Space[Any], hidden: int, size: int) -> None:
         super().__init__()
@@ -105,26 +76,12 @@ class Gaussian(nn.Module):
         self.log_sigma = nn.Parameter(torch.zeros(size))
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distribution of actions.
-
-        Args:
-            observations: ``[*, *obs]``.
-
-        Returns:
-            Means, ``[*, D]``, and standard deviations, ``[D]``.
-        """
+        """Return means, ``[*, D]``, and standard deviations, ``[D]``, at observations."""
         return self.mean(observations), self.log_sigma.exp()
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value function: two perceptrons without shared parameters.
-
-    Args:
-        space: the space of one observation.
-        hidden: width of the hidden layers.
-        actions: number of actions A; or of dimensions of an action.
-        continuous: whether actions are vectors of real numbers.
-    """
+    """A policy and a value function: two perceptrons without shared parameters."""
 
     def __init__(self, space: spaces.Space[Any], hidden: int, actions: int, *, continuous: bool = False) -> None:
         super().__init__()
@@ -132,30 +89,12 @@ class ActorCritic(nn.Module):
         self.critic = mlp(space, hidden, 1)
 
     def value(self, observations: Tensor) -> Tensor:
-        """Estimate returns.
-
-        Args:
-            observations: ``[*, *obs]``.
-
-        Returns:
-            Values, ``[*]``.
-        """
+        """Return the estimated values, ``[*]``, of observations."""
         return self.critic(observations).squeeze(-1)
 
 
 def actor_critic(envs: Envs, hidden: int) -> ActorCritic:
-    """Make policy and value function for environments with discrete actions, or with vectors of real numbers.
-
-    Args:
-        envs: the environments.
-        hidden: width of the hidden layers.
-
-    Returns:
-        The module; its policy is Gaussian where the action space is a Box.
-
-    Raises:
-        ArgumentError: if the spaces of the environments are of other kinds.
-    """
+    """Return policy and value function for discrete actions, or for vectors of real numbers (Box)."""
     space = envs.single_action_space
     if isinstance(space, spaces.Box) and len(space.shape) == 1:
         return ActorCritic(envs.single_observation_space, hidden, space.shape[0], continuous=True)
@@ -163,22 +102,12 @@ def actor_critic(envs: Envs, hidden: int) -> ActorCritic:
 
 
 def sampling(policy: nn.Module) -> Policy:
-    """Return the function that samples actions of a policy, Gaussian or of logits.
-
-    Args:
-        policy: the policy of an ``ActorCritic``.
-    """
+    """Return the function that samples actions of the policy of an ``ActorCritic``, Gaussian or of logits."""
     return gaussian_policy(policy) if isinstance(policy, Gaussian) else categorical_policy(policy)
 
 
 def log_prob(policy: nn.Module, observations: Tensor, actions: Tensor) -> Tensor:
-    """Return log π(a|s), ``[*]``.
-
-    Args:
-        policy: the policy of an ``ActorCritic``.
-        observations: ``[*, *obs]``.
-        actions: ``[*]`` of a Discrete space, ``[*, D]`` of a Box.
-    """
+    """Return log π(a|s), ``[*]``, of the policy of an ``ActorCritic``; actions are ``[*]``, or ``[*, D]`` of a Box."""
     outputs = policy(observations)
     if isinstance(outputs, tuple):
         mu, sigma = outputs
@@ -187,17 +116,7 @@ def log_prob(policy: nn.Module, observations: Tensor, actions: Tensor) -> Tensor
 
 
 def count_actions(space: spaces.Space[Any]) -> int:
-    """Count the actions of a Discrete space.
-
-    Args:
-        space: the space of one action.
-
-    Returns:
-        The number of actions A; the actions are 0 … A−1.
-
-    Raises:
-        ArgumentError: if the space is of another kind, or does not start at 0.
-    """
+    """Return the number of actions of a Discrete space that starts at 0; reject any other space."""
     if not isinstance(space, spaces.Discrete):
         continuous = " (continuous actions)" if isinstance(space, spaces.Box) else ""
         raise ArgumentError(f"env: needs a Discrete action space, received {type(space).__name__}{continuous}")

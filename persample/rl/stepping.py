@@ -40,31 +40,17 @@ class Step(NamedTuple):
 
 
 def start(envs: Envs, seed: int) -> tuple[State, torch.Generator]:
-    """Reset the environments and seed the policy.
-
-    Args:
-        envs: N environments.
-        seed: the seed of both.
-
-    Returns:
-        The first state and the policy's generator.
-    """
+    """Reset the environments; return the first state and the policy's generator, seeded."""
     envs_seed, policy_seed = seeds(seed)
     observed, _ = envs.reset(seed=envs_seed)
     return State(_copy(envs, observed), np.zeros(envs.num_envs, bool)), torch.Generator().manual_seed(policy_seed)
 
 
 def seeds(seed: int) -> tuple[int, int]:
-    """Derive independent seeds for the environments and the policy.
+    """Return independent seeds for the environments (31 bits) and the policy.
 
     Environment i is seeded with the first seed plus i: without this derivation, the batches of seeds 0 and 1 would
     share all but one of their environments.
-
-    Args:
-        seed: the seed of the user.
-
-    Returns:
-        The environments' seed, 31 bits, and the policy's seed.
     """
     envs_seed, policy_seed = np.random.SeedSequence(int(seed)).generate_state(2)
     return int(envs_seed >> 1), int(policy_seed)
@@ -73,21 +59,7 @@ def seeds(seed: int) -> tuple[int, int]:
 def advance(
     envs: Envs, policy: Policy, generator: torch.Generator, state: State, discount: float
 ) -> tuple[State, Step]:
-    """Act once in every environment.
-
-    Args:
-        envs: N environments.
-        policy: chooses the actions.
-        generator: the policy's randomness.
-        state: the state of the rollout.
-        discount: γ.
-
-    Returns:
-        The next state, in which all finished environments are reset, and the step.
-
-    Raises:
-        ArgumentError: if the policy's actions do not fit, or a final observation is missing.
-    """
+    """Act once in every environment; return the next state, with finished environments reset, and the step."""
     with torch.no_grad():
         a_tm1 = checked_actions(envs, _acted(policy, torch.tensor(state.obs), generator))
     observed, r_t, terminated, truncated, infos = envs.step(a_tm1.astype(envs.action_space.dtype))
@@ -114,19 +86,7 @@ def _acted(policy: Policy, obs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:
-    """Begin a new episode in some environments.
-
-    Args:
-        envs: N environments.
-        state: the state of the rollout.
-        mask: the environments to reset, ``[N]``.
-
-    Returns:
-        The state after the reset.
-
-    Raises:
-        ArgumentError: if environments outside the mask changed.
-    """
+    """Return the state after new episodes have begun in some environments, given by a mask ``[N]``."""
     observed, _ = envs.reset(options={"reset_mask": mask.copy()})
     obs = _copy(envs, observed)
     if not np.array_equal(obs[~mask], state.obs[~mask], equal_nan=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,11 +17,57 @@ from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.inputs import Call
 from persample.merge import AnyOf
+from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.requested import Reductions
 from persample.streams.batches import Batch, InBatch
-from persample.streams.randomness import RandomStream
+from persample.utils import rng
 from persample.utils.isolation import isolated
+
+
+class RandomStream:
+    """A stream of its own, seeded from the global one, for the losses; the global one is left to the batches.
+
+    So the batches do not depend on what the losses draw, and a run that is resumed meets the same batches. Under "same"
+    all chunks of all batches draw the same numbers.
+
+    Args:
+        randomness: "error", "same" or "different", as in ``torch.func.vmap``.
+    """
+
+    def __init__(self, randomness: str) -> None:
+        self.randomness = randomness
+        self.state: list[Tensor] = []
+
+    def seed(self, processes: Processes) -> None:
+        """Take the seed from the global stream of the first process; under "different" each process draws its own.
+
+        Args:
+            processes: the processes.
+        """
+        if self.randomness == "error":
+            return
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        seed = processes.gather_objects(seed)[0] + (processes.rank if self.randomness == "different" else 0)
+        before = rng.snapshot()
+        torch.manual_seed(seed)
+        self.state = rng.snapshot()
+        rng.rewind(before)
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Let the loss of one chunk draw."""
+        return nullcontext() if self.randomness == "error" else self._drawing()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        before = rng.snapshot()
+        rng.rewind(self.state)
+        try:
+            yield
+            if self.randomness == "different":
+                self.state = rng.snapshot()
+        finally:
+            rng.rewind(before)
 
 
 @dataclass(frozen=True)

@@ -20,57 +20,34 @@ from persample.vmap_rules import (
     activation,
     attention,
     autograd,
-    copies,
-    cross_entropy,
     distances,
     einsum,
     embedding,
     indexing,
     linear,
     linear_algebra,
+    losses,
     memory_layout,
     normalization,
-    packed_sequences,
-    pooling,
     recurrent,
-    regression_losses,
-    scans,
     vision,
 )
 from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
 from persample.vmap_rules.effects import is_pure, refuse_writes
 from persample.vmap_rules.refusals import is_refusal, swallowed
 
-_RULES: dict[Any, Callable[..., Any]] = {
-    **activation.RULES,
-    **attention.RULES,
-    **autograd.RULES,
-    **copies.RULES,
-    **cross_entropy.RULES,
-    **distances.RULES,
-    **einsum.RULES,
-    **embedding.RULES,
-    **indexing.RULES,
-    **linear.RULES,
-    **linear_algebra.RULES,
-    **memory_layout.RULES,
-    **normalization.RULES,
-    **packed_sequences.RULES,
-    **pooling.RULES,
-    **recurrent.RULES,
-    **regression_losses.RULES,
-    **vision.RULES,
-}
+_FILES = (
+    *(activation, attention, autograd, distances, einsum, embedding, indexing),
+    *(linear, linear_algebra, losses, memory_layout, normalization, recurrent, vision),
+)
+
+
+def _table(name: str) -> dict[Any, Callable[..., Any]]:
+    return {function: rule for file in _FILES for function, rule in getattr(file, name, {}).items()}
+
+
+_RULES, _FIRST_DERIVATIVE_RULES = _table("RULES"), _table("FIRST_DERIVATIVE_RULES")
 MISSING = missing(_RULES)  # names of functions that the installed torch does not have
-_FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
-    **attention.FIRST_DERIVATIVE_RULES,
-    **cross_entropy.FIRST_DERIVATIVE_RULES,
-    **distances.FIRST_DERIVATIVE_RULES,
-    **normalization.FIRST_DERIVATIVE_RULES,
-    **recurrent.FIRST_DERIVATIVE_RULES,
-    **regression_losses.FIRST_DERIVATIVE_RULES,
-    **scans.FIRST_DERIVATIVE_RULES,
-}
 
 
 RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()

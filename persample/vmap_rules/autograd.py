@@ -1,15 +1,23 @@
-"""Access to tensors past autograd: ``Tensor.data``, and the dual tensors of ``torch.func.linearize``."""
+"""Access to tensors past autograd: ``Tensor.data``, dual tensors of ``torch.func.linearize``, deep copies, pickles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from persample._torch import TransformType, is_batchedtensor, make_dual, peek_interpreter_stack
+from persample._torch import (
+    TransformType,
+    is_batchedtensor,
+    make_dual,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+)
 from persample.errors import LossError
+from persample.utils.tracing import is_traced
+from persample.vmap_rules.batched import is_batched, unwrapped
 from persample.vmap_rules.effects import SETS_DATA, refusal
 
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -35,4 +43,29 @@ def _set_data(*_: Any) -> None:
     raise refusal("a tensor (x.data = y)")
 
 
-RULES: dict[Any, Callable[..., Any]] = {_data: _detached_data, SETS_DATA: _set_data, make_dual: _dual}
+def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Any:
+    if not _is_shared_leaf(x):
+        return Tensor.__deepcopy__(x, memo)  # type: ignore[no-untyped-call]
+    if id(x) not in memo:
+        with temporarily_clear_interpreter_stack():
+            values = unwrapped(x).detach().clone()
+            memo[id(x)] = nn.Parameter(values) if x.requires_grad else values
+    return memo[id(x)]
+
+
+def _untyped_storage(x: Tensor) -> UntypedStorage:
+    return unwrapped(x).untyped_storage() if _is_shared_leaf(x) else Tensor.untyped_storage(x)  # pickle reads it
+
+
+def _is_shared_leaf(x: Tensor) -> bool:
+    """Return whether all samples share a tensor that no operation made, as parameters and buffers."""
+    return x.is_leaf and not is_batched(x) and not is_traced(unwrapped(x))
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    _data: _detached_data,
+    SETS_DATA: _set_data,
+    make_dual: _dual,
+    Tensor.__deepcopy__: _deepcopy,
+    Tensor.untyped_storage: _untyped_storage,
+}

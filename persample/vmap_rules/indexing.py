@@ -1,15 +1,17 @@
-"""Indexing: reading, writing, selecting and rolling along an axis."""
+"""Along an axis: indexing for reading and writing, selecting, rolling, and running products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from persample.utils.dtypes import is_autocast
 from persample.vmap_rules.batched import is_batched
+from persample.vmap_rules.kernel_call import call_kernel
 
 _MASKS = {torch.bool, torch.uint8}
 _ROW_NUMBERS = {torch.int32, torch.int64}
@@ -17,10 +19,6 @@ _ROW_NUMBERS = {torch.int32, torch.int64}
 
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
     index = index.reshape(1) if index.ndim == 0 else index  # under vmap a 0-d index has no gradient
-    rows = input.ndim == 2 and dim in {0, -2} and input.is_floating_point() and index.ndim == 1
-    # The gradient of an embedding is twice as fast. Of a table per sample, an embedding would not check the range.
-    if rows and index.dtype == torch.long and not is_batched(input):
-        return F.embedding(index, input)
     return torch.index_select(input, dim, index)
 
 
@@ -133,6 +131,35 @@ def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     return torch.where(_along(chosen, input.ndim, dim), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
 
 
+def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:  # noqa: A002
+    kind = input.dtype if dtype is None else dtype
+    known = isinstance(dim, int) and -input.ndim <= dim < input.ndim and kind.is_floating_point
+    if not known or not input.is_floating_point() or is_autocast(input.device):
+        return torch.cumprod(input, dim, dtype=dtype)
+    axis = dim % input.ndim - input.ndim  # axes of samples come in front
+    return call_kernel(partial(_kernel, axis), partial(_gradients, axis), input.to(kind))
+
+
+def _kernel(axis: int, x: Tensor) -> tuple[Tensor]:
+    return (torch.cumprod(x, axis),)
+
+
+def _gradients(axis: int, _: Sequence[bool], grad: Tensor, x: Tensor, product: Tensor) -> tuple[Tensor]:
+    """Return Σ_{j ≥ k} ∂_j Π_{i ≤ j, i ≠ k} x_i: the sum of later ∂_j y_j, over x_k.
+
+    At the first zero of x, the products are those with 1 in its place; behind it they are all 0.
+    """
+    zeros = (x == 0).cumsum(axis)
+    is_first = (x == 0) & (zeros == 1)
+    before = _sum_of_later(grad * product, axis) / torch.where(x == 0, 1, x)
+    at_first = _sum_of_later(grad * torch.cumprod(torch.where(is_first, 1, x), axis), axis)
+    return (torch.where(is_first, at_first, torch.where(zeros > 0, 0, before)),)
+
+
+def _sum_of_later(x: Tensor, axis: int) -> Tensor:
+    return x.flip(axis).cumsum(axis).flip(axis)
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,
@@ -150,3 +177,4 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
 }
+FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {torch.cumprod: _cumprod, Tensor.cumprod: _cumprod}

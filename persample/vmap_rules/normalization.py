@@ -28,32 +28,26 @@ def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwar
 # torch's kernels of group norm reject strided tensors, or read beyond them, and vmap passes such tensors to them
 # (torch's pull request 186414). A copy mends that; so does layer norm over the channels of one group, without a copy,
 # but its second derivatives in forward mode are wrong.
-def _group_norm_of_copy(
+def _group_norm(  # noqa: PLR0917 - as torch's
+    compute: Callable[..., Tensor],
     input: Tensor,  # noqa: A002
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if _is_normalizable(input, num_groups, weight, bias):
-        input = input.clone(memory_format=torch.contiguous_format)  # noqa: A001
-    return F.group_norm(input, num_groups, weight, bias, eps)
+    fits = _is_normalizable(input, num_groups, weight, bias)
+    return (compute if fits else F.group_norm)(input, num_groups, weight, bias, eps)
 
 
-def _group_norm_by_layer_norm(
-    input: Tensor,  # noqa: A002
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not _is_normalizable(input, num_groups, weight, bias):
-        return F.group_norm(input, num_groups, weight, bias, eps)
-    groups = input.reshape(input.shape[0], num_groups, -1)
-    out = F.layer_norm(groups, groups.shape[2:], eps=eps).reshape(input.shape)
-    per_channel = (-1, *(1,) * (input.ndim - 2))
-    out = out if weight is None else out * weight.reshape(per_channel)
-    return (out if bias is None else out + bias.reshape(per_channel)).to(input.dtype)
+def _of_copy(x: Tensor, *args: Any) -> Tensor:
+    return F.group_norm(x.clone(memory_format=torch.contiguous_format), *args)
+
+
+def _by_layer_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    groups = x.reshape(x.shape[0], num_groups, -1)
+    out = F.layer_norm(groups, groups.shape[2:], eps=eps).reshape(x.shape)
+    return _scaled(out, weight, bias, x.shape[1:2], (1,) * (x.ndim - 2)).to(x.dtype)
 
 
 def _is_normalizable(x: Tensor, num_groups: int, *affine: Tensor | None) -> bool:
@@ -135,12 +129,12 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, _layer_norm),
     F.batch_norm: functools.partial(_autocast, _composed(F.batch_norm, "training", (0,))),
     F.instance_norm: functools.partial(_autocast, _composed(F.instance_norm, "use_input_stats", ())),
-    F.group_norm: functools.partial(_autocast, _group_norm_of_copy),
+    F.group_norm: functools.partial(_autocast, functools.partial(_group_norm, _of_copy)),
     weight_norm: _weight_norm,
 }
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, F.layer_norm),
     F.batch_norm: functools.partial(_autocast, F.batch_norm),
     F.instance_norm: functools.partial(_autocast, F.instance_norm),
-    F.group_norm: functools.partial(_autocast, _group_norm_by_layer_norm),
+    F.group_norm: functools.partial(_autocast, functools.partial(_group_norm, _by_layer_norm)),
 }

@@ -1,7 +1,6 @@
 """Diagnostics of policy gradients from per-sample gradients: variance, baselines, agreement, batch size."""
 
-from persample.rl.diagnostics.episodes import EpisodeGradients, episode_gradients
-from persample.rl.diagnostics.variance import estimator_variances, optimal_baseline
+from persample.rl.diagnostics.variance import EpisodeGradients, episode_gradients, estimator_variances, optimal_baseline
 from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
 
 __all__ = [

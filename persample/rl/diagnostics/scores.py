@@ -12,7 +12,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.losses.steps import unpadded
 from persample.reductions import Reduction
-from persample.rl.episodes import Episodes
+from persample.rl.rollouts import Episodes
 
 LogProbFn = Callable[..., Tensor]
 
@@ -33,26 +33,12 @@ class WeightedByAux(Reduction):
     uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
 
     def lift(self, gradients: Gradients) -> Any:
-        """Lift the weighted samples with the inner reduction.
-
-        Args:
-            gradients: the gradients of one chunk.
-
-        Returns:
-            The mergeable tree of the inner reduction.
-        """
+        """Return the mergeable tree of the inner reduction, of weighted samples."""
         weights = gradients.aux[:, self.column].double()
         return self.reduction.lift(replace(gradients, weights=weights))
 
     def finish(self, merged: Any) -> Any:
-        """Return the result of the inner reduction.
-
-        Args:
-            merged: the tree of ``lift``, merged over all chunks.
-
-        Returns:
-            The result.
-        """
+        """Return the result of the inner reduction."""
         return self.reduction.finish(merged)
 
 
@@ -137,17 +123,7 @@ def checked(episodes: Episodes, *, in_order: bool = True) -> Episodes:
 
 
 def check_enough(episodes: Episodes) -> Episodes:
-    """Check that there are at least two episodes.
-
-    Args:
-        episodes: the episodes.
-
-    Returns:
-        What ``checked`` returns.
-
-    Raises:
-        ArgumentError: if there are fewer, or as ``checked`` does.
-    """
+    """Return what ``checked`` returns; reject less than two episodes."""
     episodes = checked(episodes)
     if (count := len(episodes.mask_t)) < 2:
         fix = "One episode has no spread: collect more."

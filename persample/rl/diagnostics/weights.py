@@ -8,7 +8,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.losses import discounted_returns
 from persample.rl.diagnostics.scores import checked
-from persample.rl.episodes import Episodes
+from persample.rl.rollouts import Episodes
 
 
 def total_reward(episodes: Episodes) -> Tensor:

@@ -4,11 +4,10 @@ from persample.rl.training.a2c import A2C
 from persample.rl.training.algorithm import Algorithm, Batch
 from persample.rl.training.checkpoint import load_checkpoint, save_checkpoint
 from persample.rl.training.config import TrainingConfig
-from persample.rl.training.evaluate import evaluate
 from persample.rl.training.npg import NPG
 from persample.rl.training.reinforce import Reinforce
 from persample.rl.training.td0 import TD0
-from persample.rl.training.trainer import Trainer
+from persample.rl.training.trainer import Trainer, evaluate
 
 __all__ = [
     "A2C",

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from persample.losses import advantage_actor_critic_loss
 from persample.rl.check import Envs
-from persample.rl.episodes import Episodes, collect_episodes
 from persample.rl.networks import ActorCritic, count_actions
 from persample.rl.policies import categorical_policy
-from persample.rl.training.algorithm import Batch, check_numbers
-from persample.rl.training.episodic import RANGES, Episodic
+from persample.rl.rollouts import Episodes, collect_episodes
+from persample.rl.training.algorithm import Batch, Episodic, batch_of
 
 
 @dataclass(frozen=True)
@@ -41,63 +40,24 @@ class A2C(Episodic):
         0.95
     """
 
-    discount: float = 0.99
-    hidden: int = 64
-    batch: int = 4
-    learning_rate: float = 0.005
     lambda_: float = 0.95
     reward_scale: float = 0.01
     value_cost: float = 0.5
     entropy_cost: float = 0.001
 
-    def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            **RANGES,
-            lambda_=(0.0, 1.0),
-            reward_scale=(0.0, 1e6),
-            value_cost=(0.0, 1e6),
-            entropy_cost=(0.0, 1e6),
-        )
-
     def network(self, envs: Envs) -> ActorCritic:
-        """Make policy and value function.
-
-        Args:
-            envs: N environments with discrete actions.
-
-        Returns:
-            The module.
-        """
+        """Return policy and value function, of environments with discrete actions."""
         count_actions(envs.single_action_space)  # the entropy of the loss is that of a categorical policy
         return super().network(envs)
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
-        """Collect episodes.
-
-        Args:
-            network: policy and value function.
-            envs: N environments.
-            seed: the seed of environments and policy.
-
-        Returns:
-            Observations, actions, rewards, discounts and masks, ``[B, T, …]``.
-        """
+        """Return observations, actions, rewards, discounts and masks, ``[B, T, …]``."""
         policy = categorical_policy(network.policy)
         episodes = collect_episodes(envs, policy, self.batch, discount=self.discount, seed=seed)
-        returns = episodes.r_t.sum(1).tolist()
-        return Batch((*episodes[:-1], bootstrapped(episodes)), int(episodes.mask_t.sum()), returns)
+        return batch_of(episodes, *episodes[:-1], bootstrapped(episodes))
 
     def loss(self, network: ActorCritic, *sample: Tensor) -> Tensor:
-        """Compute the loss of an episode.
-
-        Args:
-            network: policy and value function.
-            *sample: obs_t, a_t, r_t, discount_t, mask_t.
-
-        Returns:
-            The loss, ``[]``.
-        """
+        """Return the loss of an episode."""
         obs_t, a_t, r_t, discount_t, mask_t = sample
         v_t = network.value(obs_t)
         return advantage_actor_critic_loss(
@@ -114,13 +74,6 @@ class A2C(Episodic):
 
 
 def bootstrapped(episodes: Episodes) -> Tensor:
-    """Mask the last step of episodes that did not terminate.
-
-    Args:
-        episodes: E episodes.
-
-    Returns:
-        The mask of the remaining steps, ``[E, T]``.
-    """
+    """Return the mask of all steps but the last of episodes that did not terminate, ``[E, T]``."""
     following = torch.nn.functional.pad(episodes.mask_t, (0, 1))[:, 1:]
     return episodes.mask_t & (following | (episodes.discount_t == 0))

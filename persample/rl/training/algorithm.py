@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.rl.check import Envs
+from persample.rl.networks import ActorCritic, actor_critic
+from persample.rl.rollouts import Episodes
 
 
 class Batch(NamedTuple):
@@ -139,3 +142,45 @@ def check_numbers(algorithm: object, **limits: tuple[float, float]) -> None:
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
             expected = f"{'an int' if kinds is int else 'a number'} from {least:g} to {most:g}"
             raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Choose one in that range.")
+
+
+_COST, _SHARE = (0.0, 1e6), (0.0, 1.0)
+_RANGES = {"discount": _SHARE, "lambda_": _SHARE, "hidden": (1, 2**16), "batch": (1, 2**24)}  # others are costs
+
+
+@dataclass(frozen=True)
+class Episodic:
+    """An algorithm with a policy and a value function; one sample is one episode.
+
+    Args:
+        discount: γ.
+        hidden: width of the two hidden layers of policy and value function.
+        batch: episodes per update B.
+        learning_rate: the initial learning rate.
+    """
+
+    discount: float = 0.99
+    hidden: int = 64
+    batch: int = 4
+    learning_rate: float = 0.005
+
+    def __post_init__(self) -> None:
+        check_numbers(self, **{field.name: _RANGES.get(field.name, _COST) for field in fields(self)})
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return min(16, self.batch)
+
+    def network(self, envs: Envs) -> ActorCritic:
+        """Return policy and value function."""
+        return actor_critic(envs, self.hidden)
+
+    def metrics(self, network: ActorCritic) -> dict[str, float]:  # noqa: ARG002 (returns tell all)
+        """Return no further metrics."""
+        return {}
+
+
+def batch_of(episodes: Episodes, *samples: Tensor) -> Batch:
+    """Return the data of one update, computed from episodes."""
+    return Batch(samples, int(episodes.mask_t.sum()), episodes.r_t.sum(1).tolist())

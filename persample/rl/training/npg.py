@@ -12,11 +12,10 @@ from persample.losses import truncated_generalized_advantage_estimation
 from persample.per_sample import per_sample_grads
 from persample.reductions import Dot, Loss, NaturalGradient, Norm
 from persample.rl.check import Envs
-from persample.rl.episodes import collect_episodes
 from persample.rl.networks import ActorCritic, log_prob, sampling
+from persample.rl.rollouts import collect_episodes
 from persample.rl.training.a2c import bootstrapped
-from persample.rl.training.algorithm import Batch, Update, check_numbers
-from persample.rl.training.episodic import RANGES, Episodic
+from persample.rl.training.algorithm import Batch, Episodic, Update, batch_of
 from persample.rl.training.reinforce import standardized
 
 
@@ -48,36 +47,14 @@ class NPG(Episodic):
         0.02
     """
 
-    discount: float = 0.99
-    hidden: int = 64
-    batch: int = 4
     learning_rate: float = 1.0
     lambda_: float = 0.95
     max_kl: float = 0.02
     damping: float = 0.01
     value_damping: float = 0.1
 
-    def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            **RANGES,
-            lambda_=(0.0, 1.0),
-            max_kl=(0.0, 1e6),
-            damping=(0.0, 1e6),
-            value_damping=(0.0, 1e6),
-        )
-
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
-        """Collect episodes.
-
-        Args:
-            network: policy and value function.
-            envs: N environments.
-            seed: the seed of environments and policy.
-
-        Returns:
-            Observations, actions, advantages and λ-returns of the steps, ``[B, …]``.
-        """
+        """Return observations, actions, advantages and λ-returns of the steps, ``[B, …]``."""
         episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
         mask_t = bootstrapped(episodes)
         with torch.no_grad():
@@ -87,33 +64,15 @@ class NPG(Episodic):
             episodes.r_t, episodes.discount_t, self.lambda_, values, mask_t=mask_t, time_dim=1
         )
         steps = (episodes.obs_t, episodes.a_t, standardized(adv_t, mask_t), adv_t + v_t)
-        returns = episodes.r_t.sum(1).tolist()
-        return Batch(tuple(x[mask_t] for x in steps), int(episodes.mask_t.sum()), returns)
+        return batch_of(episodes, *(x[mask_t] for x in steps))
 
     def loss(self, network: ActorCritic, *sample: Tensor) -> Tensor:
-        """Compute −log π(a|s) of a step, the negated score function.
-
-        Args:
-            network: policy and value function.
-            *sample: obs, a, adv, return.
-
-        Returns:
-            The loss, ``[]``.
-        """
+        """Return −log π(a|s) of a step, the negated score function."""
         obs, a, *_ = sample
         return _negative_score(network.policy, obs, a)
 
     def update(self, network: ActorCritic, samples: tuple[Tensor, ...], engine: Engine) -> Update:
-        """Compute the natural gradient of the policy and the Gauss–Newton step of the value function.
-
-        Args:
-            network: policy and value function.
-            samples: obs, a, adv, return of every step.
-            engine: the engine of ``per_sample_grads``.
-
-        Returns:
-            The update.
-        """
+        """Return the natural gradient of the policy and the Gauss–Newton step of the value function."""
         obs, a, adv, returns = samples
         with torch.no_grad():
             errors = network.value(obs) - returns

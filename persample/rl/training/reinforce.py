@@ -9,10 +9,9 @@ from torch import Tensor
 
 from persample.losses import discounted_returns, gaussian_policy_gradient_loss, reinforce_loss
 from persample.rl.check import Envs
-from persample.rl.episodes import collect_episodes
 from persample.rl.networks import ActorCritic, sampling
-from persample.rl.training.algorithm import Batch, check_numbers
-from persample.rl.training.episodic import RANGES, Episodic
+from persample.rl.rollouts import collect_episodes
+from persample.rl.training.algorithm import Batch, Episodic, batch_of
 
 
 @dataclass(frozen=True)
@@ -37,48 +36,20 @@ class Reinforce(Episodic):
         0.005
     """
 
-    discount: float = 0.99
-    hidden: int = 64
     batch: int = 16
-    learning_rate: float = 0.005
     value_weight: float = 0.001
 
-    def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            **RANGES,
-            value_weight=(0.0, 1e6),
-        )
-
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
-        """Collect episodes.
-
-        Args:
-            network: policy and value function.
-            envs: N environments.
-            seed: the seed of environments and policy.
-
-        Returns:
-            Observations, actions, returns, advantages and masks, ``[B, T, …]``.
-        """
+        """Return observations, actions, returns, advantages and masks, ``[B, T, …]``."""
         episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
         obs_t, mask_t = episodes.obs_t, episodes.mask_t
         return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
         with torch.no_grad():
             adv_t = standardized(return_t - network.value(obs_t), mask_t)
-        samples = (obs_t, episodes.a_t, return_t, adv_t, mask_t)
-        return Batch(samples, int(mask_t.sum()), episodes.r_t.sum(1).tolist())
+        return batch_of(episodes, obs_t, episodes.a_t, return_t, adv_t, mask_t)
 
     def loss(self, network: ActorCritic, *sample: Tensor) -> Tensor:
-        """Compute the loss of an episode.
-
-        Args:
-            network: policy and value function.
-            *sample: obs_t, a_t, return_t, adv_t, mask_t.
-
-        Returns:
-            The loss, ``[]``.
-        """
+        """Return the loss of an episode."""
         obs_t, a_t, return_t, adv_t, mask_t = sample
         errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
         outputs = network.policy(obs_t)
@@ -91,14 +62,7 @@ class Reinforce(Episodic):
 
 
 def standardized(x_t: Tensor, mask_t: Tensor) -> Tensor:
-    """Standardize the unmasked numbers to mean 0 and variance 1; masked numbers become 0.
-
-    Args:
-        x_t: numbers, ``[B, T]``.
-        mask_t: True at numbers to standardize, ``[B, T]``.
-
-    Returns:
-        The numbers, ``[B, T]``.
+    """Return the unmasked numbers standardized to mean 0 and variance 1, and 0 for masked ones, ``[B, T]``.
 
     Examples:
         >>> standardized(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))

@@ -11,9 +11,9 @@ from persample.errors import ArgumentError
 from persample.losses import td_loss
 from persample.rl.check import Envs
 from persample.rl.networks import count_actions, linear, mlp
+from persample.rl.rollouts import collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 from persample.rl.training.algorithm import Batch, check_numbers
-from persample.rl.transitions import collect_transitions
 
 
 class Evaluation(nn.Module):
@@ -35,26 +35,11 @@ class Evaluation(nn.Module):
         self.register_buffer("exact", exact)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Estimate values.
-
-        Args:
-            observations: ``[*, *obs]``.
-
-        Returns:
-            Values, ``[*]``.
-        """
+        """Return values, ``[*]``, of observations, ``[*, *obs]``."""
         return self.value(observations).squeeze(-1)
 
     def policy(self, observations: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw actions.
-
-        Args:
-            observations: ``[N, *obs]``.
-            generator: all randomness.
-
-        Returns:
-            Actions, ``[N]``.
-        """
+        """Return random actions, ``[N]``, at observations, ``[N, *obs]``."""
         everywhere = len(self.probabilities) == 1
         rows = self.probabilities.expand(len(observations), -1) if everywhere else self.probabilities[observations]
         return torch.multinomial(rows, 1, generator=generator).squeeze(1)
@@ -100,14 +85,7 @@ class TD0:
         return min(16, max(1, self.batch // 32))
 
     def network(self, envs: Envs) -> Evaluation:
-        """Make the value function.
-
-        Args:
-            envs: N environments.
-
-        Returns:
-            The module, with the policy that it evaluates.
-        """
+        """Return the value function, with the policy that it evaluates."""
         space, table = envs.single_observation_space, transition_table(envs)
         actions = count_actions(envs.single_action_space)
         probabilities = torch.full((1, actions), 1 / actions)
@@ -124,41 +102,19 @@ class TD0:
         return Evaluation(value, probabilities, exact)
 
     def collect(self, network: Evaluation, envs: Envs, seed: int) -> Batch:
-        """Collect transitions of the policy.
-
-        Args:
-            network: the value function and the policy.
-            envs: N environments.
-            seed: the seed of environments and policy.
-
-        Returns:
-            Transitions (s, r, γ, s′).
-        """
+        """Return transitions (s, r, γ, s′) of the policy."""
         rollout = collect_transitions(envs, network.policy, self.batch, discount=self.discount, seed=seed)
         return Batch((rollout.obs_tm1, rollout.r_t, rollout.discount_t, rollout.obs_t), self.batch)
 
     def loss(self, network: Evaluation, *sample: Tensor) -> Tensor:
-        """Compute the squared TD error.
-
-        Args:
-            network: the value function.
-            *sample: obs_tm1, r_t, discount_t, obs_t.
-
-        Returns:
-            The loss, ``[]``.
-        """
+        """Return the squared TD error."""
         obs_tm1, r_t, discount_t, obs_t = sample
         return td_loss(network(obs_tm1), r_t, discount_t, network(obs_t))
 
     def metrics(self, network: Evaluation) -> dict[str, float]:
-        """Compare the value function with the exact values.
+        """Return ``value_error``, max |v − v_π| / max |v_π| over the states, if the exact values v_π are known.
 
-        Args:
-            network: the value function.
-
-        Returns:
-            ``value_error``, max |v − v_π| / max |v_π| over the states, if the exact values v_π are
-            known; without the division if all v_π are 0.
+        It is without the division if all v_π are 0.
         """
         if not len(network.exact):
             return {}

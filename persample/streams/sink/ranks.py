@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from persample.processes import Processes
-from persample.streams.order import Order
+from persample.streams.ranks import Order
 from persample.streams.sink.column import Column
 from persample.streams.sink.files import altered, kept
 from persample.streams.sink.folder import Sink

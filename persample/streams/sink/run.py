@@ -10,22 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.inputs import Call
+from persample.inputs import Call, check_params
 from persample.merge import Stacked
 from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.per_sample import PerSample
-from persample.reductions.requested import Reductions
+from persample.reductions.requested import Reductions, in_words
 from persample.streams.accumulator import Accumulator, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
-from persample.streams.order import Order
+from persample.streams.ranks import Order
 from persample.streams.sink import ranks
-from persample.streams.sink.asked import description
-from persample.streams.sink.folder import named
-from persample.streams.sink.reader import read_sink
+from persample.streams.sink.folder import named, read_sink
 from persample.utils import trees
-from persample.utils.digest import digest
+from persample.utils.digest import digest, name_of
 
 
 class SinkRun:
@@ -265,3 +263,22 @@ def _facts(batch: Batch, call: Call) -> tuple[int, str]:
 
 def _has_rows(reduction: Reduction) -> bool:
     return isinstance(reduction, PerSample)
+
+
+def description(lift: BatchLift, names: list[str]) -> dict[str, Any]:
+    """Return what determines the results of a run, beside its batches.
+
+    Args:
+        lift: what is computed for each batch.
+        names: the names of the results.
+    """
+    tree = check_params(lift.params)
+    state = [module.state_dict() for module in tree.modules]
+    reduce = {name: in_words(one) for name, one in zip(names, lift.wanted, strict=True)}
+    options = {name: repr(value) for name, value in lift.options.items()}
+    return {
+        "loss_fn": name_of(lift.loss_fn),
+        "params": digest([dict(zip(tree.paths, tree.tensors, strict=True)), state]),
+        "reduce": reduce,
+        "options": {**options, "chunk_size": lift.chunk_size, "engine": lift.engine},
+    }
