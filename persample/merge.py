@@ -68,10 +68,10 @@ def divided(sums: Sequence[Summed], divisor: Tensor | None) -> list[Tensor]:
         divisor: a 0-d tensor, or None for 1.
     """
     values = [x.value for x in sums]
-    if divisor is not None:  # in place: new memory costs more than the division
+    if divisor is not None:
         if any(is_recorded(x) or is_traced(x) for x in values):
-            values = [x.div_(divisor) for x in values]
-        else:
+            values = [x / divisor for x in values]
+        else:  # in place: new memory costs more than the division
             foreach_div_(values, divisor)
     return [restore(value, x.dtype) for value, x in zip(values, sums, strict=True)]
 
