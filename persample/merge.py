@@ -72,7 +72,7 @@ def divided(sums: Sequence[Summed], divisor: Tensor | None) -> list[Tensor]:
         if are_plain(values):
             foreach_div_(values, divisor)
         else:
-            values = [x.div_(divisor) for x in values]
+            values = [x / divisor for x in values]
     return [x if x.dtype == one.dtype else restore(x, one.dtype) for x, one in zip(values, sums, strict=True)]
 
 

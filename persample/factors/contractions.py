@@ -56,7 +56,7 @@ def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> 
 def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None) -> Tensor:
     """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``, accumulated in ``dtype``."""
     given = [x for x in (values, weights, center) if x is not None]
-    if any(map(tracing.is_recorded, given)):
+    if not tracing.are_plain(given):
         deviations = values.to(dtype) if center is None else values.to(dtype) - center
         return weighted_sum(deviations * deviations, weights, dtype)
     deviations = values.to(dtype, copy=True)  # the one temporary of this size

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -38,14 +38,12 @@ from persample._torch import (
     set_dynamo_settings,
     tensors_read,
 )
-from persample.engines.compiled.batchable import memory_of, written_memory
-from persample.engines.compiled.graph import Capture, History, Marker, Output
+from persample.engines.compiled.graph import Capture, Captured, History, Marker
 from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
 from persample.engines.compiled.messages import failed_guard, refusal
 from persample.engines.compiled.one_thread import in_one_thread
 from persample.errors import CompileLimitWarning
 from persample.inputs.batch import check_kind
-from persample.utils import trees
 from persample.utils.interrupts import after_imports, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
@@ -71,97 +69,6 @@ class LimitError(Exception):
 
 class NewError(Exception):
     """Raised for a function of which no capture is valid."""
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What one call of a captured function gives.
-
-    Args:
-        capture: the graph, or None if the function computes nothing from tensors.
-        inputs: the tensors (and sizes) that the graph takes.
-        leaves: the leaves of what the function returned: markers, arguments, other tensors, constants.
-        structure: their structure.
-        known: the outputs of the graph that depend on no argument; wherever the function keeps them, they are values.
-    """
-
-    capture: Capture | None
-    inputs: Sequence[Any]
-    leaves: list[Any]
-    structure: trees.TreeSpec
-    known: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, returned: Any) -> Captured:
-        """Split what a captured function returned."""
-        leaves, structure = trees.flatten(returned)
-        marker = next(filter(_is_marker, leaves), None)
-        if marker is None:
-            return cls(None, (), leaves, structure)
-        known = frozenset(place for place, _ in marker.known)
-        return cls(marker.capture, marker.inputs, list(map(marker.standing_for, leaves)), structure, known)
-
-    @property
-    def num_outputs(self) -> int:
-        """The number of tensors that the graph computes."""
-        return self.capture.num_outputs if self.capture else 0
-
-    @property
-    def returned(self) -> set[int]:
-        """The outputs that the function returned, or may keep."""
-        return {x.index for x in filter(_is_marker, self.leaves)} | self.known
-
-    @property
-    def written(self) -> list[Any]:
-        """The tensors that the graph takes and writes into."""
-        graph = self.capture.graph.graph if self.capture else torch.fx.Graph()
-        memory = (written_memory(graph) | {memory_of(node.kwargs.get("out")) for node in graph.nodes}) - {None}
-        nodes = graph.find_nodes(op="placeholder")[1:]
-        return [x for node, x in zip(nodes, self.inputs, strict=True) if memory_of(node) in memory]
-
-    def places(
-        self, given: Sequence[Any], batched: Sequence[bool]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Tensor]]:
-        """Tell the arguments among the inputs and the leaves from the tensors that the function closed over.
-
-        Args:
-            given: the arguments, flattened.
-            batched: for each argument, whether it differs from sample to sample.
-
-        Returns:
-            For each input, and for each leaf, its place among the arguments and the tensors closed over; or an output;
-            or a constant in a tuple. And the tensors closed over.
-        """
-        known = {id(x): place for place, x in enumerate(given) if isinstance(x, Tensor)}
-        closed_over = list[Tensor]()
-
-        def place(x: Any) -> Any:
-            if isinstance(x, Marker):
-                return Output(x.index)
-            if not isinstance(x, Tensor):
-                return (x,)
-            found = known.get(id(x))
-            if found is None:
-                found = known[id(x)] = len(given) + len(closed_over)
-                closed_over.append(x)
-            return found
-
-        inputs, of_samples = list(self.inputs), {id(x) for x, split in zip(given, batched, strict=True) if split}
-        for read in self.capture.constants if self.capture else ():
-            if id(inputs[read]) not in of_samples:  # one value for all samples
-                inputs[read] = inputs[read].item()
-        return tuple(map(place, inputs)), tuple(map(place, self.leaves)), closed_over
-
-
-def first_marker(returned: Any) -> Marker | None:
-    """Return a marker in what a captured function returned, or None if it computes nothing from tensors."""
-    if type(returned) is Marker:  # the usual case
-        return returned
-    return next(filter(_is_marker, trees.flatten(returned)[0]), None)
-
-
-def _is_marker(x: Any) -> bool:
-    return isinstance(x, Marker)
 
 
 class Entry:

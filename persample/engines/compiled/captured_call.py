@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import buffer_slots
-from persample.engines.compiled.capture import Captured, UncapturableError, entry_of
-from persample.engines.compiled.graph import Capture, Marker, Output
+from persample.engines.compiled.capture import UncapturableError, entry_of
+from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output
 from persample.engines.compiled.trace import Format
 from persample.inputs.batch import check_kind
 from persample.inputs.call import Call
@@ -31,18 +31,17 @@ class GraphFunction:
 
     Args:
         capture: the graph, or None if the function computes nothing.
-        inputs: for each input of the graph, the place of an argument; or a size in a tuple.
-        leaves: for each leaf of what the function returns, an output of the graph, the place of an argument, or a
-            constant in a tuple.
+        inputs: the origins of the inputs of the graph.
+        leaves: the origins of the leaves of what the function returns.
         structure: the structure of what the function returns.
-        constants: the constants that the function returns, as text.
+        constants: the constants that the function returns, as text, which tells 1 from True.
         copied: the arguments that the function gets copies of, so that its writes to them are discarded.
         sliced: the place of an argument that has one row per sample.
     """
 
     capture: Capture | None
-    inputs: tuple[Any, ...]
-    leaves: tuple[Any, ...] = field(compare=False)  # the graph determines them
+    inputs: tuple[Origin, ...]
+    leaves: tuple[Origin, ...] = field(compare=False)  # the graph determines them
     structure: trees.TreeSpec
     constants: str
     copied: frozenset[int]
@@ -57,12 +56,12 @@ class GraphFunction:
         """
         given = [*first, *rest]
 
-        def found(place: Any) -> Any:
-            if isinstance(place, Output):
-                return outputs[place.index]
-            if isinstance(place, tuple):
-                return place[0]
-            return given[place].clone() if place in self.copied else given[place]
+        def found(origin: Origin) -> Any:
+            if isinstance(origin, Output):
+                return outputs[origin.index]
+            if isinstance(origin, Constant):
+                return origin.value
+            return given[origin.index].clone() if origin.index in self.copied else given[origin.index]
 
         outputs = self.capture.run(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
         return trees.unflatten(list(map(found, self.leaves)), self.structure)
@@ -187,18 +186,15 @@ def _graph_function(
     """
     if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")
-    inputs, leaves, closed_over = captured.places(given, batched)
+    inputs, leaves, closed_over = captured.origins(given, batched)
     for x in closed_over:
         check_kind("a tensor that loss_fn reads", x)
+    constants = repr([x for x in leaves if isinstance(x, Constant)])
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
     sliced = list(batched).index(True)
-    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, _described(leaves), copied, sliced)
+    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, constants, copied, sliced)
     return fn, [plain(x.detach()) for x in closed_over]
-
-
-def _described(leaves: Sequence[Any]) -> str:
-    return repr([place for place in leaves if isinstance(place, tuple)])
 
 
 def _stored(parts: Iterable[nn.Module]) -> set[int]:

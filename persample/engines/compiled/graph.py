@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch.fx import GraphModule, Interpreter, Node
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import GlobalStateGuard, get_function_mode_stack
-from persample.engines.compiled.batchable import make_batchable, name_of, read_inputs
+from persample.engines.compiled.batchable import make_batchable, memory_of, name_of, read_inputs, written_memory
 from persample.engines.compiled.in_place_shapes import refused_views, shape_changes
 from persample.engines.compiled.messages import users_line
 from persample.inputs.modules import StandIn
+from persample.utils import trees
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,125 @@ class Marker(StandIn):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The place of a tensor among the outputs of a graph.
+    """A tensor that a graph computes.
 
     Args:
-        index: the place.
+        index: its place among the outputs of the graph.
     """
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a captured function; after the arguments come the tensors that it closed over.
+
+    Args:
+        index: its place among them.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that is the same in every call, such as a size.
+
+    Args:
+        value: the value.
+    """
+
+    value: Any
+
+
+# Of an input of a graph, or of a leaf of what a captured function returns.
+Origin: TypeAlias = Argument | Output | Constant
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one call of a captured function gives.
+
+    Args:
+        capture: the graph, or None if the function computes nothing from tensors.
+        inputs: the tensors (and sizes) that the graph takes.
+        leaves: the leaves of what the function returned: markers, arguments, other tensors, constants.
+        structure: their structure.
+        known: the outputs of the graph that depend on no argument; wherever the function keeps them, they are values.
+    """
+
+    capture: Capture | None
+    inputs: Sequence[Any]
+    leaves: list[Any]
+    structure: trees.TreeSpec
+    known: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, returned: Any) -> Captured:
+        """Split what a captured function returned."""
+        leaves, structure = trees.flatten(returned)
+        marker = next(filter(_is_marker, leaves), None)
+        if marker is None:
+            return cls(None, (), leaves, structure)
+        known = frozenset(place for place, _ in marker.known)
+        return cls(marker.capture, marker.inputs, list(map(marker.standing_for, leaves)), structure, known)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of tensors that the graph computes."""
+        return self.capture.num_outputs if self.capture else 0
+
+    @property
+    def returned(self) -> set[int]:
+        """The outputs that the function returned, or may keep."""
+        return {x.index for x in filter(_is_marker, self.leaves)} | self.known
+
+    @property
+    def written(self) -> list[Any]:
+        """The tensors that the graph takes and writes into."""
+        graph = self.capture.graph.graph if self.capture else Graph()
+        memory = (written_memory(graph) | {memory_of(node.kwargs.get("out")) for node in graph.nodes}) - {None}
+        nodes = graph.find_nodes(op="placeholder")[1:]
+        return [x for node, x in zip(nodes, self.inputs, strict=True) if memory_of(node) in memory]
+
+    def origins(
+        self, given: Sequence[Any], batched: Sequence[bool]
+    ) -> tuple[tuple[Origin, ...], tuple[Origin, ...], list[Tensor]]:
+        """Return where the inputs and the leaves come from.
+
+        Args:
+            given: the arguments, flattened.
+            batched: for each argument, whether it differs from sample to sample.
+
+        Returns:
+            The origins of the inputs, those of the leaves, and the tensors closed over.
+        """
+        known = {id(x): Argument(place) for place, x in enumerate(given) if isinstance(x, Tensor)}
+        closed_over = list[Tensor]()
+
+        def origin(x: Any) -> Origin:
+            if isinstance(x, Marker):
+                return Output(x.index)
+            if not isinstance(x, Tensor):
+                return Constant(x)
+            if id(x) not in known:
+                known[id(x)] = Argument(len(given) + len(closed_over))
+                closed_over.append(x)
+            return known[id(x)]
+
+        inputs, of_samples = list(self.inputs), {id(x) for x, split in zip(given, batched, strict=True) if split}
+        for read in self.capture.constants if self.capture else ():
+            if id(inputs[read]) not in of_samples:  # one value for all samples
+                inputs[read] = inputs[read].item()
+        return tuple(map(origin, inputs)), tuple(map(origin, self.leaves)), closed_over
+
+
+def first_marker(returned: Any) -> Marker | None:
+    """Return a marker in what a captured function returned, or None if it computes nothing from tensors."""
+    if type(returned) is Marker:  # the usual case
+        return returned
+    return next(filter(_is_marker, trees.flatten(returned)[0]), None)
+
+
+def _is_marker(x: Any) -> bool:
+    return isinstance(x, Marker)

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
+    OpOverload,
+    aten_unsafe_index_put,
     compile_graph,
     decompositions,
     enable_python_dispatcher,
@@ -19,10 +21,10 @@ from persample._torch import (
     keep_kernel,
     lacks_cpp_compiler,
     scan,
+    schema,
 )
-from persample.engines.compiled.kernels import with_torch_kernels
+from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
 from persample.engines.compiled.tanh import tanh
-from persample.engines.compiled.writes import Pure, copy_overwritten
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
@@ -30,6 +32,11 @@ from persample.utils.tracing import without_warnings
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 _DRAWS = {_aten.rand.default, _aten.randn.default}
+# Inductor may overwrite the first argument of these with their result, even if its rows share memory (stride 0).
+_OVERWRITTEN = {
+    *(_aten.index_put.default, aten_unsafe_index_put),
+    *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
+}
 _warned: set[str] = set()
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -76,14 +83,58 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
-        pure = Pure(graph)
-        if pure.needs_functionalization:  # with its views: a `reshape` that copies would lose writes through them
-            pure = Pure(make_fx(functionalize(Interpreter(graph).run))(*inputs))
-        flat = make_fx(pure.run, decomposition_table=table)(*inputs)
-        copy_overwritten(flat.graph)
+        if any(is_write(node) and not _is_result(node) for node in graph.graph.nodes):
+            # Before views become reshapes: one that copies would lose writes through it.
+            graph = make_fx(functionalize(Interpreter(graph).run))(*inputs)
+        flat = make_fx(_Decomposable(graph).run, decomposition_table=table)(*inputs)
+        _copy_overwritten(flat.graph)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat
+
+
+class _Decomposable(Interpreter):
+    """Runs a graph as decompositions need it."""
+
+    def run_node(self, n: Node) -> Any:
+        """Return the result of a node."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is _aten.view.default:  # results of decompositions may have other strides
+            return _aten.reshape.default(*args)
+        if kernel := torch_kernel(n.target, args):  # before torch's Python dispatcher decomposes the operation
+            return kernel(*args, **kwargs)
+        return super().run_node(n)
+
+
+def is_write(node: Node) -> bool:
+    """Return whether a node writes into one of its arguments.
+
+    Args:
+        node: a node of a graph of aten operations.
+    """
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and schema(node.target).is_mutable
+
+
+def _is_result(node: Node) -> bool:
+    """Return whether a write fills an input that is read before only, and not by views: Inductor does it in place."""
+    written = node.all_input_nodes[0]
+    is_copy = node.target is _aten.copy_.default and written.op == "placeholder" and not node.users
+    return is_copy and all(user is node or (user < node and not _returns_memory(user)) for user in written.users)
+
+
+def _returns_memory(node: Node) -> bool:
+    """Return whether the result of a node may share memory with one of its arguments."""
+    return not isinstance(node.target, OpOverload) or any(x.alias_info is not None for x in schema(node.target).returns)
+
+
+def _copy_overwritten(graph: Graph) -> None:
+    """Copy what Inductor may overwrite in a functional, decomposed graph, where rows of it share memory."""
+    for node in graph.nodes:
+        if node.target in _OVERWRITTEN and 0 in [x for x in node.args[0].meta["val"].stride() if isinstance(x, int)]:
+            with graph.inserting_before(node):
+                copy = graph.call_function(_aten.clone.default, node.args[:1])
+            copy.meta["val"] = node.args[0].meta["val"].clone()
+            node.update_arg(0, copy)
 
 
 def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:

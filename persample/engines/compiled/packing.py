@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
 
 from persample.utils import trees
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A placeholder for a tensor of the flat list.
-
-    Args:
-        index: the position in the list.
-    """
-
-    index: int
-
-
-@dataclass(frozen=True)
 class Made:
-    """A dataclass instance (a mergeable leaf or a factor) with slots for its tensors.
+    """A dataclass instance (a mergeable leaf or a factor) without its tensors.
 
     Args:
         kind: the class.
@@ -39,40 +26,35 @@ class Made:
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree with slots for its tensors.
+    """A tree without its tensors.
 
     Args:
-        leaves: the leaves: slots, dataclass instances with slots, constants.
+        leaves: the leaves: dataclass instances without tensors, constants, and the class ``Tensor`` for each tensor.
         structure: the structure of the tree.
     """
 
     leaves: tuple[Any, ...]
     structure: trees.TreeSpec
 
-    @cached_property
-    def _is_plain(self) -> bool:
-        return self.leaves == tuple(map(Slot, range(len(self.leaves))))
-
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the tree with tensors in its slots.
+        """Return the tree with tensors in their places.
 
         Args:
-            tensors: one per slot.
+            tensors: the tensors, in the order of ``pack``.
         """
         return trees.unflatten(self.filled_leaves(tensors), self.structure)
 
     def filled_leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the leaves of the tree with tensors in its slots.
+        """Return the leaves of the tree with tensors in their places.
 
         Args:
-            tensors: one per slot.
+            tensors: the tensors, in the order of ``pack``.
         """
-        if self._is_plain:
-            return list(tensors)
+        rest = iter(tensors)
 
         def put(x: Any) -> Any:
-            if isinstance(x, Slot):
-                return tensors[x.index]
+            if x is Tensor:
+                return next(rest)
             if isinstance(x, Made):
                 return x.kind(**{name: put(part) for name, part in x.parts})
             return tuple(map(put, x)) if type(x) is tuple else x
@@ -98,7 +80,7 @@ def pack(tree: Any) -> tuple[list[Tensor], Outline]:
     def taken(x: Any) -> Any:
         if isinstance(x, Tensor):
             tensors.append(x)
-            return Slot(len(tensors) - 1)
+            return Tensor
         if type(x) is tuple:
             return tuple(map(taken, x))
         if is_dataclass(x) and not isinstance(x, type):
@@ -107,14 +89,3 @@ def pack(tree: Any) -> tuple[list[Tensor], Outline]:
 
     leaves, structure = trees.flatten(tree)
     return tensors, Outline(tuple(map(taken, leaves)), structure)
-
-
-def drop_failed(graph: GraphModule) -> None:
-    """Remove the operations that raised during tracing and whose errors the loss caught: they have no value.
-
-    Args:
-        graph: the graph, which the caller must recompile.
-    """
-    for node in reversed(list(graph.graph.nodes)):
-        if node.op == "call_function" and not node.users and "val" not in node.meta:
-            graph.graph.erase_node(node)

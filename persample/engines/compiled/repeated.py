@@ -22,9 +22,9 @@ from persample._torch import (
     set_eval_frame,
     set_grad_enabled,
 )
-from persample.engines.compiled.capture import Entry, NewError, entry_of, first_marker, is_nested
+from persample.engines.compiled.capture import Entry, NewError, entry_of, is_nested
 from persample.engines.compiled.captured_call import parameter, row_like
-from persample.engines.compiled.graph import Capture, Marker
+from persample.engines.compiled.graph import Argument, Capture, Constant, Marker, Origin, first_marker
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, live_inputs
@@ -148,8 +148,8 @@ class EarlierCall:
         unpack: whether the batch is passed as positional arguments.
         is_list: whether these are the leaves of the batch.
         capture: the graph of the loss.
-        places: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
-            size in a tuple. Empty where all are tensors made for this call, which nothing else can be.
+        inputs: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
+            constant. Empty where all are tensors made for this call, which nothing else can be.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
         live: the numbers and tensors of reductions that may change.
         total: the formats of the total that the leaves are merged into, and where they belong.
@@ -166,7 +166,7 @@ class EarlierCall:
     unpack: bool
     is_list: bool
     capture: Capture
-    places: list[Any]
+    inputs: list[int | Origin]
     closed_over: list[int]
     live: Live
     total: tuple[list[Format], Outline]
@@ -220,7 +220,7 @@ class EarlierCall:
             set_grad_enabled(False)
         return Found(marker, params, rows)
 
-    def inputs(self, asked: Asked, flat: Flat, found: Found) -> tuple[list[Tensor], Total] | None:
+    def taken(self, asked: Asked, flat: Flat, found: Found) -> tuple[list[Tensor], Total] | None:
         """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
 
         Args:
@@ -234,7 +234,7 @@ class EarlierCall:
         marker = found.marker
         if marker is None or marker.capture.twin is not self.capture:
             return None
-        if self.places and _places(marker.inputs, [*found.params, *found.rows]) != self.places:
+        if self.inputs and _places(marker.inputs, [*found.params, *found.rows]) != self.inputs:
             return None
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
         if live is not self.live and asked.container is not None:  # else they are checked over all batches
@@ -249,13 +249,9 @@ class EarlierCall:
         return [*read, *flat.out], total
 
 
-def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
+def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[int | Origin]:
     known = dict(zip(map(id, given), itertools.count()))
-    return [known.setdefault(id(x), len(known)) if isinstance(x, Tensor) else (x,) for x in inputs]
-
-
-def _is_size(place: Any) -> bool:
-    return isinstance(place, tuple)
+    return [known.setdefault(id(x), len(known)) if isinstance(x, Tensor) else Constant(x) for x in inputs]
 
 
 def remember(asked: Asked, task: Task, program: Program) -> None:
@@ -272,10 +268,12 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
         return
     count = len(flat.params) + len(flat.batch)
-    kept = {place for place in (*fn.inputs, *fn.leaves) if isinstance(place, int) and place >= count}
+    inputs: list[int | Origin] = [x.index if isinstance(x, Argument) else x for x in fn.inputs]
+    kept = {x.index for x in (*fn.inputs, *fn.leaves) if isinstance(x, Argument) and x.index >= count}
     unpack = type(asked.batch) in (tuple, list)
-    if fn.capture is None or any(task.functions) or not kept <= set(fn.inputs):
+    if fn.capture is None or any(task.functions) or not kept.issubset(inputs):
         return
+    are_own = not kept and not isinstance(asked.params, nn.Module) and all(isinstance(x, int) for x in inputs)
     pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
         (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
@@ -287,8 +285,8 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
         fn.capture,
-        list(fn.inputs) if kept or isinstance(asked.params, nn.Module) or any(map(_is_size, fn.inputs)) else [],
-        [fn.inputs.index(place) for place in sorted(kept)],
+        [] if are_own else inputs,
+        [inputs.index(place) for place in sorted(kept)],
         live_inputs(asked.wanted, flat.params[0].device),
         form_of(total.tensors, total.outline),
         call.size,
@@ -335,7 +333,7 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
                 continue
             if found is None:  # once: the loss may count its calls
                 found = call.find(asked, flat, entry)
-            if (ready := call.inputs(asked, flat, found)) is not None:
+            if (ready := call.taken(asked, flat, found)) is not None:
                 inputs, total = ready
                 return _answer(asked, total, call.program(inputs)), call.size
     except (DoubtfulError, NewError):

@@ -1,4 +1,4 @@
-"""One program for all batch sizes: a task is traced at three, and comparing the graphs shows what depends on the size.
+"""One program for all batch sizes: a task is traced at two, and comparing the graphs shows what depends on the size.
 
 Most batching rules of torch.func turn torch's own symbolic sizes into constants, so these cannot be used in the trace.
 """
@@ -18,12 +18,13 @@ from torch.fx import GraphModule
 
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, Traced, TraceError, trace
-from persample.engines.compiled.unify import unified
+from persample.engines.compiled.unify import UnlikeError, unified
 from persample.errors import ArgumentError
 from persample.factors import cost_model
 
-# Primes, because other sizes are unlikely to be multiples of them. Two determine a formula, the third checks it.
-_SIZES = (1009, 1013, 1019)
+# Primes, because other sizes are unlikely to be multiples of them; with a multiple of 64 or 1024 between them, and a
+# difference by which few quotients are divisible, so that numbers of blocks and halves are no formulas of the size.
+_SIZES = (1009, 1061)
 Axes: TypeAlias = tuple[tuple[int, int], ...]  # (input, axis): all axes of inputs that have the batch size
 
 
@@ -79,13 +80,11 @@ class AnySize:
         """
         formats = [Format.of(x) for x in task.tensors]
         try:
-            traces = [trace(task, partial(_at, formats, axes, size), any_size=True) for size in _SIZES]
-        except (TraceError, ArgumentError):  # a loop over samples, or what the program for one size will raise again
+            one, other = (trace(task, partial(_at, formats, axes, size), any_size=True) for size in _SIZES)
+            graph = unified(one.graph, other.graph, _SIZES, axes[0])
+        except (TraceError, ArgumentError, UnlikeError):  # an ArgumentError comes again, of the program for one size
             return None
-        graph = unified([traced.graph for traced in traces], _SIZES, axes[0])
-        if graph is None or not all(_is_alike(traced, traces[-1]) for traced in traces):
-            return None
-        return cls(axes, formats, traces[-1], graph)
+        return cls(axes, formats, other, graph) if _is_alike(one, other) else None
 
     def inputs(self, size: Any) -> list[Tensor]:
         """Return uninitialized tensors in the formats of the inputs at some batch size."""
@@ -121,13 +120,10 @@ def _at(formats: Sequence[Format], axes: Axes, size: Any) -> list[Tensor]:
 
 def _is_alike(one: Traced, other: Traced) -> bool:
     """Return whether two traces agree in all but their graphs; constants that tracing made are compared by value."""
-    pairs = list(zip(one.captured, other.captured, strict=False))
-    same = len(one.captured) == len(other.captured) and all(x is y or _is_equal(x, y) for x, y in pairs)
-    return (one.outline, one.noted) == (other.outline, other.noted) and same
-
-
-def _is_equal(x: Tensor, y: Tensor) -> bool:
-    return Format.of(x) == Format.of(y) and torch.equal(x, y)
+    if (one.outline, one.noted, len(one.captured)) != (other.outline, other.noted, len(other.captured)):
+        return False
+    pairs = zip(one.captured, other.captured, strict=True)
+    return all(x is y or (Format.of(x) == Format.of(y) and torch.equal(x, y)) for x, y in pairs)
 
 
 def contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from persample._torch import (
     force_original_view_tracking,
 )
 from persample.engines.compiled.bounds import Bounds
-from persample.engines.compiled.packing import Outline, drop_failed, pack
+from persample.engines.compiled.packing import Outline, pack
 from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.origin import handled_error, is_users
@@ -31,13 +31,8 @@ class TraceError(Exception):
     """Raised for a loss that cannot be traced: it depends on values, or torch has no rule for an operation."""
 
 
-# Operations of one kind on end, in a trace with a thousand samples.
-_MOST_ALIKE = 900
-# Those by which vmap takes samples apart, and a question that comes before each operation.
-_OF_ONE_SAMPLE = {
-    *(torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.unsqueeze.default),
-    torch.ops.prim.device.default,
-}
+# torch's warning where vmap runs an operation once for each sample.
+_LOOPS = "There is a performance drop because we have not yet implemented the batching rule"
 
 
 class Format(NamedTuple):
@@ -118,39 +113,6 @@ class _Constants(TorchDispatchMode):
             return args[0].item()
 
 
-class _Loops(TorchDispatchMode):
-    """Ends a trace in which vmap runs an operation once for each sample: the graph would grow with their number."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._last: Any = None
-        self._count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation.
-
-        Args:
-            func: an operation of aten.
-            types: the tensor subclasses among the arguments.
-            args: the arguments of the operation.
-            kwargs: the keyword arguments of the operation.
-
-        Returns:
-            The result of the operation.
-
-        Raises:
-            TraceError: if the same operation was run some hundred times on end.
-        """
-        if func not in _OF_ONE_SAMPLE:
-            self._count = self._count + 1 if func is self._last else 0
-            self._last = func
-        if self._count >= _MOST_ALIKE:
-            raise TraceError(f"{func} runs once for each sample")
-        return func(*args, **(kwargs or {}))
-
-
 def trace(
     function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]], *, any_size: bool = False
 ) -> Traced:
@@ -176,7 +138,7 @@ def trace(
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with _Constants(), _Loops() if any_size else nullcontext(), Bounds(state.exceptions):
+        with _Constants(), Bounds(state.exceptions):
             results, outline = pack(function(list(tensors)))
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
             flag = any_exception()
@@ -185,13 +147,17 @@ def trace(
 
     # Autograd would update written views by as_strided, which functionalization rejects: it must replay the views.
     with state.fake_tensors(), force_original_view_tracking(True), without_warnings():
+        if any_size:
+            warnings.filterwarnings("error", _LOOPS)
         try:
             graph = make_fx(flat)(*inputs())
+        except UserWarning as error:
+            raise TraceError(said(error)) from error
         except RuntimeError as error:
             if isinstance(error, TorchVersionError) or is_users(error, handled):
                 raise
             raise TraceError(said(error) + getattr(error, "users_line", "")) from error
-    drop_failed(graph)
+    _drop_failed(graph)
     return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
 
 
@@ -219,3 +185,10 @@ def _lifted(graph: GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.recompile()
     return [tensor for _, tensor in inputs.values()]
+
+
+def _drop_failed(graph: GraphModule) -> None:
+    """Remove the operations that raised during tracing and whose errors the loss caught: they have no value."""
+    for node in reversed(list(graph.graph.nodes)):
+        if node.op == "call_function" and not node.users and "val" not in node.meta:
+            graph.graph.erase_node(node)
