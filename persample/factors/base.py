@@ -116,6 +116,12 @@ class Factor(ABC):
         written = len(self) * prod(self.shape)
         return cost_model.Size(self.num_terms, written, self.stored, self.device.type, self.operands)
 
+    def reason_to_write_out(self, plan: cost_model.Plan) -> str:
+        """Return why the gradients are to be written out, or "" where the factor stays."""
+        if plan.always_keeps(self.num_terms):  # the usual case, without its sizes
+            return ""
+        return plan.reason_to_write_out(self.size, is_product=self.is_product)
+
     @property
     def is_product(self) -> bool:
         """Whether writing a gradient out takes matrix products."""
