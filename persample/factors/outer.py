@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -132,10 +131,8 @@ class Outer(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        if self.norm_operands:
-            return functools.reduce(torch.mul, norms.squared_norms_of_each(self.norm_operands, len(self.sizes)))
         if self.num_terms == 1:
-            left, right = (norms.squared_norms_of_each([x], x.ndim - 2)[0] for x in (self.left, self.right))
+            left, right = norms.squared_norms_of_each([self.left, self.right], self.left.ndim - 2)
             return (left * right).sum(-1)
         terms = self.term_operands
         return self.joined(squared_norms_of_sums(terms)) if terms else super().squared_norms()
