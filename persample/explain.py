@@ -16,7 +16,6 @@ from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
 from persample.factors.dense import is_zeros
-from persample.factors.storage import reason_to_write_out
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
 from persample.reductions.requested import Reductions
@@ -196,7 +195,7 @@ def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor],
     stored = eager(call, required_ops).factors
     rng.rewind(start)
     could, plan = found.factors, call.plan(required_ops)
-    reasons = [why or _NO_LAYER if isinstance(x, Dense) else reason_to_write_out(x, plan) for x in could]
+    reasons = [why or _NO_LAYER if isinstance(x, Dense) else x.reason_to_write_out(plan) for x in could]
     return could, stored, [_UNUSED if is_zeros(x) else reason for x, reason in zip(could, reasons, strict=True)]
 
 

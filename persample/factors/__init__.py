@@ -2,11 +2,9 @@
 
 from persample.factors.base import Factor
 from persample.factors.conv import Conv
-from persample.factors.dense import Dense
+from persample.factors.dense import Dense, concatenate
 from persample.factors.embedding import Embedding
-from persample.factors.join import concatenate
 from persample.factors.outer import Outer
-from persample.factors.storage import choose_storage
 from persample.factors.sum import SumFactor, sum_factors
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "Factor",
     "Outer",
     "SumFactor",
-    "choose_storage",
     "concatenate",
     "sum_factors",
 ]

@@ -75,11 +75,6 @@ class Factor(ABC):
         """Return ``[B]`` of each output as ``[B, K]``."""
         return torch.stack(tuple(found), 1) if self.outputs else found[0]
 
-    def _plain(self: F, change: Callable[[Tensor], Tensor]) -> F:
-        """Return the factor without outputs of tensors ``[B, K, …]`` that are changed."""
-        expanded = (x.expand(*self.sizes, *x.shape[2:]) for x in self.tensors)
-        return replace(self.with_tensors(map(change, expanded)), outputs=())
-
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensor fields."""
@@ -115,6 +110,12 @@ class Factor(ABC):
         """The sizes by which the cost model estimates times."""
         written = len(self) * prod(self.shape)
         return cost_model.Size(self.num_terms, written, self.stored, self.device.type, self.operands)
+
+    def reason_to_write_out(self, plan: cost_model.Plan) -> str:
+        """Return why the gradients are to be written out, or "" where the factor stays."""
+        if plan.always_keeps(self.num_terms):  # the usual case, without its sizes
+            return ""
+        return plan.reason_to_write_out(self.size, is_product=self.is_product)
 
     @property
     def is_product(self) -> bool:
@@ -193,10 +194,12 @@ class Factor(ABC):
         Of K outputs, and of K' in ``other``: ``[B, K, B', K']``, ``[B, K, B']`` or ``[B, B', K']``. By default the
         gradients of ``other`` are written out whole, and those of this factor in blocks.
         """
-        others = self.rows_of(self.materialize()) if other is None else other.rows_of(other.materialize())
-        if other is None:
-            return contractions.gram(others, others, dtype).view(*self.sizes, *self.sizes)
-        products = self._of_blocks(lambda rows: contractions.gram(rows, others, dtype))
+        other = self if other is None else other
+        others = other.rows_of(other.materialize())
+        if other is self:
+            products = contractions.gram(others, others, dtype)
+        else:
+            products = self._of_blocks(lambda rows: contractions.gram(rows, others, dtype))
         return products.view(*self.sizes, *other.sizes)
 
     def gram_by_rows(self, other: Factor, dtype: torch.dtype | None) -> Tensor:

@@ -138,10 +138,10 @@ class Conv(Factor):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if not self._squares_by_inner_products:
             return super().squared_norms()
+        if self.outputs and (self._multiplies_pixels or self.inputs.shape[1] > 1):  # not the patches of K at once
+            return self.joined([one.squared_norms() for one in self.of_outputs])
         if not self._multiplies_pixels:
             return self.patches().squared_norms()
-        if self.outputs:
-            return self.joined([one.squared_norms() for one in self.of_outputs])
         # The terms may cancel: float32 would lose per cents.
         signals, images = (
             x.unflatten(2, (self.groups, -1)).movedim(1, 3).double() for x in (self.signals, self.inputs)

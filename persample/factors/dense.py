@@ -66,6 +66,23 @@ class Dense(Factor):
         yield slice(None), self.values
 
 
+def concatenate(factors: Sequence[Factor]) -> Factor:
+    """Return one factor for the samples of all. Unlike kinds are written out.
+
+    Args:
+        factors: at least one.
+
+    Examples:
+        >>> concatenate([Dense(torch.ones(2, 3)), Dense(torch.ones(1, 3))]).materialize().shape
+        torch.Size([3, 3])
+    """
+    kinds = {type(factor) for factor in factors}
+    joined = kinds.pop().concatenate(factors) if len(kinds) == 1 else None
+    if joined is not None:
+        return joined
+    return Dense(torch.cat([factor.materialize() for factor in factors]), outputs=factors[0].outputs)
+
+
 def is_zeros(factor: Factor) -> bool:
     """Return whether a factor is that of a parameter that nothing depends on, as ``Dense.zeros`` returns it."""
     return isinstance(factor, Dense) and not any(factor.values.stride()[:1]) and not bool(factor.values.any())

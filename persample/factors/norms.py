@@ -26,7 +26,7 @@ def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
     terms = [() if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]
     pairs = [pair for of_factor in terms for pair in of_factor]
     sums = iter(squared_norms_of_sums(pairs) if pairs else ())
-    norms = iter(squared_norms_of_each([x for own in operands for x in own], len(factors[0].sizes)))
+    norms = iter(squared_norms_of_each([x for own in operands for x in own], len(factors[0].outputs) + 1))
     found = []
     for factor, own, of_factor in zip(factors, operands, terms, strict=True):
         if len(own) == 2:

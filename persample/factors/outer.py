@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -91,12 +90,12 @@ class Outer(Factor):
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether products of the operands have their numbers in the order of the gradients."""
-        return not self.outputs or (self._is_left and self.left.shape[-3] == 1)
+        """Whether products of the operands have the numbers of K gradients in order."""
+        return self._is_left and self.left.shape[-3] == 1
 
     def _restored(self, products: Tensor, *lead: int) -> Tensor:
         """Return gradients ``[*lead, *shape]`` from products of the operands, ``[*lead, G, o, i]``."""
-        if not self._is_in_order:
+        if self.outputs and not self._is_in_order:
             products = contractions.by_output(products, self.block, (self.left.shape[1], self.right.shape[1]))
         return products.reshape(*lead, *self.shape)
 
@@ -104,7 +103,8 @@ class Outer(Factor):
         """Return the gradients, ``[B, *shape]``."""
         signals, right = self._operands
         left = signals.mT
-        if out is not None and self._is_in_order and out.dtype == self.dtype == left.dtype == right.dtype:
+        in_order = not self.outputs or self._is_in_order
+        if out is not None and in_order and out.dtype == self.dtype == left.dtype == right.dtype:
             target = out.reshape(*left.shape[:-1], right.shape[-1])
             if is_alias_of(target, out):
                 if self.num_terms == 1:
@@ -131,10 +131,8 @@ class Outer(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        if self.norm_operands:
-            return functools.reduce(torch.mul, norms.squared_norms_of_each(self.norm_operands, len(self.sizes)))
         if self.num_terms == 1:
-            left, right = (norms.squared_norms_of_each([x], x.ndim - 2)[0] for x in (self.left, self.right))
+            left, right = norms.squared_norms_of_each([self.left, self.right], self.left.ndim - 2)
             return (left * right).sum(-1)
         terms = self.term_operands
         return self.joined(squared_norms_of_sums(terms)) if terms else super().squared_norms()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from persample.factors.base import Factor
+from persample.factors.dense import concatenate
 from persample.factors.embedding import Embedding
-from persample.factors.join import concatenate
 from persample.factors.outer import Outer
 from persample.utils import dtypes, norms
 

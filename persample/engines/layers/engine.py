@@ -111,8 +111,8 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         if not recorder:
             raise NotLayersError("no parameter has a gradient")
         pull_back(params, recorder)
-        factors = tuple(recorder.factor(place) for place in range(len(call.params)))
-    return Gradients(factors, call.loss.spec, losses.detach(), aux, has_aux, call.weights)
+        factors = [recorder.factor(place) for place in range(len(call.params))]
+    return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 
 
 def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:

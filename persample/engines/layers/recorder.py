@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from persample._torch import version
 from persample.engines.layers.convolutions import Geometry
 from persample.engines.layers.shared import Part
-from persample.factors import Conv, Dense, Embedding, Factor, Outer, choose_storage, sum_factors
+from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.dtypes import as_real, autocast
 
@@ -111,7 +111,9 @@ class LayerRecorder:
             return Dense.zeros(self.sizes, self._params[place])
         found = self._factors[place]
         total = found[0] if len(found) == 1 else sum_factors(found)
-        return total if isinstance(total, Dense) else choose_storage(total, self._plan)
+        if isinstance(total, Dense) or not total.reason_to_write_out(self._plan):
+            return total
+        return Dense(total.materialize(), outputs=total.outputs)
 
     def total(self, place: int) -> Factor:
         """Return the sum of what was added to the gradients of a parameter, as it was added."""
@@ -128,7 +130,8 @@ class LayerRecorder:
             self._factors[layer.weight].append(factor)
         if layer.bias is not None:
             grad = signals.squeeze(-2) if signals.shape[-2] == 1 else signals.sum(-2)
-            self.add_written_out(layer.bias, grad.to(self._params[layer.bias].dtype))
+            bias = Dense(grad.to(self._params[layer.bias].dtype), outputs=self.sizes[1:])
+            self._factors[layer.bias].append(bias)
 
     def add_convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, signals: Tensor) -> None:
         """Add the factors of a convolution, whose images and signals are ``[B·N, channels, *sizes]``."""
