@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample import ClippedMean, Mean, Norm, per_sample_grads
@@ -86,7 +87,28 @@ def images():
     return lambda net, x: net(x).square().sum(-1), net, (torch.randn(6, 4, 20, 20),)
 
 
-LOSSES = {"td": td, "reinforce": reinforce, "transformer": transformer, "images": images}
+def classes():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(-3), nn.Linear(4 * 36, 10))
+    batch = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+    return lambda net, x, y: F.cross_entropy(net(x), y, reduction="mean" if x.ndim == 3 else "none"), net, batch
+
+
+def q_learning():
+    def loss(net, s, a, target):
+        q = net(s).gather(-1, a.unsqueeze(-1)).squeeze(-1)
+        return F.smooth_l1_loss(q, target, reduction="none")
+
+    return loss, mlp(4, 32, 2), (torch.randn(16, 4), torch.randint(2, (16,)), torch.randn(16))
+
+
+LOSSES = {
+    "classes": classes,
+    "q_learning": q_learning,
+    "td": td,
+    "reinforce": reinforce,
+    "transformer": transformer,
+    "images": images,
+}
 BUDGET = {"mean": (Mean(), 1), "norm": (Norm(), 4), "clipped": (ClippedMean(1.0), 5)}  # operations per parameter
 # A vector of the transformer is added to every step of a sample: the steps are summed first. Matrices with more steps
 # than numbers are written out, step by step.

@@ -37,6 +37,7 @@ from persample.engines.layers import interceptor
 from persample.factors import terms
 from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
+from persample.vmap_rules import kernel_call
 
 F64 = torch.float64
 C = torch.ones(3, dtype=F64)
@@ -1646,14 +1647,18 @@ def test_rows_beyond_a_table():
 
 def test_dropping_results_keeps_no_memory(monkeypatch):
     """What saves its own results must not hold itself: the graph is freed with the last reference to it."""
-    kept = []
-    log_softmax = torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda *args: kept.append(log_softmax(*args)) or kept[-1])
-    loss, model, batch = TABLES["tied"]
-    per_sample_grads(loss, model, batch, Mean())
-    (log_p,) = map(weakref.ref, kept)
-    kept.clear()
-    assert log_p() is None
+    kept, called = [], kernel_call._called_on_plain_tensors
+
+    def watched(*args):
+        results = called(*args)
+        kept.extend(weakref.ref(x) for x in results if isinstance(x, torch.Tensor))
+        return results
+
+    monkeypatch.setattr(kernel_call, "_called_on_plain_tensors", watched)
+    w, batch = torch.rand(3, 4), torch.rand(5, 3, 4)
+    per_sample_grads(lambda w, x: torch.cdist(w * x, 2 * w, p=1.0).sum(), w, batch, Mean())
+    assert kept
+    assert not [x for x in kept if x() is not None]
 
 
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
@@ -1743,3 +1748,68 @@ def test_layers_under_a_vmap_of_the_loss(found):
     assert {type(factor).__name__ for factor in factors.values()} == {"Outer", "Dense"}
     assert None not in found
     assert_trees_close(per_sample_grads(loss, model, x), expected(loss, model, (x,))["stack"], rtol=1e-9)
+
+
+# Losses that are one call of torch's kernel for all samples, and spellings that are not.
+LOSSES_OF_ROWS = {
+    "mse": lambda h, y, _: F.mse_loss(h, y),
+    "mse, sum": lambda h, y, _: F.mse_loss(h, y, reduction="sum"),
+    "mse, none": lambda h, y, _: F.mse_loss(h, y, reduction="none").sum(),
+    "mse, weights": lambda h, y, _: F.mse_loss(h, y, weight=y.square()),
+    "mse, one target for all": lambda h, _y, _: F.mse_loss(h, torch.ones_like(h)),
+    "mse, broadcast": lambda h, y, _: F.mse_loss(h, y[:1].expand_as(h)),
+    "mse, learned target": lambda h, _y, _: F.mse_loss(h, h.flip(0).cos()),
+    "l1": lambda h, y, _: F.l1_loss(h, y),
+    "smooth l1": lambda h, y, _: F.smooth_l1_loss(h, y, beta=0.3),
+    "huber": lambda h, y, _: F.huber_loss(h, y, "sum", 0.2),
+    "huber by name": lambda h, y, _: F.huber_loss(h, y, delta=0.2),
+    "smooth l1 of numbers": lambda h, y, _: F.smooth_l1_loss(h.sum(), y.sum()),
+    "entropy": lambda h, _y, a: F.cross_entropy(h, a),
+    "entropy of one": lambda h, _y, a: F.cross_entropy(h[0], a[0]),
+    "entropy, sum": lambda h, _y, a: F.cross_entropy(h, a, reduction="sum"),
+    "entropy, none": lambda h, _y, a: F.cross_entropy(h, a, reduction="none").square().sum(),
+    "entropy, ignored": lambda h, _y, a: F.cross_entropy(h, torch.where(a == a[0], a, -100)),
+    "entropy, ignored class": lambda h, _y, a: F.cross_entropy(h, a.index_fill(0, torch.tensor(0), 3), ignore_index=1),
+    "entropy, smoothed": lambda h, _y, a: F.cross_entropy(h, a, label_smoothing=0.1),
+    "entropy, weights": lambda h, y, a: F.cross_entropy(h, a, weight=y[0].square()),
+    "entropy of probabilities": lambda h, y, _: F.cross_entropy(h, y.softmax(-1)),
+    "entropy of images": lambda h, _y, a: F.cross_entropy(h.mT.reshape(1, 5, 2, 2), a.view(1, 2, 2)),
+    "entropy under vmap": lambda h, _y, a: torch.func.vmap(F.cross_entropy)(h, a).square().sum(),
+    "mse under vmap": lambda h, y, _: torch.func.vmap(F.mse_loss, (0, 0))(h, y).square().sum(),
+    "inside of grad": lambda h, y, _: h.sum() * torch.func.grad(lambda y: F.mse_loss(y, y.cos()))(y).sum(),
+}
+
+
+@pytest.mark.parametrize("outputs", ["scalar", "rows"])
+@pytest.mark.parametrize("name", LOSSES_OF_ROWS)
+def test_losses_of_rows(name, outputs):
+    generator = torch.Generator().manual_seed(0)
+    w, x, y = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 3), (6, 4, 3), (6, 4, 5)))
+    classes = torch.randint(5, (6, 4), generator=generator)
+
+    def loss(w, *sample):
+        x, y, a = sample
+        value = LOSSES_OF_ROWS[name](torch.tanh(x @ w.T), y, a)
+        return value if outputs == "scalar" else torch.stack([value, value.sin()])
+
+    both = [per_sample_grads(loss, w, (x, y, classes), engine=each, outputs=outputs) for each in ("eager", "loop")]
+    assert_trees_close(*both, 1e-12)
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_entropy_where_nothing_is_kept(engine):
+    """As torch's: 0 / 0, with gradients of 0."""
+    loss = lambda w, x, a: (F.cross_entropy(x @ w.T, a),) * 2
+    batch = torch.randn(2, 4, 3), torch.tensor([[-100] * 4, [1, 0, -100, 1]])
+    wanted = {"losses": Aux(), "grads": None}
+    found = per_sample_grads(loss, torch.ones(2, 3), batch, wanted, engine=engine)
+    assert found["losses"].isnan().tolist() == [True, False]
+    assert not found["grads"][0].any()
+    assert found["grads"][1].all()
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_classes_out_of_range(engine):
+    loss = lambda w, x, a: F.cross_entropy(x @ w.T, a)
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        per_sample_grads(loss, torch.ones(2, 3), (torch.randn(2, 4, 3), torch.full((2, 4), 7)), engine=engine)

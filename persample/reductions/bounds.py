@@ -12,7 +12,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.utils.norms import root
-from persample.utils.tracing import is_hidden
+from persample.utils.tracing import are_plain, is_hidden
 
 Bound = float | Tensor
 # Of a path such as params['fc.weight'] or params.layers[0].
@@ -103,4 +103,6 @@ def _contains(name: str, own: str) -> bool:
 def _scale(norms: Tensor, bound: Bound) -> Tensor:
     limit = bound.to(norms) if isinstance(bound, Tensor) else float(bound)
     kept = norms <= limit
+    if are_plain([norms]) and not isinstance(bound, Tensor):
+        return (limit / norms).masked_fill_(kept, 1)
     return (limit / norms.masked_fill(kept, 1)).masked_fill(kept, 1)  # derivatives exist at ‖gᵢ‖ = 0, too

@@ -1,4 +1,4 @@
-"""Losses: ``F.mse_loss``, ``F.huber_loss``, ``F.gaussian_nll_loss``, ``F.cross_entropy``, …."""
+"""Losses: ``F.mse_loss``, ``F.huber_loss``, ``F.gaussian_nll_loss``, …."""
 
 from __future__ import annotations
 
@@ -13,45 +13,7 @@ from torch.nn import functional as F
 
 from persample.errors import LossError
 from persample.utils.dtypes import is_autocast
-from persample.vmap_rules.batched import is_batched, is_differentiated
-from persample.vmap_rules.kernel_call import call_kernel
-
-# With fewer logits per sample, the calls take longer than the passes.
-_MANY = 2**12
-
-
-def _cross_entropy(  # noqa: PLR0917 - as torch's
-    input: Tensor,  # noqa: A002
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    classes = target.dtype == torch.long and input.shape[:-1] == target.shape and input.ndim in {1, 2}
-    many = input.numel() >= _MANY and is_batched(input)
-    known = reduction in {"mean", "sum", "none"} and not is_autocast(input.device)
-    if not (plain and classes and many and known):
-        settings = weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        return F.cross_entropy(input, target, *settings)
-    kept = target != ignore_index
-    losses = call_kernel(_losses, _gradients, input, torch.where(kept, target, 0), unneeded=1)
-    losses = torch.where(kept, losses, 0)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / kept.sum()
-
-
-def _losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = torch.log_softmax(logits, -1)
-    return -log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), log_p
-
-
-def _gradients(_needed: Any, grad: Tensor, target: Tensor, _: Tensor, log_p: Tensor) -> tuple[Tensor, None]:
-    is_shared = 0 in log_p.stride()  # by several gradients; otherwise nothing else reads them
-    signals = (log_p.exp() if is_shared else log_p.exp_()).mul_(grad.unsqueeze(-1))
-    return signals.scatter_add_(-1, target.unsqueeze(-1), -grad.unsqueeze(-1)), None
+from persample.vmap_rules.batched import is_differentiated
 
 
 def _linear_cross_entropy(*args: Any, options: Any = None, weight: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -88,13 +50,8 @@ def _huber(difference: Tensor, delta: float = 1.0) -> Tensor:
     return torch.where(is_far, delta * (far.abs() - delta / 2), near.square() / 2)
 
 
-def _huber_once(difference: Tensor, delta: float = 1.0) -> Tensor:
-    slope = difference.detach().clamp(-delta, delta)
-    return slope * (difference - slope / 2)
-
-
-def _smooth_l1(huber: Callable[..., Tensor], difference: Tensor, beta: float = 1.0) -> Tensor:
-    return huber(difference, beta) / beta
+def _smooth_l1(difference: Tensor, beta: float = 1.0) -> Tensor:
+    return _huber(difference, beta) / beta
 
 
 def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
@@ -125,12 +82,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum":
 RULES: dict[Any, Callable[..., Any]] = {
     F.mse_loss: functools.partial(_difference_loss, F.mse_loss, torch.square),
     F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber),
-    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, functools.partial(_smooth_l1, _huber)),
+    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, _smooth_l1),
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.linear_cross_entropy: _linear_cross_entropy,
-}
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,  # of many classes it takes one pass less than torch.func's own decomposition
-    F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber_once),
-    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, functools.partial(_smooth_l1, _huber_once)),
 }

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from persample._torch import multi_head_attention_by
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
+from persample.engines.layers.losses import LOSSES, loss_of_rows
 from persample.engines.layers.shared import LISTS, NotLayersError
 from persample.errors import LossError
 from persample.outputs import memory
@@ -63,6 +64,10 @@ class LayerGuard(VmapRules):
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
+            if func in LOSSES:
+                result = loss_of_rows(self._interceptor.vmap, func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
             if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
                 args, kwargs = map_tensors(in_single_precision, (args, kwargs))
                 with full_precision(params.plain[0].device):

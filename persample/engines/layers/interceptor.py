@@ -47,7 +47,7 @@ class LayerInterceptor:
     """
 
     def __init__(self, params: SharedParams, vmap: Vmap, recorder: LayerRecorder) -> None:
-        self.params, self._vmap, self._recorder = params, vmap, recorder
+        self.params, self.vmap, self._recorder = params, vmap, recorder
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
@@ -58,7 +58,7 @@ class LayerInterceptor:
                 return result
         except NotLayersError:
             pass  # perhaps a function that is given copies
-        if not self._vmap.is_innermost:
+        if not self.vmap.is_innermost:
             raise NotLayersError("the loss calls a function of parameters inside of a transform")
         try:
             return self._other(func, args, kwargs)
@@ -88,7 +88,7 @@ class LayerInterceptor:
             param = self.params.get(x)
             if param is None:
                 return x
-            numbers = self._vmap.size * param.tensor.numel()
+            numbers = self.vmap.size * param.tensor.numel()
             if (is_pointwise(func) and numbers <= largest) or (numbers <= _FEW and func not in _UNLIKE_COPIES):
                 return self.params.copy(param)
             raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
@@ -115,7 +115,7 @@ class LayerInterceptor:
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
         known = isinstance(weight, Tensor) and (param is not None or not weight.requires_grad)
         known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
-        if known and (found := self._vmap.rows(input)) is not None and _fits(input, weight, plain_bias):
+        if known and (found := self.vmap.rows(input)) is not None and _fits(input, weight, plain_bias):
             rows, levels = found
             flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
             with temporarily_clear_interpreter_stack():
@@ -127,7 +127,7 @@ class LayerInterceptor:
                     layer = LayerParams(place, bias_place, transposed)
                     self._recorder.record(LayerRecorder.add_products, (layer,), flat, out)
                 out = out if rows.ndim == 2 else out.view(*rows.shape[:-1], len(weight))
-            return self._vmap.batched(out, levels)
+            return self.vmap.batched(out, levels)
         if (
             param is not None
             and isinstance(bias, Tensor)
@@ -155,7 +155,7 @@ class LayerInterceptor:
         is_layer = bias is None or bias_place is not None or is_frozen
         is_layer = is_layer and input.numel() > 0 and weight.ndim - input.ndim in {0, 1}
         is_layer = is_layer and (input.dtype == weight.dtype or is_autocast(input.device))
-        if not is_layer or (found := self._vmap.rows(input)) is None:
+        if not is_layer or (found := self.vmap.rows(input)) is None:
             raise NotLayersError("the loss calls a convolution that has other biases or images than layers")
         geometry = _CONVOLUTIONS[func](weight, *settings, **named)
         if geometry is None:
@@ -171,7 +171,7 @@ class LayerInterceptor:
             if recorded:
                 self._recorder.record(LayerRecorder.add_convolution, (layer, geometry), images, out)
             out = out.view(*lead, *out.shape[1:]) if len(lead) > 1 else out
-        return self._vmap.batched(out, levels)
+        return self.vmap.batched(out, levels)
 
     def recurrence(
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
@@ -197,7 +197,7 @@ class LayerInterceptor:
                 layer = LayerParams(places[k], places[k + 2] if biases else None)
                 self._recorder.record(LayerRecorder.add_products, (layer,), rows.flatten(0, 2), gates[k])
             results = out, out[:, -1], *others
-        return tuple(add_batch_dim(y, 0, self._vmap.level) for y in results)
+        return tuple(add_batch_dim(y, 0, self.vmap.level) for y in results)
 
     def _parameter(self, x: Any) -> int:
         """Return the place of a parameter, which is given to a layer as it is."""
@@ -211,14 +211,14 @@ class LayerInterceptor:
         param = self.params.get(x)
         if param is not None:
             return self.params.copy(param)
-        found = self._vmap.rows(x)
+        found = self.vmap.rows(x)
         if found is not None and len(found[1]) == 1:
             return x
         if not isinstance(x, Tensor) or is_wrapped(x) or x.requires_grad:
             raise NotLayersError("the loss calls a recurrent layer with inputs that are not one per sample")
         with temporarily_clear_interpreter_stack():
-            one_each = x.expand(self._vmap.size, *x.shape)
-        return add_batch_dim(one_each, 0, self._vmap.level)
+            one_each = x.expand(self.vmap.size, *x.shape)
+        return add_batch_dim(one_each, 0, self.vmap.level)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Compute ``left @ right`` as a linear layer of a parameter."""
@@ -268,16 +268,16 @@ class LayerInterceptor:
         fits &= isinstance(input, Tensor) and input.numel() > 0
         if not fits or max_norm is not None or scale_grad_by_freq or sparse:
             raise NotLayersError("the loss calls F.embedding with options that lookups of all samples do not have")
-        if (found := self._vmap.rows(input)) is None and is_wrapped(input):
+        if (found := self.vmap.rows(input)) is None and is_wrapped(input):
             raise NotLayersError("the loss calls F.embedding with an index of another transform")
-        index, levels = found or (input.expand(self._vmap.size, *input.shape), [self._vmap.level])
+        index, levels = found or (input.expand(self.vmap.size, *input.shape), [self.vmap.level])
         with temporarily_clear_interpreter_stack():
             table = self.params.values[param.place]
             out = F.embedding(index, table.detach().requires_grad_())
             if torch.is_grad_enabled():
                 padding = None if padding_idx is None else padding_idx % len(weight)
                 self._recorder.record(LayerRecorder.add_lookup, (param.place, padding), index, out)
-        return self._vmap.batched(out, levels)
+        return self.vmap.batched(out, levels)
 
     def selected(self, table: Tensor, dim: int, index: Tensor) -> Tensor:
         """Compute ``torch.index_select`` of rows as a lookup."""
@@ -295,7 +295,7 @@ class LayerInterceptor:
     def has_one_each(self, x: Tensor) -> bool:
         """Return whether the vmap around the loss batches a tensor, beside whatever transforms of the loss."""
         while is_wrapped(x):
-            if maybe_get_level(x) == self._vmap.level:
+            if maybe_get_level(x) == self.vmap.level:
                 return True
             x = get_unwrapped(x)
         return False
