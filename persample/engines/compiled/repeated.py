@@ -92,18 +92,20 @@ class Flat(NamedTuple):
     """The arguments of a call, flattened.
 
     Attributes:
-        names: the names of the parameters of a module.
         params: the parameters.
         batch: the leaves of the batch.
         out: the tensors of ``out``.
         structures: the structures of params, batch and out.
+        tensors: all tensors; or what else the user passed.
+        key: what must be equal in a call like this one, beside the formats of tensors. The options come last.
     """
 
-    names: tuple[str, ...]
     params: list[Any]
     batch: list[Any]
     out: list[Any]
     structures: tuple[Any, ...]
+    tensors: list[Any]
+    key: tuple[Any, ...]
 
     @classmethod
     def of(cls, asked: Asked) -> Flat:
@@ -111,26 +113,10 @@ class Flat(NamedTuple):
         batch, batch_structure = trees.flatten(asked.batch)
         out, out_structure = ([], None) if asked.out is None else trees.flatten(asked.out)
         names, params, structure = asked.flat_params or FlatParams.of(asked.params)
-        return cls(names, params, batch, out, (structure, batch_structure, out_structure))
-
-    @property
-    def tensors(self) -> list[Any]:
-        """All tensors; or what else the user passed."""
-        return [*self.params, *self.batch, *self.out]
-
-
-class Found(NamedTuple):
-    """What the captured loss returned in one call.
-
-    Attributes:
-        marker: a marker of its graph; None if it computes nothing.
-        params: the parameters that it was called with.
-        rows: the leaves of the first sample that it was called with.
-    """
-
-    marker: Marker | None
-    params: list[Any]
-    rows: list[Tensor]
+        structures, tensors = (structure, batch_structure, out_structure), [*params, *batch, *out]
+        reductions = tuple(map(fixed_fields, asked.wanted))
+        key = names, structures, asked.container, reductions, list(map(type, tensors)), asked.options
+        return cls(params, batch, out, structures, tensors, key)
 
 
 @dataclass
@@ -138,10 +124,7 @@ class EarlierCall:
     """A call whose program later calls may run.
 
     Args:
-        asked: the options, and the reductions without the fields that may change.
-        names: the names of the parameters of a module.
-        structures: the structures of params, batch and out.
-        kinds: the classes of the tensors.
+        key: that of ``Flat``.
         guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
         rows: for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls:
             captured losses read no values. None for a leaf that all samples share.
@@ -157,10 +140,7 @@ class EarlierCall:
         program: the program.
     """
 
-    asked: tuple[Any, ...]
-    names: tuple[str, ...]
-    structures: tuple[Any, ...]
-    kinds: list[type]
+    key: tuple[Any, ...]
     guards: Any
     rows: list[Tensor | None]
     unpack: bool
@@ -173,13 +153,10 @@ class EarlierCall:
     size: int
     program: Program
 
-    def matches(self, asked: Asked, flat: Flat) -> bool:
+    def matches(self, flat: Flat) -> bool:
         """Return whether a call differs from this one in values only, as far as its arguments tell."""
         return (
-            self.names == flat.names
-            and self.structures == flat.structures
-            and self.asked == _compared(asked)
-            and self.kinds == list(map(type, flat.tensors))
+            self.key == flat.key
             and not any(map(is_nested, flat.tensors))
             and self.guards.check(*flat.tensors)
             and not any(map(is_hooked, flat.params))
@@ -197,13 +174,16 @@ class EarlierCall:
         is_own = asked.total.outline is outline  # made for the program of this call
         return asked.total if is_own or self.total == form_of(asked.total.tensors, asked.total.outline) else None
 
-    def find(self, asked: Asked, flat: Flat, entry: Entry) -> Found:
+    def find(self, asked: Asked, flat: Flat, entry: Entry) -> tuple[Marker | None, list[Any]]:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
 
         Args:
             asked: the arguments of the call.
             flat: the same, flattened.
             entry: the captures of its loss.
+
+        Returns:
+            A marker of its graph, or None if it computes nothing; and the tensors that the loss was called with.
 
         Raises:
             NewError: if no capture is valid.
@@ -215,26 +195,28 @@ class EarlierCall:
         sample = rows if self.is_list else trees.unflatten(rows, flat.structures[1])
         set_grad_enabled(True)
         try:
-            marker = first_marker(entry.find(asked.loss_fn, args, *(sample if self.unpack else (sample,))))
+            returned = entry.find(asked.loss_fn, args, *(sample if self.unpack else (sample,)))
         finally:
             set_grad_enabled(False)
-        return Found(marker, params, rows)
+        return first_marker(returned), [*params, *rows]
 
-    def taken(self, asked: Asked, flat: Flat, found: Found) -> tuple[list[Tensor], Total] | None:
+    def taken(
+        self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Any]
+    ) -> tuple[list[Tensor], Total] | None:
         """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
 
         Args:
             asked: the arguments of a call that matches this one.
             flat: the same, flattened.
-            found: the captured loss.
+            marker: the marker that ``find`` returned.
+            given: the tensors that it returned.
 
         Raises:
             ArgumentError: if an average needs more samples.
         """
-        marker = found.marker
         if marker is None or marker.capture.twin is not self.capture:
             return None
-        if self.inputs and _places(marker.inputs, [*found.params, *found.rows]) != self.inputs:
+        if self.inputs and _places(marker.inputs, given) != self.inputs:
             return None
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
         if live is not self.live and asked.container is not None:  # else they are checked over all batches
@@ -276,10 +258,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     are_own = not kept and not isinstance(asked.params, nn.Module) and all(isinstance(x, int) for x in inputs)
     pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
-        (*_compared(asked)[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
-        flat.names,
-        flat.structures,
-        list(map(type, flat.tensors)),
+        (*flat.key[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
         TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
         [row_like(x, call.loss.keep_batch_dim) if split else None for x, split in pairs],
         unpack,
@@ -293,10 +272,6 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         program,
     )
     entry.calls = [earlier, *entry.calls][:_MOST]
-
-
-def _compared(asked: Asked) -> tuple[Any, ...]:
-    return asked.container, tuple(map(fixed_fields, asked.wanted)), asked.options
 
 
 def _is_same(x: Tensor, y: Any) -> bool:
@@ -327,13 +302,10 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
     recording, callback = torch.is_grad_enabled(), get_eval_frame_callback()
     try:  # a signal cannot come between ``try`` or ``finally`` and a C call in its first statement
         set_grad_enabled(False)
-        found: Found | None = None
-        for call in entry.calls:
-            if not call.matches(asked, flat):
-                continue
-            if found is None:  # once: the loss may count its calls
-                found = call.find(asked, flat, entry)
-            if (ready := call.taken(asked, flat, found)) is not None:
+        found = None
+        for call in filter(lambda call: call.matches(flat), entry.calls):
+            found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
+            if (ready := call.taken(asked, flat, *found)) is not None:
                 inputs, total = ready
                 return _answer(asked, total, call.program(inputs)), call.size
     except (DoubtfulError, NewError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -215,23 +215,11 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: 
     """
     fields = [_live_fields(r) for r in reductions if r.live]
     numbers = [x for found in fields for x in found.values()]
-    if all(type(x) in (float, int, bool) for x in numbers):
-        text = list(map(repr, numbers))
-        if earlier is not None and text == earlier.text:
-            return earlier
-        form = _form_of_numbers(tuple(map(tuple, fields)), device)
-        return Live([_as_input(x, device) for x in numbers], form, text)
-    return _live(fields, device)
-
-
-def _live(fields: list[dict[str, Any]], device: torch.device) -> Live:
+    text = list(map(repr, numbers)) if all(type(x) in (float, int, bool) for x in numbers) else None
+    if earlier is not None and text is not None and text == earlier.text:
+        return earlier
     tensors, outline = _as_inputs(fields, device)
-    return Live(tensors, form_of(tensors, outline))
-
-
-@lru_cache(64)  # each repeated call asks for the same
-def _form_of_numbers(names: tuple[tuple[str, ...], ...], device: torch.device) -> tuple[list[Format], Outline]:
-    return _live([dict.fromkeys(found, 0.0) for found in names], device).form
+    return Live(tensors, form_of(tensors, outline), text)
 
 
 def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, Any], ...]]:
