@@ -7,6 +7,7 @@ also records the levels of inner transforms as constants, though these lie above
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
     *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
 }
+_CHANGES_SHAPE = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}  # torch refuses all others
 
 
 def make_batchable(module: GraphModule) -> None:
@@ -78,11 +80,6 @@ def written_memory(graph: Graph) -> set[Any]:
     return {memory_of(node.args[0]) for node in graph.nodes if writes(node)} - {None}
 
 
-def nodes_of(module: GraphModule) -> list[Node]:
-    """Return the nodes of a graph of Dynamo, and of the graphs inside it."""
-    return [node for part in module.modules() if isinstance(part, GraphModule) for node in part.graph.nodes]
-
-
 def example_of(node: Any) -> Tensor | None:
     """Return Dynamo's example of a tensor in a graph; None of anything else, and of a tensor of an inner transform."""
     example = node.meta.get("example_value") if isinstance(node, Node) else None
@@ -107,6 +104,24 @@ def writes(node: Node) -> bool:
     name = name_of(node)
     is_in_place = name.endswith("_") and not name.endswith("__")
     return is_in_place or node.target in _WRITES or node.kwargs.get("inplace") is True
+
+
+def refused_view(module: GraphModule) -> str | None:
+    """Return why a graph cannot be differentiated: a view was taken of a tensor whose shape then changes in place.
+
+    torch replays such views with the new shape, so their gradients have another shape.
+
+    Args:
+        module: a graph of Dynamo, not yet rewritten.
+    """
+    parts = (part for part in module.modules() if isinstance(part, GraphModule))
+    for node in itertools.chain.from_iterable(part.graph.nodes for part in parts):
+        name = name_of(node)
+        if name in _CHANGES_SHAPE:
+            users = node.all_input_nodes[0].users
+            if any(user < node and not writes(user) and memory_of(user) == memory_of(node) for user in users):
+                return f"{name} changes the shape of a tensor of which it has a view: use {name[:-1]} instead"
+    return None
 
 
 def _shift_levels(graph: Graph) -> None:

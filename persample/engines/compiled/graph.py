@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import GlobalStateGuard, get_function_mode_stack
-from persample.engines.compiled.batchable import make_batchable, memory_of, name_of, read_inputs, written_memory
-from persample.engines.compiled.in_place_shapes import refused_views, shape_changes
+from persample.engines.compiled.batchable import (
+    make_batchable,
+    memory_of,
+    name_of,
+    read_inputs,
+    refused_view,
+    written_memory,
+)
 from persample.engines.compiled.messages import users_line
 from persample.inputs.modules import StandIn
 from persample.utils import trees
@@ -88,9 +94,8 @@ class Capture:
             others: the captures of the function.
         """
         if not self._prepared:
-            changes = shape_changes(self.graph)
             sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
-            self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_views(changes)
+            self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_view(self.graph)
             make_batchable(self.graph)
             self.history = history
             self.state = GlobalStateGuard()

@@ -24,7 +24,6 @@ from persample._torch import (
     schema,
 )
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
-from persample.engines.compiled.tanh import tanh
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
@@ -79,7 +78,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = with_torch_kernels({**decompositions(), _aten.tanh.default: tanh})
+    table = with_torch_kernels(decompositions())
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
