@@ -158,7 +158,7 @@ def explain(
         params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB                      elementwise, or a sum
     """
     inputs.check_outside("explain", "Gradients that are differentiated are written out.")
-    inputs.check_choice("engine", engine, ("eager", "compiled"))
+    inputs.check_choices(engine=(engine, ("eager", "compiled")))
     inputs.check_options(engine="eager", randomness=randomness, chunk_size=None, memory=memory, outputs=outputs)
     wanted, _ = inputs.reductions(reduce)
     uses = Reductions(wanted).required_ops

@@ -125,10 +125,13 @@ class Gradients:
         Returns:
             One sum per parameter, ``[*shape]``, real; ``[K, *shape]`` of K outputs.
         """
-        distinct = {id(scale): scale for scale in scales}  # usually one
-        weighted = {key: self._weighted(scale) for key, scale in distinct.items()}
-        coefficients = [weighted[id(scale)] for scale in scales]
-        return weighted_sums(self.weighted_factors, coefficients, dtypes, are_weights=all(s is None for s in scales))
+        weighted: dict[int, Tensor | None] = {}  # usually one
+        coefficients = []
+        for scale in scales:
+            if id(scale) not in weighted:
+                weighted[id(scale)] = self._weighted(scale)
+            coefficients.append(weighted[id(scale)])
+        return weighted_sums(self.weighted_factors, coefficients, dtypes, are_weights=weighted.keys() == {id(None)})
 
     def _weighted(self, scale: Tensor | None) -> Tensor | None:
         if scale is None or self.weights is None:

@@ -157,7 +157,8 @@ def per_sample_grads(
         return found[0]
 
     def compute() -> Any:
-        inputs.check_out(out, differentiated=differentiated)
+        if out is not None:
+            inputs.check_out(out, differentiated=differentiated)
         call = inputs.normalize(
             loss_fn,
             params,

@@ -15,8 +15,9 @@ from persample.composite.encoder import Encoder, build_encoders
 from persample.composite.loss_head import LossHead, build_loss_head
 from persample.errors import ArgumentError
 from persample.inputs import check_outside
+from persample.inputs.grads import add_grads
 from persample.inputs.loss import SampleLoss
-from persample.inputs.modules import ParamTree, add_grads
+from persample.inputs.modules import ParamTree
 from persample.outputs import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Aux, Loss, Reduce, Reduction, Sum
@@ -162,9 +163,8 @@ def composite_grads(
 
 def check_options(*, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool) -> None:
     """Reject unknown options and combinations that exclude each other."""
-    inputs.check_choice("engine", engine, ("eager", "loop"))
+    inputs.check_choices(engine=(engine, ("eager", "loop")), batch_norm=(batch_norm, RULES))
     inputs.check_loop(engine)
-    inputs.check_choice("batch_norm", batch_norm, RULES)
     inputs.check_chunk_size(chunk_size)
     if batched and keep_batch_dim:
         fix = "With batched=True encode_fn receives chunks of chunk_size samples; leave keep_batch_dim=False."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,21 +25,23 @@ PLAIN = {Tensor, nn.Parameter}
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
-def as_tensor(path: str, leaf: Any, like: Tensor) -> Any:
-    """Return a NumPy array as a tensor on the parameters' device, and any other leaf unchanged.
+def as_tensors(names: Sequence[str], leaves: Sequence[Any], like: Tensor) -> list[Any]:
+    """Return NumPy arrays as tensors on the parameters' device, and any other leaf unchanged.
 
     Args:
-        path: the name of the leaf.
-        leaf: any leaf of a batch.
+        names: one name per leaf.
+        leaves: any leaves of a batch.
         like: the parameter that determines the device of arrays, and the dtype of floating ones.
 
     Raises:
         ArgumentError: if an array does not hold numbers, or as ``check_kind`` does.
     """
-    if isinstance(leaf, Tensor):
-        check_kind(path, leaf)
-    if not isinstance(leaf, np.ndarray):
-        return leaf
+    check_kinds(names, leaves)
+    pairs = zip(names, leaves, strict=True)
+    return [_as_tensor(name, leaf, like) if isinstance(leaf, np.ndarray) else leaf for name, leaf in pairs]
+
+
+def _as_tensor(path: str, leaf: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     if leaf.dtype.kind not in "biufc":
         fix = f"Convert it to numbers. {_PAD}"
         raise ArgumentError.about(path, expected="an array of numbers", received=f"dtype {leaf.dtype}", fix=fix)
@@ -84,47 +86,85 @@ def _is_tensordict(node: Any) -> bool:
     return hasattr(type(node), "auto_batch_size_")  # tensordict is no dependency of ours
 
 
-def batch_axis_first(path: str, leaf: Any, dim: int | None, *, keep_graph: bool = False) -> tuple[Any, bool]:
-    """Return a leaf with its batch axis first, and whether it has one.
+def batch_axes_first(
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    dims: Sequence[int | None],
+    argument: str,
+    *,
+    keep_graph: bool = False,
+) -> tuple[tuple[Any, ...], tuple[bool, ...], int]:
+    """Return the leaves with their batch axes first, for each whether it has one, and B.
 
     Args:
-        path: the name of the leaf.
-        leaf: a tensor, or a leaf that is not sliced: None, a string, a number, or anything of dim None.
-        dim: the batch axis, or None.
-        keep_graph: whether derivatives pass through the leaf.
+        names: one name per leaf.
+        leaves: parameters and batch: tensors, or what is not sliced (None, a string, a number, anything of dim None).
+        dims: the batch axis of each leaf, or None.
+        argument: the name of the argument, for messages.
+        keep_graph: whether derivatives pass through the leaves.
 
     Raises:
-        ArgumentError: if the leaf has no such axis.
+        ArgumentError: if a leaf has no such axis, if none has one, or if their sizes differ.
     """
-    if not isinstance(leaf, Tensor):
-        if dim is None or isinstance(leaf, _CONSTANTS):
-            return leaf, False
-        fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
-        if isinstance(leaf, nn.Module):
-            fix = "Pass the parameters before the batch: per_sample_grads(loss_fn, module, batch)."
-        elif isinstance(leaf, Mapping):
-            fix = "Convert it to a dict: dict(batch)."
-        elif isinstance(leaf, DataLoader | Iterator):
-            fix = "Pass one of its batches, or all of them to accumulate(loss_fn, params, batches)."
-        raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
-    try:  # autograd rejects inference tensors, but not their clones
-        leaf = leaf.clone() if leaf.is_inference() else leaf if keep_graph else leaf.detach()
-    except RuntimeError as error:
-        if not is_functorch_wrapped_tensor(leaf):
-            raise
-        fix = "Use it inside of the function that was transformed, or return it from there."
-        received = "one of a torch.func transform that has ended"
-        raise ArgumentError.about(path, expected="a tensor with values", received=received, fix=fix) from error
-    if dim is None:
-        return leaf, False
-    if not -leaf.ndim <= dim < leaf.ndim:
-        received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
-        fix = (
-            "Give every sample its row (torch.utils.data.default_collate makes a batch of a list of samples), or mark "
-            "what all samples share with None, as in in_dims=(None, (0, None))."
-        )
-        raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
-    return (leaf.movedim(dim, 0) if dim else leaf), True
+    values, batched = [], []
+    rows: dict[str, Tensor] = {}
+    for name, leaf, dim in zip(names, leaves, dims, strict=True):
+        is_tensor = isinstance(leaf, Tensor)
+        if not is_tensor and dim is not None and not isinstance(leaf, _CONSTANTS):
+            _refuse(name, leaf)
+        value = leaf
+        if is_tensor:
+            try:  # autograd rejects inference tensors, but not their clones
+                value = leaf.clone() if leaf.is_inference() else leaf if keep_graph else leaf.detach()
+            except RuntimeError as error:
+                if not is_functorch_wrapped_tensor(leaf):
+                    raise
+                fix = "Use it inside of the function that was transformed, or return it from there."
+                received = "one of a torch.func transform that has ended"
+                raise ArgumentError.about(name, expected="a tensor with values", received=received, fix=fix) from error
+            if dim is not None:
+                if not -leaf.ndim <= dim < leaf.ndim:
+                    _refuse_axis(name, leaf, dim)
+                value = rows[name] = value.movedim(dim, 0) if dim else value
+        values.append(value)
+        batched.append(is_tensor and dim is not None)
+    return tuple(values), tuple(batched), _common_size(rows, argument)
+
+
+def _refuse(path: str, leaf: Any) -> NoReturn:
+    fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
+    if isinstance(leaf, nn.Module):
+        fix = "Pass the parameters before the batch: per_sample_grads(loss_fn, module, batch)."
+    elif isinstance(leaf, Mapping):
+        fix = "Convert it to a dict: dict(batch)."
+    elif isinstance(leaf, DataLoader | Iterator):
+        fix = "Pass one of its batches, or all of them to accumulate(loss_fn, params, batches)."
+    raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)
+
+
+def _refuse_axis(path: str, leaf: Tensor, dim: int) -> NoReturn:
+    received = f"shape {list(leaf.shape)}" if leaf.ndim else "a scalar"
+    fix = (
+        "Give every sample its row (torch.utils.data.default_collate makes a batch of a list of samples), or mark "
+        "what all samples share with None, as in in_dims=(None, (0, None))."
+    )
+    raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
+
+
+def check_kinds(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Reject tensors that are not dense blocks of numbers.
+
+    Args:
+        names: one name per leaf.
+        leaves: any leaves.
+
+    Raises:
+        ArgumentError: as ``check_kind`` does.
+    """
+    for name, x in zip(names, leaves, strict=True):
+        is_usual = type(x) in PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized)
+        if not is_usual and isinstance(x, Tensor):
+            check_kind(name, x)
 
 
 def check_kind(path: str, x: Tensor) -> None:
@@ -137,8 +177,6 @@ def check_kind(path: str, x: Tensor) -> None:
     Raises:
         ArgumentError: if the tensor is nested, sparse, quantized, masked, fake or uninitialized.
     """
-    if type(x) in PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized):  # the usual case
-        return
     expected, received, fix = "a dense tensor", "", ""
     if is_lazy(x):
         expected, received = "a tensor", "an uninitialized one"
@@ -157,19 +195,7 @@ def check_kind(path: str, x: Tensor) -> None:
         raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
 
 
-def common_size(names: Sequence[str], leaves: Sequence[Any], batched: Sequence[bool], argument: str) -> int:
-    """Return B.
-
-    Args:
-        names: one name per leaf.
-        leaves: parameters and batch, batch axes first.
-        batched: for each leaf, whether it has a batch axis.
-        argument: the name of the argument, for messages.
-
-    Raises:
-        ArgumentError: if no leaf has a batch axis, or if their sizes differ.
-    """
-    rows = {name: leaf for name, leaf, split in zip(names, leaves, batched, strict=True) if split}
+def _common_size(rows: Mapping[str, Tensor], argument: str) -> int:
     sizes = {name: int(leaf.shape[0]) for name, leaf in rows.items()}
     if not sizes:
         fix = "Pass tensors with a leading batch axis; a batch of one still has an axis of 1."

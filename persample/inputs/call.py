@@ -54,8 +54,10 @@ class Call:
             return self.memory
         if self.loss.outputs == "rows":  # K is not known yet
             return cost_model.budget(self.memory, math.inf)
-        pairs = zip(self.params, self.params_batched, strict=True)
-        return cost_model.budget(self.memory, sum(x.nbytes * (1 if split else self.size) for x, split in pairs))
+        written_out = 0
+        for x, split in zip(self.params, self.params_batched, strict=True):
+            written_out += x.nbytes * (1 if split else self.size)
+        return cost_model.budget(self.memory, written_out)
 
     def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
         """Return how gradients are stored.

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from persample._torch import backward_hooks, post_accumulate_grad_hooks
 
 
-def is_hooked(x: Tensor) -> bool:
-    """Return whether a tensor has a hook.
+def are_hooked(tensors: Sequence[Tensor]) -> bool:
+    """Return whether any of some tensors has a hook.
 
     Args:
-        x: a parameter.
+        tensors: the parameters.
 
     Examples:
         >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
         >>> hook = x.register_hook(torch.neg)
-        >>> is_hooked(x), hook.remove(), is_hooked(x)
+        >>> are_hooked([x]), hook.remove(), are_hooked([x])
         (True, None, False)
     """
-    return bool(backward_hooks(x) or post_accumulate_grad_hooks(x))
+    return any(map(backward_hooks, tensors)) or any(map(post_accumulate_grad_hooks, tensors))

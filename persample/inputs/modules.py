@@ -1,11 +1,11 @@
-"""``nn.Module``s as ``params``: their parameters are taken out, replaced while the loss runs, and given gradients."""
+"""``nn.Module``s as ``params``: their parameters are taken out, and replaced while the loss runs."""
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import starmap
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import buffer_slots, flat_weights, module_slots, parameter_slots, set_flat_weights
-from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.interrupts import undone
 from persample.utils.strides import storage_key
@@ -32,6 +31,25 @@ class StandIn:
     __slots__ = ()
 
 
+def named_parts(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return modules and all their parts, each once, by index among the modules and name, such as "0.encoder.1".
+
+    They are those of ``named_modules()``, whose nested generators take several times as long.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    rest = [(str(place), module) for place, module in enumerate(modules)][::-1]
+    while rest:
+        prefix, part = rest.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            found[prefix] = part
+            for name, child in reversed(module_slots(part).items()):
+                if child is not None:
+                    rest.append((f"{prefix}.{name}", child))
+    return found
+
+
 class _Modules:
     """All modules of one call, and the slots in which they keep their parameters and buffers.
 
@@ -39,56 +57,57 @@ class _Modules:
         modules: the modules.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.parts: dict[str, nn.Module] = {}
-        seen: set[nn.Module] = set()
-        for place, module in enumerate(modules):
-            self.parts.update(module.named_modules(seen, str(place)))
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self.parts = named_parts(modules)
         self.parameters: dict[str, nn.Parameter] = {}
+        # Slots are listed by the tensor in them, so that tied tensors, and modules with two names, are swapped alike.
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._plain: list[nn.Module] = []
         first_names: dict[int, str] = {}
         for prefix, part in self.parts.items():
-            for name, param in parameter_slots(part).items():
-                if param is not None and id(param) not in first_names:
-                    first_names[id(param)] = f"{prefix}.{name}"
-                    self.parameters[f"{prefix}.{name}"] = param
-        # Slots are listed by the tensor in them, so that tied tensors, and modules with two names, are swapped alike.
-        # Scripted modules accept no other tensors; the arguments were checked, so these have no tensors to swap.
-        self._plain = [part for part in self.parts.values() if not isinstance(part, torch.jit.ScriptModule)]
-        self._recurrent = [part for part in self._plain if isinstance(part, nn.RNNBase)]
-        self._slots: list[tuple[dict[str, Any], str, str]] = [
-            (parameter_slots(part), name, first_names[id(held)])
-            for part in self._plain
-            for name, held in parameter_slots(part).items()
-            if held is not None
-        ]
-        self._buffers = [
-            (buffer_slots(part), name, held)
-            for part in self._plain
-            for name, held in buffer_slots(part).items()
-            if held is not None
-        ]
+            # Scripted modules accept no other tensors; the arguments were checked, so these have no tensors to swap.
+            is_plain = not isinstance(part, torch.jit.ScriptModule)
+            slots, buffers = parameter_slots(part), buffer_slots(part)
+            for name, param in slots.items():
+                if param is not None:
+                    first = first_names.setdefault(id(param), f"{prefix}.{name}")
+                    self.parameters.setdefault(first, param)
+                    if is_plain:
+                        self._slots.append((slots, name, first))
+            if is_plain:
+                self._plain.append(part)
+                for name, held in buffers.items():
+                    if held is not None:
+                        self._buffers.append((buffers, name, held))
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []  # the lists and dicts in attributes, and copies of them
         self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
         self.keeps = False  # whether what was swapped stays until the end of ``ParamTree.unchanged``
 
-    def swap(self, tensors: Mapping[str, Tensor]) -> None:
+    def swap(self, tensors: Mapping[Any, Tensor]) -> None:
         """Replace some parameters by other tensors, and all buffers by clones, until ``restore``.
 
         Args:
             tensors: the new tensors, by the first name of each parameter.
         """
-        clones = {id(held): _marked(held.clone(), held) for _, _, held in self._buffers}
         if not self.keeps:
             self.remember()
         for slots, name, first_name in self._slots:
             if first_name in tensors:
-                slots[name] = _marked(tensors[first_name], slots[name])
+                marks = vars(slots[name])
+                slots[name] = tensors[first_name]
+                if marks:
+                    _mark(slots[name], marks)
+        clones: dict[int, Tensor] = {}
         for buffers, name, held in self._buffers:
+            if id(held) not in clones:
+                clones[id(held)] = held.clone()
+                _mark(clones[id(held)], vars(held))
             buffers[name] = clones[id(held)]
         if self._containers:
-            placed = {id(self.parameters[name]): x for name, x in tensors.items()}
+            placed = {id(param): tensors[name] for name, param in self.parameters.items() if name in tensors}
             for container, values in self._containers:
                 for key, value in values.items() if isinstance(values, dict) else enumerate(values):
                     if id(value) in placed:
@@ -96,17 +115,15 @@ class _Modules:
 
     def remember(self) -> None:
         """Note what the modules hold, for ``restore``."""
-        self._attributes = [(part.__dict__, dict(part.__dict__)) for part in self._plain]
-        self._containers = [
-            (held, list(held) if isinstance(held, list) else dict(held))
-            for attributes, _ in self._attributes
-            for name, held in attributes.items()
-            if type(held) in _CONTAINERS and name not in _OF_EVERY_MODULE and len(held) <= _FEW
-        ]
-        self._flat_weights = [(part, flat_weights(part)) for part in self._recurrent]
-        self._held = [
-            (slots, dict(slots)) for part in self._plain for slots in (parameter_slots(part), buffer_slots(part))
-        ]
+        for part in self._plain:
+            attributes, slots, buffers = part.__dict__, parameter_slots(part), buffer_slots(part)
+            self._attributes.append((attributes, attributes.copy()))
+            self._held += [(slots, slots.copy()), (buffers, buffers.copy())]
+            for name, held in attributes.items():
+                if type(held) in _CONTAINERS and name not in _OF_EVERY_MODULE and len(held) <= _FEW:
+                    self._containers.append((held, held.copy()))
+            if isinstance(part, nn.RNNBase):
+                self._flat_weights.append((part, flat_weights(part)))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Return the parameters, and the tensors that attributes held when ``remember`` noted them, with names."""
@@ -117,45 +134,37 @@ class _Modules:
                 of_part = f"{type(part).__name__}.{name}"
                 yield from ((of_part, x) for x in trees.flatten(attributes[name])[0] if isinstance(x, Tensor))
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the modules hold other tensors than ``remember`` noted."""
-        return any(_differ(slots, values) for slots, values in (*self._held, *self._attributes))
+    def changed(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the slots and attributes that hold other objects than ``remember`` noted, and what they held."""
+        found = []
+        for slots, values in (*self._held, *self._attributes):
+            if len(slots) != len(values) or not all(map(operator.is_, slots.values(), values.values())):
+                found.append((slots, values))
+        return found
 
     def restore(self) -> None:
         """Undo ``swap`` and the effects of a forward pass on modules: changed buffers, tensors in attributes."""
-        if not self._held:
-            return
         deque(starmap(operator.ior, self._held), 0)  # one C call, which no signal can interrupt halfway
-        for slots, values in (*self._held, *self._attributes):
+        for slots, values in self.changed():
             _restore(slots, values)
         for container, values in self._containers:
             _restore_container(container, values)
         for slots, values in self._held:
             if list(slots) != list(values):  # a slot that was deleted is now last, and optimizers rely on the order
-                _reorder(slots, values)
+                for name in [*values, *(slots.keys() - values.keys())]:
+                    slots[name] = slots.pop(name)
         for part, weights in self._flat_weights:
             set_flat_weights(part, weights)
-        self._held = self._attributes = []
-        self._containers = []
-        self._flat_weights = []
+        self._held, self._attributes, self._containers, self._flat_weights = [], [], [], []
 
 
-def _marked(x: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the attributes that a user gave another one, such as marks for weight decay."""
-    marks = vars(like)
-    if marks:  # torch.compile's own are about the memory of that very tensor
-        vars(x).update({name: mark for name, mark in marks.items() if not name.startswith("_dynamo_")})
-    return x
-
-
-def _differ(slots: dict[str, Any], held: dict[str, Any]) -> bool:
-    return len(slots) != len(held) or not all(map(operator.is_, slots.values(), held.values()))
+def _mark(x: Tensor, marks: dict[str, Any]) -> None:
+    """Give a tensor the attributes that a user gave another one, such as marks for weight decay."""
+    # torch.compile's own are about the memory of that very tensor
+    vars(x).update({name: mark for name, mark in marks.items() if not name.startswith("_dynamo_")})
 
 
 def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
-    if not _differ(slots, held):
-        return
     for name, value in list(slots.items()):
         if isinstance(value, Tensor | StandIn) and value is not held.get(name):
             if name in held:
@@ -185,11 +194,6 @@ def _restore_container(container: Any, held: Any) -> None:
             del container[name]
 
 
-def _reorder(slots: dict[str, Any], held: dict[str, Any]) -> None:
-    for name in [*held, *(slots.keys() - held.keys())]:
-        slots[name] = slots.pop(name)
-
-
 @dataclass(frozen=True)
 class ParamTree:
     """The user's ``params``, flattened.
@@ -201,7 +205,7 @@ class ParamTree:
         leaves: the leaves of ``params``, modules among them.
         structure: the structure of ``params``.
         slots: the place of each tensor: an index into ``leaves``, or a name inside the modules.
-        inside: the modules in ``leaves``, or None.
+        inside: the modules in ``leaves``.
     """
 
     tensors: tuple[Any, ...]
@@ -210,7 +214,7 @@ class ParamTree:
     leaves: tuple[Any, ...]
     structure: trees.TreeSpec
     slots: tuple[int | str, ...]
-    inside: _Modules | None = None
+    inside: _Modules = field(default_factory=_Modules)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -226,23 +230,24 @@ class ParamTree:
     @property
     def parts(self) -> Mapping[str, nn.Module]:
         """The modules and all their submodules, by index among the modules and name, such as "0.encoder.1"."""
-        return self.inside.parts if self.inside else {}
+        return self.inside.parts
 
     def arguments(self, values: Sequence[Tensor]) -> Any:
         """Return ``params`` with other tensors in place of its own; modules stay as they are."""
-        placed = dict(zip(self.slots, values, strict=True))
-        return trees.unflatten([placed.get(index, leaf) for index, leaf in enumerate(self.leaves)], self.structure)
+        leaves = list(self.leaves)
+        for slot, value in zip(self.slots, values, strict=True):
+            if isinstance(slot, int):
+                leaves[slot] = value
+        return trees.unflatten(leaves, self.structure)
 
     def call(self, values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
         """Call a loss with other tensors in place of the parameters, also of those inside of modules."""
-        args = self.arguments(values)
-        if self.inside is None:
+        args, inside = self.arguments(values), self.inside
+        if not inside.parts:
             return loss_fn(args, *sample)
-        inside, named = self.inside, zip(self.slots, values, strict=True)
-        tensors = {name: value for name, value in named if isinstance(name, str)}
 
         def swapped() -> Any:
-            inside.swap(tensors)
+            inside.swap(dict(zip(self.slots, values, strict=True)))
             return loss_fn(args, *sample)
 
         return swapped() if inside.keeps else undone(swapped, inside.restore)
@@ -255,7 +260,7 @@ class ParamTree:
     @cached_property
     def owned(self) -> list[tuple[str, Tensor]]:
         """The tensors that a loss must leave alone, with their names: all but buffers, of which it gets clones."""
-        return [*zip(self.paths, self.tensors, strict=True), *(self.inside.named() if self.inside else ())]
+        return [*zip(self.paths, self.tensors, strict=True), *self.inside.named()]
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -265,21 +270,19 @@ class ParamTree:
     @property
     def frozen(self) -> list[nn.Parameter]:
         """The parameters of modules that require no gradients; those of other classes or layouts may have no memory."""
-        found = self.inside.parameters.values() if self.inside else ()
+        found = self.inside.parameters.values()
         return [x for x in found if not x.requires_grad and type(x) is nn.Parameter and x.layout == torch.strided]
 
     @property
     def has_changed(self) -> bool:
         """Whether the modules hold other objects than when ``unchanged`` noted them."""
-        return self.inside is not None and self.inside.has_changed
+        return bool(self.inside.changed())
 
     def unchanged(self, body: Callable[[], T]) -> T:
         """Call a function, and undo its effects on the modules; until then, what ``call`` has swapped stays in place.
 
         Backward passes belong into the function, because a block may run again in its own backward pass.
         """
-        if self.inside is None:
-            return body()
         inside = self.inside
 
         def remembered() -> T:
@@ -303,83 +306,35 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
         params: a pytree of tensors and ``nn.Module``s, or a single one of them.
         name: the name of the argument, for messages.
     """
-    leaves, spec = trees.flatten(params)
+    leaves, structure = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     if not modules:
         paths = tuple(trees.paths(params, name))
-        return ParamTree(tuple(leaves), spec, paths, tuple(leaves), spec, tuple(range(len(leaves))))
+        return ParamTree(tuple(leaves), structure, paths, tuple(leaves), structure, tuple(range(len(leaves))))
 
     inside = _Modules(modules)
-    trainable = {path: param for path, param in inside.parameters.items() if param.requires_grad}
+    trained: list[dict[str, Tensor]] = [{} for _ in modules]
+    for path, param in inside.parameters.items():
+        if param.requires_grad:
+            place, _, own = path.partition(".")
+            trained[int(place)][own] = param
     pieces = list(leaves)
     slots: list[int | str] = []
-    prefixes = iter(range(len(modules)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
-            prefix = f"{next(prefixes)}."
-            inner = [path for path in trainable if path.startswith(prefix)]
-            pieces[index] = {path.removeprefix(prefix): trainable[path] for path in inner}
-            slots += inner
+            root = len(modules) - len(trained)
+            pieces[index] = trained.pop(0)
+            slots += [f"{root}.{own}" for own in pieces[index]]
         else:
             slots.append(index)
-    result = trees.unflatten(pieces, spec)
-    tensors, result_spec = trees.flatten(result)
+    result = trees.unflatten(pieces, structure)
+    tensors, of_result = trees.flatten(result)
     paths = tuple(trees.paths(result, name))
-    return ParamTree(tuple(tensors), result_spec, paths, tuple(leaves), spec, tuple(slots), inside)
-
-
-def set_grads(module: nn.Module, grads: Mapping[str, Tensor], accumulate: bool = False) -> None:
-    """Put reduced gradients into ``.grad``, so that any ``torch.optim`` optimizer can step on them.
-
-    Args:
-        module: the module whose parameters receive the gradients.
-        grads: a tensor of the parameter's shape for every parameter with ``requires_grad``, by name: what
-            ``per_sample_grads(loss_fn, module, batch, Mean())`` returns. A tensor is converted if its dtype or device
-            differs from the parameter's, and otherwise not copied.
-        accumulate: add to the gradients that are there, as ``.backward()`` does, instead of replacing them.
-
-    Raises:
-        ArgumentError: if ``module`` is no module, a trainable parameter is missing, a name is unknown, or a shape
-            differs.
-
-    Examples:
-        >>> import torch
-        >>> linear = nn.Linear(2, 1, bias=False)
-        >>> set_grads(linear, {"weight": torch.ones(1, 2)})
-        >>> torch.optim.SGD(linear.parameters(), lr=0.1).step()
-    """
-    if not isinstance(module, nn.Module):
-        fix = "Pass the module that the gradients are of; then call optimizer.step()."
-        raise ArgumentError.about("module", expected="an nn.Module", received=type(module).__name__, fix=fix)
-    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-    if not isinstance(grads, Mapping):
-        fix = "Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module."
-        raise ArgumentError.about("grads", expected="a dict by name", received=type(grads).__name__, fix=fix)
-    missing, unknown = sorted(params.keys() - grads.keys()), sorted(grads.keys() - params.keys())
-    if missing or unknown:
-        raise ArgumentError.about(
-            "grads",
-            expected="one gradient per trainable parameter of the module, by name",
-            received=f"missing {missing}, unknown or frozen {unknown}",
-            fix="Pass what per_sample_grads(loss_fn, module, batch, Mean()) returns for this very module.",
-        )
-    for name, param in params.items():
-        grad = grads[name]
-        if not isinstance(grad, Tensor) or grad.shape != param.shape or grad.is_complex() > param.is_complex():
-            received = f"shape {list(grad.shape)}, {grad.dtype}" if isinstance(grad, Tensor) else type(grad).__name__
-            expected = f"shape {list(param.shape)}, {param.dtype}"
-            fix = "Reduce over the samples first, for example with Mean()."
-            raise ArgumentError.about(f"grads[{name!r}]", expected=expected, received=received, fix=fix)
-    for name, param in params.items():
-        grad = grads[name].detach().to(param)
-        # Not in place: the gradient that is there may be a result that the caller keeps.
-        param.grad = param.grad + grad if accumulate and param.grad is not None else grad
+    return ParamTree(tuple(tensors), of_result, paths, tuple(leaves), structure, tuple(slots), inside)
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module that require gradients, by name; a tied one by its first name.
-
-    They are those of ``named_parameters()``, whose nested generators take several times as long.
 
     Args:
         module: the module.
@@ -388,32 +343,9 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(trained_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
         ['0.weight', '0.bias']
     """
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-
-    def visit(part: nn.Module, prefix: str) -> None:
-        seen.add(id(part))
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, part in named_parts([module]).items():
         for name, param in parameter_slots(part).items():
-            if param is not None and param.requires_grad and id(param) not in seen:
-                seen.add(id(param))
-                found[prefix + name] = param
-        for name, child in module_slots(part).items():
-            if child is not None and id(child) not in seen:
-                visit(child, f"{prefix}{name}.")
-
-    visit(module, "")
-    return found
-
-
-def add_grads(params: ParamTree, grads: Any) -> None:
-    """Add gradients to ``.grad``, as ``.backward()`` does.
-
-    Args:
-        params: the parameters, leaf tensors that require gradients.
-        grads: a tree of gradients like the parameters.
-    """
-    for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
-        if param.grad is None:
-            param.grad = grad.clone()
-        else:
-            param.grad.add_(grad)
+            if param is not None and param.requires_grad:
+                found.setdefault(id(param), (f"{prefix}.{name}".removeprefix("0."), param))
+    return dict(found.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -14,7 +13,7 @@ from torch.nn.utils import parametrize
 from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError
 from persample.gradients import ParamSpec
-from persample.inputs.batch import as_tensor, batch_axis_first, common_size, sample_structure
+from persample.inputs.batch import as_tensors, batch_axes_first, sample_structure
 from persample.inputs.call import Call
 from persample.inputs.in_dims import split_in_dims, spread_dims
 from persample.inputs.loss import SampleLoss
@@ -67,20 +66,22 @@ def normalize(
     """
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
-    params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.modules))
+    params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.parts))
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, given)
-    tensors = [as_tensor(name, leaf, tree.tensors[0]) for name, leaf in zip(batch_names, leaves, strict=True)]
-    names = [*tree.paths, *batch_names]
+    given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]
     leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
     dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
-    rows = functools.partial(batch_axis_first, keep_graph=differentiated)
-    values, batched = zip(*map(rows, names, [*tree.tensors, *tensors], dims), strict=True)
-    size = common_size(names, values, batched, given)
+    values, batched, size = batch_axes_first(
+        [*tree.paths, *batch_names], given_leaves, dims, given, keep_graph=differentiated
+    )
 
     count = len(tree.tensors)
-    shapes = tuple(x.shape[1:] if split else x.shape for x, split in zip(values[:count], batched, strict=False))
-    spec = ParamSpec(tree.result, tree.paths, shapes, tuple(x.dtype for x in values[:count]))
+    shapes, dtypes = [], []
+    for x, split in zip(values[:count], batched[:count], strict=True):
+        shapes.append(x.shape[1:] if split else x.shape)
+        dtypes.append(x.dtype)
+    spec = ParamSpec(tree.result, tree.paths, tuple(shapes), tuple(dtypes))
     unpack = type(batch) in (tuple, list)
     sample = sample_structure(batch, structure, leaf_dims, keep_batch_dim=keep_batch_dim)
     loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, outputs, called, given)

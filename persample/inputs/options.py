@@ -33,11 +33,9 @@ def check_options(
     Raises:
         ArgumentError: if an option has none of its allowed values.
     """
-    check_choice("engine", engine, _ENGINES)
+    check_choices(engine=(engine, _ENGINES), randomness=(randomness, _RANDOMNESS), outputs=(outputs, _OUTPUTS))
     check_loop(engine)
-    check_choice("randomness", randomness, _RANDOMNESS)
     check_chunk_size(chunk_size)
-    check_choice("outputs", outputs, _OUTPUTS)
     is_word = memory is None or (isinstance(memory, str) and memory == "low")
     if not is_word and not (type(memory) is int and memory >= 0):
         fix = "Pass the bytes that written-out gradients may take, 'low' for as few as possible, or None."
@@ -53,8 +51,7 @@ def check_loop(engine: str) -> None:
     Raises:
         ArgumentError: if the engine is the loop, inside of a transform.
     """
-    around = transforms() if engine == "loop" else []
-    if around:
+    if engine == "loop" and (around := transforms()):
         expected = f"an engine that works under torch.func.{around[0]}"
         fix = (
             "Pass engine='eager'; or differentiate by plain autograd, outside of torch.func, with differentiable=True."
@@ -72,7 +69,7 @@ def check_out(out: Any, *, differentiated: bool) -> None:
     Raises:
         ArgumentError: if results cannot be written into it.
     """
-    if out is not None and (differentiated or transforms()):
+    if differentiated or transforms():
         around = "torch.func's transforms" if transforms() else "differentiable=True"
         fix = "Leave it out: memory that is written again cannot be part of a graph or of a larger batch."
         raise ArgumentError.about("out", expected=f"None with {around}", received="a previous result", fix=fix)
@@ -100,17 +97,16 @@ def check_chunk_size(chunk_size: Any) -> None:
         raise ArgumentError.about("chunk_size", expected="a positive int or None", received=repr(chunk_size), fix=fix)
 
 
-def check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
+def check_choices(**options: tuple[Any, Sequence[str]]) -> None:
     """Reject an option that is none of some words.
 
     Args:
-        argument: the name of the option.
-        value: its value.
-        choices: the words.
+        **options: the value of each option, and the words.
 
     Raises:
-        ArgumentError: if the value is none of the words.
+        ArgumentError: if a value is none of its words.
     """
-    if not isinstance(value, str) or value not in choices:
-        expected = " or ".join(repr(name) for name in choices)
-        raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")
+    for argument, (value, choices) in options.items():
+        if not isinstance(value, str) or value not in choices:
+            expected = " or ".join(repr(name) for name in choices)
+            raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")

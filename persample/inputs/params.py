@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from persample._torch import NormBase, buffer_slots, parameter_slots
 from persample.errors import STOP_STATISTICS, ArgumentError
-from persample.inputs.batch import PLAIN, check_kind
-from persample.inputs.hooks import is_hooked
+from persample.inputs.batch import PLAIN, check_kind, check_kinds
+from persample.inputs.hooks import are_hooked
 from persample.inputs.modules import ParamTree, take_apart
+
+_RESTRICTED = (torch.jit.ScriptModule, NormBase, nn.Embedding, nn.EmbeddingBag)
 
 
 def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
@@ -32,14 +34,13 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
         raise ArgumentError.about(name, expected="a module, or a tree of tensors", received="an iterator", fix=fix)
     tree = take_apart(params, name)
     for path, part in tree.parts.items():
-        _check_script(name, path.partition(".")[2], part)
-        _check_part(name, path.partition(".")[2], part, batch_statistics=batch_statistics)
+        if isinstance(part, _RESTRICTED):
+            _check_part(name, path.partition(".")[2], part, batch_statistics=batch_statistics)
         for own, held in (*parameter_slots(part).items(), *buffer_slots(part).items()):
             if held is not None and (type(held) not in PLAIN or held.is_nested):
                 check_kind(f"{name}['{path}.{own}']".replace("['0.", "['"), held)
+    check_kinds(tree.paths, tree.tensors)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
-        if isinstance(leaf, Tensor):
-            check_kind(path, leaf)
         if hasattr(leaf, "full_tensor"):  # importing DTensor takes a second
             raise ArgumentError.about(
                 path,
@@ -49,7 +50,6 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
                 "process at once, and call a module without shards by torch.func.functional_call.",
             )
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
-            _check_hooks(path, leaf)
             continue
         received = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
         fix = "Convert it (torch.as_tensor(x, dtype=torch.float32)), or pass what is not learned in batch."
@@ -62,23 +62,18 @@ def check_params(params: Any, *, batch_statistics: bool = False, name: str = "pa
     if not tree.tensors:
         fix = "Pass dict(model.named_parameters()), or a module with at least one parameter that requires_grad."
         raise ArgumentError.about(name, expected="at least one floating tensor", received="none", fix=fix)
-    return tree
-
-
-def _check_hooks(path: str, leaf: Tensor) -> None:
-    if is_hooked(leaf):
+    if are_hooked(tree.tensors):
         raise ArgumentError.about(
-            path,
+            next(path for path, leaf in zip(tree.paths, tree.tensors, strict=True) if are_hooked([leaf])),
             expected="a tensor without hooks: there is no gradient of the batch to call them with, on any engine",
             received="one with a hook (register_hook or register_post_accumulate_grad_hook)",
             fix="Remove the hook (handle.remove()), and apply what it does to the result.",
         )
+    return tree
 
 
-def _check_script(argument: str, name: str, part: nn.Module) -> None:
+def _check_script(argument: str, name: str, part: torch.jit.ScriptModule) -> None:
     """Reject TorchScript modules with parameters or buffers, which cannot be replaced by other tensors."""
-    if not isinstance(part, torch.jit.ScriptModule):
-        return
     if any(p.requires_grad for p in part.parameters(recurse=False)) or any(True for _ in part.buffers(recurse=False)):
         raise ArgumentError.about(
             argument,
@@ -89,6 +84,8 @@ def _check_script(argument: str, name: str, part: nn.Module) -> None:
 
 
 def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: bool) -> None:
+    if isinstance(part, torch.jit.ScriptModule):
+        _check_script(argument, name, part)
     if isinstance(part, NormBase) and part.training and part.track_running_stats and not batch_statistics:
         expected = "a module that does not update running statistics while it is differentiated"
         received = f"{_labelled(name, type(part).__name__)} in train mode"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.inputs.batch import as_tensor
+from persample.inputs.batch import as_tensors
 from persample.reductions import Reduction
 from persample.utils.tracing import is_hidden
+
+_divides_by_weight = operator.attrgetter("divides_by_weight")
 
 
 def check_weights(weights: Any, size: int, *, keep_graph: bool = False) -> Tensor | None:
@@ -27,7 +30,7 @@ def check_weights(weights: Any, size: int, *, keep_graph: bool = False) -> Tenso
     """
     if weights is None:
         return None
-    weights = as_tensor("weights", weights, torch.empty(0, dtype=torch.float64, device="cpu"))
+    weights = as_tensors(["weights"], [weights], torch.empty(0, dtype=torch.float64, device="cpu"))[0]
     try:
         dtype = None if isinstance(weights, Tensor) else torch.float64  # Python floats are doubles
         tensor = torch.as_tensor(weights, dtype=dtype, device="cpu")
@@ -80,7 +83,7 @@ class TotalWeight(NamedTuple):
         Raises:
             ArgumentError: if the divisor of an average would not be positive, or if one of its weights is negative.
         """
-        for reduction in (reduction for reduction in wanted if reduction.divides_by_weight):
+        for reduction in filter(_divides_by_weight, wanted):
             bound = reduction.needs_more_than
             if self.total > bound and self.least >= 0:
                 continue
@@ -104,5 +107,5 @@ def check_averages(wanted: Sequence[Reduction], weights: Tensor | None, size: in
     Raises:
         ArgumentError: as ``TotalWeight.check`` does.
     """
-    if any(reduction.divides_by_weight for reduction in wanted) and not is_hidden(weights):
+    if any(map(_divides_by_weight, wanted)) and not is_hidden(weights):
         TotalWeight.of(weights, size).check(wanted)

@@ -122,7 +122,7 @@ def accumulate(
         inputs.check_options(
             engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs
         )
-        inputs.check_choice("order", order, ORDERS)
+        inputs.check_choices(order=(order, ORDERS))
         wanted, container = inputs.reductions(reduce)
         options = {
             "in_dims": in_dims,

@@ -7,7 +7,7 @@ dataclasses, TensorDicts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -69,20 +69,17 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         >>> flatten({"w": 1, "b": [2]})[0]
         [1, 2]
     """
-    if is_leaf is None:
-        leaves: list[Any] = []
-        outline = _outline(tree, leaves)
-        if outline is not None:
-            return leaves, _structure_of(outline)
+    if is_leaf is None and type(tree) in _LEAVES:
+        return [tree], leaf_structure()
+    leaves: list[Any] = []
+    if is_leaf is None and (outline := _outline(tree, leaves)) is not None:
+        return leaves, _structure_of(outline)
     return _torch.tree_flatten(tree, is_leaf)
 
 
 def _outline(tree: Any, leaves: list[Any]) -> Any:
     """Return a key of the structure of built-in containers, and collect the leaves; None if others are among them."""
     kind: Any = type(tree)
-    if kind in _LEAVES:
-        leaves.append(tree)
-        return ()
     if kind not in _KINDS or (kind is dict and not {str}.issuperset(map(type, tree))):
         return None
     outline = [kind, tuple(tree) if kind is dict else ()]
@@ -103,7 +100,7 @@ def leaf_structure() -> TreeSpec:
 
 @functools.lru_cache(256)
 def _structure_of(outline: Any) -> TreeSpec:
-    return structure(_of_nones(outline)) if outline else leaf_structure()
+    return structure(_of_nones(outline))
 
 
 def _of_nones(outline: Any) -> Any:
@@ -125,18 +122,15 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
         >>> unflatten([3, 4], structure({"w": 1, "b": 2}))
         {'w': 3, 'b': 4}
     """
-    if spec is leaf_structure():
-        return leaves[0]
-    if len(leaves) != spec.num_leaves:
-        return _torch.tree_unflatten(leaves, spec)  # raises an error
-    return _filled(iter(leaves), spec)
-
-
-def _filled(leaves: Iterator[Any], spec: TreeSpec) -> Any:
     kind = spec.type
-    if kind not in _KINDS:
-        return next(leaves) if kind is None else _torch.tree_unflatten([*islice(leaves, spec.num_leaves)], spec)
-    parts = islice(leaves, spec.num_leaves) if is_flat(spec) else [_filled(leaves, part) for part in spec.children()]
+    if len(leaves) != spec.num_leaves or (kind is not None and kind not in _KINDS):
+        return _torch.tree_unflatten(leaves, spec)  # which also raises the error
+    if kind is None:
+        return leaves[0]
+    parts: Iterable[Any] = leaves
+    if spec.num_leaves < spec.num_nodes - 1:  # containers inside
+        rest = iter(leaves)
+        parts = [unflatten([*islice(rest, part.num_leaves)], part) for part in spec.children()]
     return dict(zip(spec.context, parts, strict=True)) if kind is dict else kind(parts)
 
 
@@ -248,7 +242,8 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         >>> map_tensors(lambda x: x.tolist(), {"x": torch.zeros(1), "name": "cart"})
         {'x': [0.0], 'name': 'cart'}
     """
-    return tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    leaves, spec = flatten(tree)
+    return unflatten([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
 
 def stop_gradient(tree: Any) -> Any:

@@ -31,7 +31,7 @@ from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, l
 from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
-from persample.inputs.hooks import is_hooked
+from persample.inputs.hooks import are_hooked
 from persample.inputs.modules import trained_parameters
 from persample.outputs import is_apart
 from persample.reductions import Reduction
@@ -159,7 +159,7 @@ class EarlierCall:
             self.key == flat.key
             and not any(map(is_nested, flat.tensors))
             and self.guards.check(*flat.tensors)
-            and not any(map(is_hooked, flat.params))
+            and not are_hooked(flat.params)
         )
 
     def before(self, asked: Asked) -> Total | None:
