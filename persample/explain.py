@@ -18,7 +18,7 @@ from persample.factors.cost_model import Estimate, Plan
 from persample.factors.dense import is_zeros
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import rng
 from persample.utils.isolation import isolated
 

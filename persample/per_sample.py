@@ -16,7 +16,7 @@ from persample.engines.fallback import answered
 from persample.inputs import Engine, Outputs, Randomness
 from persample.outputs import is_apart, owned, write_into
 from persample.reductions import Reduce
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.isolation import isolated
 from persample.utils.origin import fold, handled_error

@@ -9,7 +9,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.merge import merge_all
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import rng
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients

@@ -14,8 +14,7 @@ from traced import lowered
 
 from persample import Norm, gradients, per_sample_grads
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
-from persample.factors.norms import squared_norms_per_factor
-from persample.gradients import Gradients, ParamSpec
+from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 
 B = 4
 

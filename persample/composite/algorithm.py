@@ -16,7 +16,7 @@ from persample.composite.loss_head import LossHead
 from persample.errors import LossError
 from persample.merge import merge_all
 from persample.processes import Processes, merged, own_rows
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import rng
 
 # From dL/dz, one per leaf of z, to the leaves of every reduction and whether z depends on any parameter.

@@ -21,8 +21,7 @@ from persample.inputs.modules import ParamTree
 from persample.outputs import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Aux, Loss, Reduce, Reduction, Sum
-from persample.reductions.base import SumOverSamples
-from persample.reductions.requested import Reductions, described
+from persample.reductions.base import Reductions, SumOverSamples, described
 from persample.utils import trees
 from persample.utils.isolation import isolated
 

@@ -23,7 +23,7 @@ from persample.inputs.loss import NotConnectedError
 from persample.merge import merge_all
 from persample.pipeline import Engine, Lift, lift_by
 from persample.processes import Processes
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.dtypes import accumulate_dtype, as_real
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +14,7 @@ from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
 from persample.factors.base import Factor, row_format
-from persample.factors.kernel_grads import kernel_grad, kernel_grads
 from persample.factors.outer import Outer
-from persample.factors.patch_products import both_sides, patch_products, pixel_products
 from persample.utils import dtypes
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -206,3 +206,63 @@ class Conv(Factor):
 def _pixels(images: Tensor, axes: int) -> int:
     """Return the number of pixels of the images of one sample and output, which have some spatial axes."""
     return images.shape[-axes - 2] * prod(images.shape[-axes:])
+
+
+def kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Any, ...]) -> Tensor:
+    """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
+    kernel = images.new_empty(shape)  # only its shape is read; an expanded tensor would be copied
+    *steps, groups = geometry
+    if images.shape[2:].numel() == 1:  # torch rejects such an image if its strides are those of a slice
+        images = images.flatten(1).view(images.shape)
+    settings = (*steps, False, (0,) * len(steps[0]), groups)
+    return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
+
+
+def kernel_grads(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Any, ...]) -> Tensor:
+    """Return the gradients ``[B, *shape]`` of each sample, by one convolution with B times as many groups."""
+    size, (*steps, groups) = len(signals), geometry
+    signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (signals, images))
+    grads = kernel_grad(signals, images, (size * shape[0], *shape[1:]), (*steps, size * groups))
+    return grads.view(size, *shape)
+
+
+def both_sides(padding: Sequence[int]) -> list[int]:
+    """Return the padding of spatial axes as ``F.pad`` takes it: the last axis first, each side by itself."""
+    return [side for sides in reversed(padding) for side in (sides, sides)]
+
+
+def pixel_products(images: Tensor) -> Tensor:
+    """Return the inner products ``[B, G, N, *in, N, *in]`` of all pairs of pixels of images ``[B, G, C, N, *in]``."""
+    pixels, columns = images.shape[3:], images.flatten(3)
+    return (columns.mT @ columns).unflatten(3, pixels).unflatten(2, pixels)
+
+
+def patch_products(
+    images: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return ⟨pₛ, pₜ⟩ for all places s and t that the kernel is applied to.
+
+    The inner product of two patches is the sum of those of their pixels, so every pair of pixels is multiplied once,
+    and not once per offset in the kernel. Those with pixels of the padding are zero: they are added afterwards. The
+    offsets along one axis are summed after those along the axis before, so they add up and do not multiply.
+
+    Args:
+        images: images without padding ``[B, G, C, N, *in]``, C channels in each group.
+        kernel: the size of the kernel along each spatial axis.
+        stride: one number per spatial axis.
+        padding: zeros on both sides, one number per spatial axis.
+        dilation: one number per spatial axis.
+
+    Returns:
+        The inner products ``[B, G, N, *out, N, *out]``.
+    """
+    products, sides = pixel_products(images), both_sides(padding)
+    if any(padding):
+        products = pad(products, [*sides, 0, 0, *sides])
+    for axis, (taps, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), 3):
+        rest = (slice(None),) * len(kernel)  # the axes between those of the two pixels
+        last = products.shape[axis] - (taps - 1) * apart
+        windows = (slice(start, start + last, step) for start in range(0, taps * apart, apart))
+        of_pairs = (products[(slice(None),) * axis + (window, *rest, window)] for window in windows)
+        products = functools.reduce(torch.add, of_pairs)
+    return products

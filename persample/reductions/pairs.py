@@ -12,8 +12,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.factors import Factor
-from persample.factors.norms import squared_norms_per_factor
-from persample.gradients import Gradients, ParamSpec
+from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
 from persample.utils.norms import root

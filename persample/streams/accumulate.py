@@ -17,7 +17,7 @@ from persample.inputs import Engine, Outputs, Randomness, check_outside
 from persample.outputs import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Reduce
-from persample.reductions.requested import Reductions, described
+from persample.reductions.base import Reductions, described
 from persample.streams.accumulator import Finished
 from persample.streams.batches import numbered
 from persample.streams.lift import BatchLift, RandomStream

@@ -19,7 +19,7 @@ from persample.inputs import Call
 from persample.merge import AnyOf
 from persample.processes import Processes
 from persample.reductions import Reduction
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.streams.batches import Batch, InBatch
 from persample.utils import rng
 from persample.utils.isolation import isolated

@@ -19,7 +19,7 @@ from persample.engines.vmap import eager, unfactored
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.outputs import is_apart
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.dtypes import full_precision
 

@@ -23,7 +23,7 @@ from persample.factors.cost_model import Budget
 from persample.inputs.call import Call
 from persample.outputs import write_into
 from persample.reductions import Reduction
-from persample.reductions.requested import Reductions
+from persample.reductions.base import Reductions
 from persample.utils import trees
 
 

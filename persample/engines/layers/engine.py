@@ -110,7 +110,8 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
                 recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
         if not recorder:
             raise NotLayersError("no parameter has a gradient")
-        pull_back(params, recorder)
+        if params.computed:
+            pull_back(params, recorder)
         factors = [recorder.factor(place) for place in range(len(call.params))]
     return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 

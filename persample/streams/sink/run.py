@@ -14,8 +14,8 @@ from persample.inputs import Call, check_params
 from persample.merge import Stacked
 from persample.processes import Processes
 from persample.reductions import Reduction
+from persample.reductions.base import Reductions, in_words
 from persample.reductions.per_sample import PerSample
-from persample.reductions.requested import Reductions, in_words
 from persample.streams.accumulator import Accumulator, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
