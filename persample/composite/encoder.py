@@ -8,8 +8,7 @@ from typing import Any
 
 from persample.composite.batch_norm import guarded, refuse_batch_statistics
 from persample.errors import ArgumentError
-from persample.inputs import normalize
-from persample.inputs.call import Call
+from persample.inputs.call import Call, normalize
 from persample.utils import trees
 
 

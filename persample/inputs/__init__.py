@@ -1,10 +1,9 @@
 """Arguments are normalized and checked here, one file per argument; later code trusts them."""
 
-from persample.inputs.call import Call
-from persample.inputs.derivatives import NestedCallError, check_outside, is_differentiated
-from persample.inputs.normalize import normalize
+from persample.inputs.call import Call, normalize
 from persample.inputs.options import (
     Engine,
+    NestedCallError,
     Outputs,
     Randomness,
     check_choices,
@@ -12,9 +11,11 @@ from persample.inputs.options import (
     check_loop,
     check_options,
     check_out,
+    check_outside,
+    is_differentiated,
+    reductions,
 )
 from persample.inputs.params import check_params
-from persample.inputs.reduce import reductions
 from persample.inputs.weights import TotalWeight, check_averages
 
 __all__ = [

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from persample._torch import num_parametrize_caches
+from persample.errors import ArgumentError
 from persample.factors import cost_model
+from persample.gradients import ParamSpec
+from persample.inputs.batch import as_tensors, batch_axes_first, sample_structure, split_in_dims, spread_dims
 from persample.inputs.loss import SampleLoss
+from persample.inputs.options import Outputs
+from persample.inputs.params import check_params
+from persample.inputs.weights import check_averages, check_weights
+from persample.reductions import Reduction
+from persample.utils import trees
 from persample.utils.tracing import is_recorded
 
 
@@ -101,3 +113,125 @@ class Call:
             return tuple(x[index] if split else x for x, split in zip(values, batched, strict=True))
 
         return pick(self.params, self.params_batched), pick(self.leaves, self.leaves_batched)
+
+
+def normalize(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    wanted: Sequence[Reduction],
+    *,
+    weights: Any,
+    in_dims: Any,
+    keep_batch_dim: bool,
+    randomness: str = "error",
+    outputs: Outputs = "scalar",
+    memory: Any = None,
+    called: str = "loss_fn",
+    given: str = "batch",
+    batch_statistics: bool = False,
+    is_part: bool = False,
+    differentiated: bool = False,
+) -> Call:
+    """Return the call in the form that engines take.
+
+    Args:
+        loss_fn: the user's loss.
+        params: the user's parameters.
+        batch: the user's batch.
+        wanted: the reductions asked for.
+        weights: one per sample, or None.
+        in_dims: the batch axes of ``params`` and ``batch``.
+        keep_batch_dim: whether each sample keeps a leading axis of 1.
+        randomness: as in ``torch.func.vmap``.
+        outputs: what the loss of one sample returns, a scalar or a vector.
+        memory: the bytes that written-out gradients may take, "low" or None.
+        called: the name of the function's argument, for messages.
+        given: the name of the batch's argument, for messages.
+        batch_statistics: whether modules may normalize with the statistics of a batch.
+        is_part: whether other samples follow, so that averages cannot be checked yet.
+        differentiated: whether the caller differentiates the results.
+
+    Raises:
+        ArgumentError: if an argument is invalid.
+    """
+    _check_parametrizations(called)
+    tree = check_params(params, batch_statistics=batch_statistics)
+    params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.parts))
+    leaves, structure = trees.flatten(batch)
+    batch_names = trees.paths(batch, given)
+    given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]
+    leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
+    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
+    values, batched, size = batch_axes_first(
+        [*tree.paths, *batch_names], given_leaves, dims, given, keep_graph=differentiated
+    )
+
+    count = len(tree.tensors)
+    shapes, dtypes = [], []
+    for x, split in zip(values[:count], batched[:count], strict=True):
+        shapes.append(x.shape[1:] if split else x.shape)
+        dtypes.append(x.dtype)
+    spec = ParamSpec(tree.result, tree.paths, tuple(shapes), tuple(dtypes))
+    unpack = type(batch) in (tuple, list)
+    sample = sample_structure(batch, structure, leaf_dims, keep_batch_dim=keep_batch_dim)
+    loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, outputs, called, given)
+    _check_signature(called, loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
+    for reduction in wanted:
+        reduction.check(spec)
+    weights = check_weights(weights, size, keep_graph=differentiated)
+    if not is_part:
+        check_averages(wanted, weights, size)
+    weights = None if weights is None else weights.to(values[0].device)
+    return Call(
+        loss,
+        size,
+        values[:count],
+        batched[:count],
+        values[count:],
+        batched[count:],
+        weights,
+        randomness,
+        differentiated,
+        memory,
+    )
+
+
+def _check_parametrizations(called: str) -> None:
+    if num_parametrize_caches(parametrize):
+        expected = "parametrized tensors to be computed from the parameters of each sample"
+        received = "a call inside torch.nn.utils.parametrize.cached(), which keeps those of the first sample"
+        fix = "Make the call outside of this context, and enter it inside of the loss (not with engine='compiled')."
+        raise ArgumentError.about(called, expected=expected, received=received, fix=fix)
+
+
+def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:
+    if not callable(loss_fn):
+        fix = "Pass a function of (params, *sample)."
+        raise ArgumentError.about(called, expected="a function", received=type(loss_fn).__name__, fix=fix)
+    if isinstance(loss_fn, FunctionType):  # the usual case; inspect.signature is slow
+        code = loss_fn.__code__
+        if code.co_argcount == 1 + len(sample) and not code.co_kwonlyargcount:
+            return
+    is_module = isinstance(loss_fn, nn.Module)
+    try:
+        signature = inspect.signature(loss_fn.forward if is_module else loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(params, *sample)
+    except TypeError as error:
+        fix = (
+            "The batch is passed as one argument; a plain tuple is unpacked into several: pass tuple(batch) of a "
+            "NamedTuple. `accumulate` takes an iterable of batches: pass [batch] for one."
+        )
+        if unpacked:
+            fix = (
+                f"A plain {type(sample).__name__} is unpacked into positional arguments: let the loss take them; to "
+                f"pass {len(sample)} samples, stack them into one tensor with a batch axis."
+            )
+        if is_module:
+            fix = "Pass a function that calls the model too, such as lambda model, x, y: criterion(model(x), y)."
+        expected = f"to take params and {len(sample)} argument(s) of a sample"
+        received = f"{signature} ({error})"
+        raise ArgumentError.about(called, expected=expected, received=received, fix=fix) from error

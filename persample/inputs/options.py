@@ -1,16 +1,21 @@
-"""The options ``engine``, ``randomness``, ``chunk_size``, ``memory`` and ``outputs``."""
+"""Options, from ``reduce`` and ``engine`` to ``memory`` and ``outputs``, and derivatives around a call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from persample import _torch
 from persample._torch import transforms
 from persample.errors import ArgumentError
 from persample.inputs.batch import check_kind
+from persample.reductions import Reduction, Stack
 from persample.utils import trees
+from persample.utils.flags import is_inside
 
 Engine: TypeAlias = Literal["eager", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
@@ -110,3 +115,88 @@ def check_choices(**options: tuple[Any, Sequence[str]]) -> None:
         if not isinstance(value, str) or value not in choices:
             expected = " or ".join(repr(name) for name in choices)
             raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")
+
+
+def reductions(reduce: Any) -> tuple[list[Reduction], trees.TreeSpec]:
+    """Return the reductions of a call as a list, and the structure of their container.
+
+    Args:
+        reduce: a reduction, None, or a container of them.
+
+    Raises:
+        ArgumentError: if there is no reduction, or if a leaf is not a reduction.
+    """
+    leaves, container = trees.flatten(reduce)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Reduction):
+            named = isinstance(leaf, type) and issubclass(leaf, Reduction)
+            fix = f"Call it: {leaf.__name__}(…)." if named else "Pass for example Mean(), or {'update': Mean()}."
+            received = repr(leaf)
+            if isinstance(leaf, Tensor | np.ndarray):
+                received = f"a tensor of shape {list(leaf.shape)}"
+                fix = "All that the loss takes of a sample is one argument, batch: pass (x, y), not x, y."
+            raise ArgumentError.about("reduce", expected="reductions such as Mean()", received=received, fix=fix)
+    if not leaves:
+        fix = "Name at least one, or pass None for the per-sample gradients."
+        raise ArgumentError.about("reduce", expected="a reduction", received=f"an empty {reduce!r}", fix=fix)
+    return [Stack() if leaf is None else leaf for leaf in leaves], container
+
+
+_CONSTANTS = "If constants are meant, call it under torch.no_grad(), or before the differentiated function."
+
+
+class NestedCallError(ArgumentError):
+    """Raised where plain autograd differentiates a loss, and a call inside of it would return constants."""
+
+
+def is_differentiated(called: str, *, requested: bool) -> bool:
+    """Return whether the results of a call are differentiated, so that they must be computed by differentiable steps.
+
+    Args:
+        called: the name of the public function.
+        requested: the argument ``differentiable``. Without grad mode it has no effect.
+
+    Raises:
+        ArgumentError: if a derivative is active that takes the results for constants.
+    """
+    _check_forward_mode(called)
+    if any(map(_differentiates, _torch.transforms())):
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    if (outer := is_inside()) and not requested:
+        expected = f"differentiable=True inside {outer}, which is differentiated"
+        raise NestedCallError.about(called, expected=expected, received="differentiable=False", fix=_CONSTANTS)
+    return requested
+
+
+def check_outside(called: str, instead: str) -> None:
+    """Reject a call inside of a derivative or of vmap, for functions whose results would be constants there.
+
+    ``torch.no_grad()`` inside of a derivative is accepted: it says that constants are meant.
+
+    Args:
+        called: the name of the public function.
+        instead: what to use there.
+
+    Raises:
+        ArgumentError: if a derivative or vmap is active.
+    """
+    _check_forward_mode(called)
+    around = [f"torch.func.{name}" for name in _torch.transforms() if name == "vmap" or _differentiates(name)]
+    if (outer := is_inside()) and torch.is_grad_enabled():
+        around = [f"{outer}, which is differentiated"]
+    if around:
+        expected, received = "to be called outside of transforms and losses", f"a call inside {around[0]}"
+        raise ArgumentError.about(called, expected=expected, received=received, fix=f"{instead} {_CONSTANTS}")
+
+
+def _differentiates(transform: str) -> bool:
+    return transform == "jvp" or (transform == "grad" and torch.is_grad_enabled())
+
+
+def _check_forward_mode(called: str) -> None:
+    if not _torch.transforms() and _torch.is_forward_mode():
+        fix = "Use torch.func.jvp; or call it before the level is entered, if constants are meant."
+        expected, received = "torch.func for forward mode", "a call inside a level of torch.autograd.forward_ad"
+        raise ArgumentError.about(called, expected=expected, received=received, fix=fix)

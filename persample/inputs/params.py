@@ -1,17 +1,16 @@
-"""The argument ``params``."""
+"""The argument ``params``, and what its tensors must not have: hooks of the caller's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from persample._torch import NormBase, buffer_slots, parameter_slots
+from persample._torch import NormBase, backward_hooks, buffer_slots, parameter_slots, post_accumulate_grad_hooks
 from persample.errors import STOP_STATISTICS, ArgumentError
 from persample.inputs.batch import PLAIN, check_kind, check_kinds
-from persample.inputs.hooks import are_hooked
 from persample.inputs.modules import ParamTree, take_apart
 
 _RESTRICTED = (torch.jit.ScriptModule, NormBase, nn.Embedding, nn.EmbeddingBag)
@@ -104,3 +103,19 @@ def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: 
 
 def _labelled(name: str, kind: str) -> str:
     return f"{name!r} ({kind})" if name else kind
+
+
+def are_hooked(tensors: Sequence[Tensor]) -> bool:
+    """Return whether any of some tensors has a hook.
+
+    Args:
+        tensors: the parameters.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> hook = x.register_hook(torch.neg)
+        >>> are_hooked([x]), hook.remove(), are_hooked([x])
+        (True, None, False)
+    """
+    return any(map(backward_hooks, tensors)) or any(map(post_accumulate_grad_hooks, tensors))

@@ -31,8 +31,8 @@ from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, l
 from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
-from persample.inputs.hooks import are_hooked
 from persample.inputs.modules import trained_parameters
+from persample.inputs.params import are_hooked
 from persample.outputs import is_apart
 from persample.reductions import Reduction
 from persample.utils import trees

@@ -29,8 +29,8 @@ from persample.errors import LossError, TorchVersionError
 from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.derivatives import NestedCallError
 from persample.inputs.loss import NotConnectedError
+from persample.inputs.options import NestedCallError
 from persample.utils.dtypes import full_precision
 from persample.utils.interrupts import interrupts_first
 from persample.utils.origin import handled_error, is_users
