@@ -5,8 +5,11 @@ Counted are the dispatched operations of aten that are no views. Beside what is 
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import persample
 from persample import ClippedMean, Mean, Norm, per_sample_grads
 
 A_CALL = 6
+LIBRARY = f"{Path(persample.__file__).parent}{os.sep}"
 
 
 class Counted(TorchDispatchMode):
@@ -139,3 +144,37 @@ def test_several_reductions_share_what_they_have_in_common(name):
     sums = len(list(net.parameters())) + A_CALL
     gradient = counted(lambda: batch_gradient(loss, net, batch)).total()
     assert total(mean, norm, clipped) <= max(total(norm), total(clipped)) + total(mean) - gradient + sums
+
+
+def dictionary():
+    """The loss of ``td`` with a dict of parameters and ``F.linear``."""
+    _, net, batch = td()
+    params = {name: param.detach() for name, param in net.named_parameters()}
+
+    def value(params, x):
+        for k in (0, 2, 4):
+            x = F.linear(x, params[f"{k}.weight"], params[f"{k}.bias"])
+            x = torch.tanh(x) if k < 4 else x.squeeze(-1)
+        return x
+
+    return lambda params, s, r, s2: ((r + 0.99 * value(params, s2)).detach() - value(params, s)) ** 2, params, batch
+
+
+@pytest.mark.parametrize("spelling", [td, dictionary])
+def test_python_functions_of_a_call(spelling):
+    """How often a call enters a Python function of the library, and of how many of its files, once it is warm."""
+    loss, params, batch = spelling()
+    call = lambda: per_sample_grads(loss, params, batch, ClippedMean(1.0))
+    call()
+    entered = Counter()
+
+    def count(frame, event, _):
+        entered[frame.f_code.co_filename] += event == "call" and LIBRARY in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert entered.total() <= 400
+    assert len(+entered) <= 40

@@ -25,7 +25,7 @@ def inside(function: str, owner: Any = None) -> Iterator[None]:
     Raises:
         Exception: a refusal that was raised inside, even if the function, or torch, caught it.
     """
-    before = is_inside(), owner_inside(), None
+    before = getattr(flags, "inside", None), getattr(flags, "owner", None), None
     flags.inside, flags.owner, flags.refusal = function, owner, None
     try:
         yield

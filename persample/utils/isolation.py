@@ -65,4 +65,7 @@ def _with_modules(params: Any, body: Callable[[], T]) -> T:
     if not parts:
         return body()
     ordered = [parts[key] for key in sorted(parts)]  # one order: no deadlock
-    return locked(locked([_guard], lambda: [_locks.setdefault(part, threading.RLock()) for part in ordered]), body)
+    locks: list[Any] = list(map(_locks.get, ordered))
+    if None in locks:
+        locks = locked([_guard], lambda: [_locks.setdefault(part, threading.RLock()) for part in ordered])
+    return locked(locks, body)

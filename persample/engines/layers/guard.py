@@ -57,9 +57,11 @@ class LayerGuard(VmapRules):
             if not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
             params = self._interceptor.params
-            may_be_used = kwargs or not params.ids.isdisjoint(map(id, args)) or not LISTS.isdisjoint(map(type, args))
+            is_used = not params.shared.keys().isdisjoint(map(id, args))
+            if kwargs or not LISTS.isdisjoint(map(type, args)):
+                is_used = is_used or params.are_among((*args, *kwargs.values()))
             # Without grad mode, results are constants, whatever a parameter is used for.
-            is_used = may_be_used and torch.is_grad_enabled() and params.are_among((*args, *kwargs.values()))
+            is_used = is_used and torch.is_grad_enabled()
             if is_used and func is F.multi_head_attention_forward:  # of layers, which torch calls without any mode
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:

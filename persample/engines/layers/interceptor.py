@@ -110,7 +110,7 @@ class LayerInterceptor:
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Compute ``F.linear``, whose weight and bias may be parameters or not."""
-        param, bias_place = self.params.get(weight), self.params.place_of(bias)
+        param, bias_place = self.params.shared.get(id(weight)), self.params.places.get(id(bias))
         plain_bias = bias if bias_place is None else self.params.values[bias_place]
         # Other tensors that require gradients were computed from parameters, or belong to the caller.
         known = isinstance(weight, Tensor) and (param is not None or not weight.requires_grad)
@@ -120,7 +120,7 @@ class LayerInterceptor:
             flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
             with temporarily_clear_interpreter_stack():
                 recorded = torch.is_grad_enabled() and (param is not None or bias_place is not None)
-                flat = _with_gradient(flat) if recorded else flat
+                flat = _with_gradient(flat) if recorded and not flat.requires_grad else flat
                 out = F.linear(flat, matrix, plain_bias)
                 if recorded:
                     place, transposed = (None, False) if param is None else param[1:]
@@ -165,7 +165,7 @@ class LayerInterceptor:
         with temporarily_clear_interpreter_stack():
             images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
             recorded = torch.is_grad_enabled()
-            images = _with_gradient(images) if recorded else images
+            images = _with_gradient(images) if recorded and not images.requires_grad else images
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
@@ -303,7 +303,7 @@ class LayerInterceptor:
 
 def _with_gradient(inputs: Tensor) -> Tensor:
     """Return the inputs of a layer so that its output has a gradient."""
-    return inputs if inputs.requires_grad else inputs.detach().requires_grad_()
+    return inputs.detach().requires_grad_()
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002

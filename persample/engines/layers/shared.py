@@ -119,9 +119,8 @@ class SharedParams:
         self.computed: dict[int, Tensor] = {}  # further parameters, by place, with the graph that begins at others
         self.parts: dict[int, Part] = {}  # of computed ones: where in a parameter they lie, if they are parts of it
         self.expanded: dict[int, Tensor] = {}  # copies by place, ``[B, *shape]``, made where the loss needs them
-        self._shared: dict[int, SharedParam] = {}
-        self.ids = self._shared.keys()
-        self._places: dict[int, int] = {}  # of parameters and of copies of vectors, by id
+        self.shared: dict[int, SharedParam] = {}  # parameters and transposes, by id
+        self.places: dict[int, int] = {}  # of parameters and of copies of vectors, by id
         self._alive: list[Tensor] = []  # whose ids these are
         with temporarily_clear_interpreter_stack():  # under which torch refuses to make leaves
             self.plain = [x.detach().requires_grad_() for x in params]
@@ -130,21 +129,21 @@ class SharedParams:
 
     def get(self, x: Any) -> SharedParam | None:
         """Return a shared parameter or its transpose, or None for any other value."""
-        return self._shared.get(id(x))
+        return self.shared.get(id(x))
 
     def place_of(self, x: Any) -> int | None:
         """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
-        return self._places.get(id(x))
+        return self.places.get(id(x))
 
     def are_among(self, values: Sequence[Any]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
-        if not self.ids.isdisjoint(map(id, values)):
+        if not self.shared.keys().isdisjoint(map(id, values)):
             return True
-        return any(not self.ids.isdisjoint(map(id, x)) for x in values if type(x) in LISTS)
+        return any(not self.shared.keys().isdisjoint(map(id, x)) for x in values if type(x) in LISTS)
 
     def transpose(self, x: Tensor) -> Tensor:
         """Return the transpose of a shared matrix."""
-        param = self._shared[id(x)]
+        param = self.shared[id(x)]
         if x.ndim != 2:
             raise NotLayersError("the loss transposes a parameter that is no matrix")
         return self._keep(SharedParam(x.T, param.place, not param.transposed))
@@ -202,7 +201,7 @@ class SharedParams:
         if x.ndim > 1 or x.numel() > _SMALL or place in self.computed:
             return self._keep(SharedParam(x, place))
         copies = self._expanded(place)
-        self._places[id(copies)] = place
+        self.places[id(copies)] = place
         self._alive.append(copies)
         return copies
 
@@ -214,7 +213,7 @@ class SharedParams:
         return add_batch_dim(self.expanded[place], 0, self._vmap.level)
 
     def _keep(self, param: SharedParam) -> Tensor:
-        self._shared[id(param.tensor)] = param
+        self.shared[id(param.tensor)] = param
         if not param.transposed:
-            self._places[id(param.tensor)] = param.place
+            self.places[id(param.tensor)] = param.place
         return param.tensor
