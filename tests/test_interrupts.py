@@ -27,7 +27,7 @@ from traced import without_compiling, without_inductor
 import persample
 from persample import ClippedMean, LossError, Norm, Stack, clear_cache, composite_grads, per_sample_grads
 from persample.engines.compiled import batchable
-from persample.utils import interrupts, locks
+from persample.utils import interrupts, isolation
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -259,11 +259,11 @@ def test_an_interrupt_at_a_lock_leaves_it_free(engine, monkeypatch):
         return per_sample_grads(lambda model, x: model(x), model, xs, Norm(), engine=engine)
 
     call()
-    with interrupted_at(locks) as lines:
+    with interrupted_at(interrupts) as lines:
         call()
-    assert any(file == locks.__file__ for file, _ in lines)
-    for line in (at for at, (file, _) in enumerate(lines, 1) if file == locks.__file__):
-        with pytest.raises(Interrupted), interrupted_at(locks, line):
+    assert any(file == interrupts.__file__ for file, _ in lines)
+    for line in (at for at, (file, _) in enumerate(lines, 1) if file == interrupts.__file__):
+        with pytest.raises(Interrupted), interrupted_at(interrupts, line):
             call()
         assert_no_lock_is_held(call)
 
@@ -316,7 +316,7 @@ def test_modes_of_the_caller_are_there_again_where_torch_took_them_off():
             return func(*args, **(kwargs or {}))
 
     with Mode() as mode:
-        interrupts.in_same_state(torch.overrides._pop_mode)
+        isolation.in_same_state(torch.overrides._pop_mode)
         assert torch.overrides._get_current_function_mode_stack() == [mode]
 
 

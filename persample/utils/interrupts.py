@@ -1,31 +1,29 @@
-"""Clean-up that a signal cannot skip: Ctrl-C may raise between any two bytecodes, also inside of a ``finally``."""
+"""Clean-up and locks that a signal cannot skip: Ctrl-C may raise between any two bytecodes, also in a ``finally``."""
 
 from __future__ import annotations
 
 # As ``signal``, which makes an enum of each number: of all signals that takes 0.1 ms.
 import _signal  # type: ignore[import-not-found]
 import _thread
+import functools
 import inspect
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import _GeneratorContextManager, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-from persample._torch import DONE_ONCE
-from persample.utils.flags import flags
+from persample._torch import DONE_ONCE, compile_lock
 from persample.utils.origin import handled_error, raised_since
-from persample.utils.thread_state import restore_shared_state, restore_thread_state, shared_state, thread_state
 
+P = ParamSpec("P")
 T = TypeVar("T")
-_STEPS = {"__enter__", "__exit__"}
 _IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 _PAUSE = 0.01  # seconds
-_CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
 
 
 def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
@@ -53,39 +51,6 @@ def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
     finally:
         if not done:
             undo()
-
-
-def in_same_state(body: Callable[[], T]) -> T:
-    """Call a function and restore torch's state of this thread, wherever a signal interrupts the call.
-
-    Args:
-        body: the function.
-
-    Returns:
-        What ``body`` returns.
-
-    Examples:
-        >>> import torch
-        >>> in_same_state(lambda: torch.set_grad_enabled(False)).prev, torch.is_grad_enabled()
-        (True, True)
-    """
-    handled = handled_error()
-    state, shared, ours = thread_state(), shared_state(), dict(vars(flags))
-
-    def undo() -> None:
-        errors = list(raised_since(handled, sys.exc_info()[1]))
-        for error in errors:
-            _close_contexts(error)
-        restore_thread_state(state)
-        if any(map(_broke_off, errors)):  # otherwise another thread may have changed the shared state
-            restore_shared_state(shared)
-        if vars(flags) != ours:
-            vars(flags).clear()
-            vars(flags).update(ours)
-
-    is_cold = "torch._dynamo" not in sys.modules  # torch.func imports it
-    with interrupts_first():
-        return undone((lambda: after_imports(body)) if is_cold else body, undo)
 
 
 def after_imports(body: Callable[[], T]) -> T:
@@ -153,14 +118,41 @@ def interrupts_first() -> Iterator[None]:
         raise
 
 
-def _close_contexts(error: BaseException) -> None:
-    """Close ``@contextmanager`` generators whose exit was interrupted; garbage collection would close them too late."""
-    for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
-        if frame.f_code in _CONTEXTS:
-            with suppress(Exception):  # the context may be restored already
-                frame.f_locals["self"].gen.close()
+def locked(locks: Sequence[threading.RLock], body: Callable[[], T]) -> T:
+    """Call a function while this thread holds locks.
+
+    Args:
+        locks: the locks, acquired in this order.
+        body: the function.
+
+    Returns:
+        What ``body`` returns.
+
+    Examples:
+        >>> locked([threading.RLock()], lambda: 3)
+        3
+    """
+    held: list[threading.RLock] = []
+    acquire, release = type(locks[0]).acquire, type(locks[0]).release
+    releases = map(release, held)  # an iterator: after an interrupt it goes on, so that each lock is released once
+
+    def while_held() -> T:
+        held.extend(filter(acquire, locks))  # in C: a signal cannot come between acquiring a lock and listing it
+        return body()
+
+    return undone(while_held, lambda: deque(releases, 0))
 
 
-def _broke_off(error: BaseException) -> bool:
-    """Return whether an error was raised inside of an ``__enter__`` or ``__exit__``, which may be half done."""
-    return any(frame.f_code.co_name in _STEPS for frame, _ in traceback.walk_tb(error.__traceback__))
+def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that waits while another thread compiles, or is in a function made by this one.
+
+    Args:
+        function: the function.
+    """
+
+    @functools.wraps(function)
+    def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        lock = compile_lock() if "torch._dynamo.convert_frame" in sys.modules else after_imports(compile_lock)
+        return locked((lock,), lambda: function(*args, **kwargs))
+
+    return waiting

@@ -2,9 +2,9 @@
 
 from persample.engines.compiled.engine import compiled, lift_compiled, merge_compiled
 from persample.engines.compiled.graph import Compilation
+from persample.engines.compiled.packing import Total
 from persample.engines.compiled.programs import clear_cache, compilations_of
 from persample.engines.compiled.repeated import Asked, FlatParams, repeated
-from persample.engines.compiled.total import Total
 
 __all__ = [
     "Asked",

@@ -38,13 +38,11 @@ from persample._torch import (
     set_dynamo_settings,
     tensors_read,
 )
-from persample.engines.compiled.graph import Capture, Captured, History, Marker
+from persample.engines.compiled.graph import Capture, Captured, History, Marker, failed_guard, refusal
 from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
-from persample.engines.compiled.messages import failed_guard, refusal
-from persample.engines.compiled.one_thread import in_one_thread
 from persample.errors import CompileLimitWarning
 from persample.inputs.batch import check_kind
-from persample.utils.interrupts import after_imports, undone
+from persample.utils.interrupts import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
 from persample.vmap_rules.indexing import getitem_unread

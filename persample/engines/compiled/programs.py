@@ -13,13 +13,12 @@ import torch
 from persample._torch import compiling
 from persample.engines.compiled.capture import entries, entry_of, forget
 from persample.engines.compiled.graph import Compilation
-from persample.engines.compiled.one_thread import in_one_thread
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import Format, TraceError
 from persample.errors import LossError, RecompilationWarning, TorchVersionError
-from persample.utils.interrupts import after_imports
+from persample.utils.interrupts import after_imports, in_one_thread
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16

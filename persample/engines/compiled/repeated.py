@@ -25,10 +25,9 @@ from persample._torch import (
 from persample.engines.compiled.capture import Entry, NewError, entry_of, is_nested
 from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Argument, Capture, Constant, Marker, Origin, first_marker
-from persample.engines.compiled.packing import Outline
+from persample.engines.compiled.packing import Outline, Total
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, live_inputs
-from persample.engines.compiled.total import Total
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
 from persample.inputs.modules import trained_parameters

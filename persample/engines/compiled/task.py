@@ -13,8 +13,7 @@ from torch import Tensor
 
 from persample import pipeline
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
-from persample.engines.compiled.packing import Outline, pack
-from persample.engines.compiled.total import Total
+from persample.engines.compiled.packing import Outline, Total, pack
 from persample.engines.compiled.trace import Format
 from persample.engines.vmap import eager
 from persample.errors import ArgumentError
