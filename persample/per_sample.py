@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from persample.reductions import Reduce
 from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.isolation import isolated
-from persample.utils.origin import fold, handled_error
+from persample.utils.origin import fold
 
 
 def per_sample_grads(
@@ -191,7 +192,7 @@ def per_sample_grads(
             warn_of_statistics(call, chunk_size or call.size)
         return result
 
-    handled = handled_error()
+    handled = sys.exc_info()[1]
     try:
         return isolated(params, compute, keep_graph=differentiated)
     except Exception as error:

@@ -249,23 +249,44 @@ def test_interrupts_of_a_first_call_leave_everything_whole(package, count, monke
     assert_no_lock_is_held(call)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
-def test_an_interrupt_at_a_lock_leaves_it_free(engine, monkeypatch):
-    clear_cache()
-    without_inductor(monkeypatch)
+@contextmanager
+def interrupted_at_moment(moment=0):
+    """Raise where CPython handles signals: at the start of a function, or after a call of one in C. Count moments."""
+    passed = []
+
+    def profile(_frame, event, _):
+        if event in {"call", "c_return"}:
+            passed.append(event)
+            if len(passed) == moment:
+                raise Interrupted
+
+    sys.setprofile(profile)
+    try:
+        yield passed
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"differentiable": True}, {"engine": "loop"}], ids=["eager", "differentiable", "loop"]
+)
+def test_an_interrupt_at_any_moment_leaves_everything_whole(options):
     model, xs = Layers(), torch.randn(6, 5)
 
     def call():
-        return per_sample_grads(lambda model, x: model(x), model, xs, Norm(), engine=engine)
+        return per_sample_grads(lambda model, x: model(x), model, xs, ClippedMean(1.0), **options)
 
-    call()
-    with interrupted_at(interrupts) as lines:
+    expected, whole, before = [*call().values()], state(), slots(model)
+    with interrupted_at_moment() as moments:
         call()
-    assert any(file == interrupts.__file__ for file, _ in lines)
-    for line in (at for at, (file, _) in enumerate(lines, 1) if file == interrupts.__file__):
-        with pytest.raises(Interrupted), interrupted_at(interrupts, line):
+    for moment in range(1, len(moments), 7):
+        with pytest.raises(Interrupted), interrupted_at_moment(moment):
             call()
-        assert_no_lock_is_held(call)
+        assert state() == whole, moment
+        assert is_same(before, slots(model)), moment
+        assert not any(lock._is_owned() for lock in isolation._locks.values()), moment
+        assert all(map(torch.equal, call().values(), expected)), moment
+    assert_no_lock_is_held(call)
 
 
 @pytest.mark.slow
@@ -289,14 +310,15 @@ def test_an_interrupt_of_an_undoing_leaves_it_to_the_next():
 
 
 def test_an_error_that_torch_raises_in_the_wake_of_an_interrupt_gives_way_to_it():
-    def broken_off():
+    def broken_off(w, x):
         try:
             interrupt()
         finally:
             raise RuntimeError("internal assert")
 
-    with pytest.raises(Interrupted), interrupts.interrupts_first():
-        broken_off()
+    for engine in ("eager", "loop"):
+        with pytest.raises(Interrupted):
+            per_sample_grads(broken_off, torch.ones(2), torch.ones(3, 2), engine=engine)
 
 
 def test_errors_of_calls_made_while_an_interrupt_is_handled_are_their_own():
@@ -316,7 +338,7 @@ def test_modes_of_the_caller_are_there_again_where_torch_took_them_off():
             return func(*args, **(kwargs or {}))
 
     with Mode() as mode:
-        isolation.in_same_state(torch.overrides._pop_mode)
+        isolation.isolated(None, torch.overrides._pop_mode)
         assert torch.overrides._get_current_function_mode_stack() == [mode]
 
 

@@ -17,7 +17,6 @@ from persample.errors import BatchStatisticsWarning
 from persample.inputs.call import Call
 from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
-from persample.utils.interrupts import interrupts_first
 from persample.utils.origin import user_line, users_depth
 from persample.utils.tracing import is_wrapped
 
@@ -50,7 +49,7 @@ def warn_of_statistics(call: Call, rows: int) -> None:
         return max(float(x.abs().max()) / torch.finfo(x.dtype).eps for x in grads if x is not None and x.numel())
 
     alone, together = torch.inf, 0.0
-    with suppress(Exception), interrupts_first():  # the loss need not take a batch
+    with suppress(Exception):  # the loss need not take a batch
         alone, functions.expected = largest(1), iter(functions.seen)
         together = largest(max(rows, 2))
     start.go_back()

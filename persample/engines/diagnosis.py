@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from persample._torch import NormBase, version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, LossError
 from persample.inputs.call import Call
 from persample.utils import trees
-from persample.utils.origin import handled_error, is_raised, is_users, user_line
+from persample.utils.origin import is_raised, is_users, user_line
 from persample.vmap_rules.effects import wrote
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
@@ -114,7 +115,7 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
     Raises:
         LossError: instead of an error whose cause is known. Any other error passes, with what ``add_hint`` adds.
     """
-    handled = handled_error()
+    handled = sys.exc_info()[1]
     try:
         yield
     except LossError:

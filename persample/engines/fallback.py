@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,8 +37,8 @@ from persample.factors import Factor
 from persample.inputs.call import Call
 from persample.pipeline import Engine
 from persample.utils import rng, trees
-from persample.utils.interrupts import interrupts_first
-from persample.utils.origin import LIBRARY, handled_error, is_users, users_depth
+from persample.utils.interrupts import raise_interrupt
+from persample.utils.origin import LIBRARY, is_users, users_depth
 from persample.vmap_rules import MISSING
 
 T = TypeVar("T")
@@ -60,12 +61,12 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         Exception: what the loss raises under plain autograd; or what ``first`` raised, where no optimization is at
             fault.
     """
-    handled = handled_error()
+    handled = sys.exc_info()[1]
     start = None if call.randomness == "error" else rng.Streams.now()
     try:
-        with interrupts_first():
-            return first()
+        return first()
     except Exception as error:
+        raise_interrupt(error, handled)
         lacking = _lacking(error, handled)
         if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's
             lacking = lacking or TorchVersionError(", ".join(MISSING))
@@ -123,7 +124,7 @@ def _otherwise(
 
     def tried(way: Callable[[], Any]) -> Any:
         start.go_back()
-        with suppress(Exception), interrupts_first():
+        with suppress(Exception):
             return way()
         return None
 

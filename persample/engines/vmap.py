@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from persample._torch import import_dynamo
 from persample.engines import layers
 from persample.engines.diagnosis import add_hint, diagnosed
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.utils import rng
+from persample.utils.interrupts import after_imports
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, VmapRules
 
@@ -63,6 +66,8 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
     Raises:
         LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
+    if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
+        after_imports(import_dynamo)
     grads, losses, aux, has_aux = batched_gradients(call)
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)

@@ -1,7 +1,7 @@
 """State of this thread that lasts as long as one call.
 
 It cannot be an argument, because the user's loss or torch's own code runs between the code that sets it and the code
-that reads it. Each context restores the previous value; ``isolation.in_same_state`` does so if a signal interrupts it.
+that reads it. Each context restores the previous value; ``isolation.isolated`` does so if a signal interrupts it.
 """
 
 from __future__ import annotations

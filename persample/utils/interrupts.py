@@ -1,9 +1,7 @@
-"""Clean-up and locks that a signal cannot skip: Ctrl-C may raise between any two bytecodes, also in a ``finally``."""
+"""Clean-up that a signal cannot skip: Ctrl-C may raise between any two bytecodes, also inside of a ``finally``."""
 
 from __future__ import annotations
 
-# As ``signal``, which makes an enum of each number: of all signals that takes 0.1 ms.
-import _signal  # type: ignore[import-not-found]
 import _thread
 import functools
 import inspect
@@ -11,19 +9,20 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
+from contextlib import _GeneratorContextManager, suppress
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from persample._torch import DONE_ONCE, compile_lock
-from persample.utils.origin import handled_error, raised_since
+from persample.utils.origin import raised_since
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 _PAUSE = 0.01  # seconds
+_CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
 
 
 def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
@@ -62,7 +61,7 @@ def after_imports(body: Callable[[], T]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return body()
     here, waiting = inspect.currentframe(), set[int]()
-    handlers = {x: handler for x in range(1, signal.NSIG) if callable(handler := _signal.getsignal(x))}
+    handlers = {int(x): handler for x in signal.valid_signals() if callable(handler := signal.getsignal(x))}
 
     def handle(number: int, frame: FrameType | None) -> None:
         waiting.discard(number)
@@ -79,13 +78,13 @@ def after_imports(body: Callable[[], T]) -> T:
 
     def handled() -> T:
         for number in handlers:
-            _signal.signal(number, handle)
+            signal.signal(number, handle)
         return body()
 
     def put_back() -> None:
         for number, handler in handlers.items():
-            if _signal.getsignal(number) is handle:  # else the body has set its own
-                _signal.signal(number, handler)
+            if signal.getsignal(number) is handle:  # else the body has set its own
+                signal.signal(number, handler)
         while waiting:
             signal.raise_signal(waiting.pop())
 
@@ -101,46 +100,33 @@ def _is_importing(frame: FrameType | None, outer: FrameType | None) -> bool:
     return False
 
 
-@contextmanager
-def interrupts_first() -> Iterator[None]:
+def raise_interrupt(error: Exception, handled: BaseException | None) -> None:
     """Raise an interrupt again if torch raised another error while cleaning up after that interrupt.
+
+    Args:
+        error: the error.
+        handled: the error that was handled before the ``try``, as ``sys.exc_info`` tells.
 
     Raises:
         BaseException: the interrupt.
     """
-    handled = handled_error()
-    try:
-        yield
-    except Exception as error:
-        for cause in raised_since(handled, error):
-            if not isinstance(cause, Exception):
-                raise cause from None
-        raise
+    for cause in raised_since(handled, error):
+        if not isinstance(cause, Exception):
+            raise cause from None
 
 
-def locked(locks: Sequence[threading.RLock], body: Callable[[], T]) -> T:
-    """Call a function while this thread holds locks.
+def close_contexts(error: BaseException | None, handled: BaseException | None) -> None:
+    """Close ``@contextmanager`` generators whose exit was interrupted; garbage collection would close them too late.
 
     Args:
-        locks: the locks, acquired in this order.
-        body: the function.
-
-    Returns:
-        What ``body`` returns.
-
-    Examples:
-        >>> locked([threading.RLock()], lambda: 3)
-        3
+        error: the error that ends a call, or None.
+        handled: the error that was handled before the call, as ``sys.exc_info`` tells.
     """
-    held: list[threading.RLock] = []
-    acquire, release = type(locks[0]).acquire, type(locks[0]).release
-    releases = map(release, held)  # an iterator: after an interrupt it goes on, so that each lock is released once
-
-    def while_held() -> T:
-        held.extend(filter(acquire, locks))  # in C: a signal cannot come between acquiring a lock and listing it
-        return body()
-
-    return undone(while_held, lambda: deque(releases, 0))
+    for link in raised_since(handled, error):
+        for frame in reversed([frame for frame, _ in traceback.walk_tb(link.__traceback__)]):
+            if frame.f_code in _CONTEXTS:
+                with suppress(Exception):  # the context may be restored already
+                    frame.f_locals["self"].gen.close()
 
 
 def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
@@ -153,6 +139,7 @@ def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
         lock = compile_lock() if "torch._dynamo.convert_frame" in sys.modules else after_imports(compile_lock)
-        return locked((lock,), lambda: function(*args, **kwargs))
+        with lock:
+            return function(*args, **kwargs)
 
     return waiting

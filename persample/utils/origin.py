@@ -6,7 +6,6 @@ import contextlib
 import dis
 import inspect
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +21,6 @@ _AROUND = (*OURS, contextlib.__file__)  # what may call the user's code
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
-def handled_error() -> BaseException | None:
-    """Return the error whose ``except`` or ``finally`` block runs in this thread, if one does.
-
-    Python links every error raised in that block to the handled one. Read the handled error before a ``try``, to tell
-    the errors of the ``try`` from it.
-    """
-    return sys.exc_info()[1]
-
-
 def is_users(error: BaseException, handled: BaseException | None) -> bool:
     """Return whether an error is the user's own, so that calling the loss in another way would raise it again.
 
@@ -40,7 +30,7 @@ def is_users(error: BaseException, handled: BaseException | None) -> bool:
 
     Args:
         error: the error.
-        handled: ``handled_error()`` before the ``try``.
+        handled: ``sys.exc_info()[1]`` before the ``try``.
 
     Examples:
         >>> def error_of(function):
@@ -80,7 +70,7 @@ def fold(error: BaseException, handled: BaseException | None) -> None:
 
     Args:
         error: the error, as caught by the public function.
-        handled: ``handled_error()`` before the ``try``.
+        handled: ``sys.exc_info()[1]`` before the ``try``.
     """
     on_purpose = isinstance(error, ArgumentError | LossError)
     for link in raised_since(handled, error):
@@ -107,8 +97,10 @@ def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
 def raised_since(handled: BaseException | None, error: BaseException | None) -> Iterator[BaseException]:
     """Follow an error back to the errors that were handled when it was raised.
 
+    Python links every error that is raised in an ``except`` or ``finally`` block to the handled one.
+
     Args:
-        handled: the error to stop at: ``handled_error()`` before the ``try``.
+        handled: the error to stop at: ``sys.exc_info()[1]`` before the ``try``.
         error: the error to start from, or None.
 
     Yields:

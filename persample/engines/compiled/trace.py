@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, pack
 from persample.errors import TorchVersionError
 from persample.utils import trees
-from persample.utils.origin import handled_error, is_users
+from persample.utils.origin import is_users
 from persample.utils.strides import is_folded
 from persample.utils.tracing import Trace, any_exception, untraced, without_warnings
 
@@ -133,7 +134,7 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 
-    outline, noted, handled = Outline((), trees.structure([])), False, handled_error()
+    outline, noted, handled = Outline((), trees.structure([])), False, sys.exc_info()[1]
     state = Trace(any_size)
 
     def flat(*tensors: Tensor) -> list[Tensor]:

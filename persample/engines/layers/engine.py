@@ -8,6 +8,7 @@ given small parameters as one copy per sample; one of large parameters and sampl
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.inputs.options import NestedCallError
 from persample.utils.dtypes import full_precision
-from persample.utils.interrupts import interrupts_first
-from persample.utils.origin import handled_error, is_users
+from persample.utils.interrupts import raise_interrupt
+from persample.utils.origin import is_users
 from persample.utils.tracing import is_traced
 from persample.utils.trees import tree_map
 
@@ -77,16 +78,16 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         LossError: if the loss depends on no parameter, or returns no scalar.
         Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
-    handled = handled_error()
+    handled = sys.exc_info()[1]
     in_trace = is_traced(call.params[0])
     try:
-        with interrupts_first():
-            return _gradients(call, required_ops)
+        return _gradients(call, required_ops)
     except (LossError, TorchVersionError):
         raise
     except NestedCallError as error:  # under vmap(vjp) the call inside of the loss can be differentiated
         raise NotLayersError(str(error)) from error
     except (RuntimeError, ValueError, Warning) as error:
+        raise_interrupt(error, handled)
         # A captured graph raises no errors of the user's, and those of torch's about views are ValueErrors in a trace.
         if not in_trace and (isinstance(error, ValueError) or is_users(error, handled)):
             raise
