@@ -135,9 +135,10 @@ def add_hint(call: Call, error: Exception) -> None:
         error: the error, which is changed.
     """
     said = str(error)
-    if is_raised(error):
+    is_of_types = isinstance(error, TypeError)
+    if is_raised(error) and not is_of_types:
         return
-    hint = (_tree if isinstance(error, TypeError) else _one_sample)(call, said)
+    hint = (_tree if is_of_types else _one_sample)(call, said)
     if hint:
         error.args = (f"{said}{hint}",)
 

@@ -15,6 +15,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.utils import trees
 from persample.utils.origin import is_users
+from persample.vmap_rules.effects import guarded
 
 
 def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
@@ -66,7 +67,8 @@ def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: S
     handled = sys.exc_info()[1]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return function(trees.map_tensors(mode.from_tensor, params), trees.map_tensors(mode.from_tensor, leaves))
+            fakes = trees.map_tensors(mode.from_tensor, (list(params), list(leaves)))
+            return guarded(function)(*fakes)
     except (LossError, TorchVersionError):
         raise
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import inspect
 import os
 import traceback
@@ -17,15 +16,15 @@ from persample.errors import ArgumentError, LossError
 
 LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY)
+_AUTOGRAD = f"{OURS[0]}autograd{os.sep}"
 _AROUND = (*OURS, contextlib.__file__)  # what may call the user's code
-_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_users(error: BaseException, handled: BaseException | None) -> bool:
     """Return whether an error is the user's own, so that calling the loss in another way would raise it again.
 
-    An error is the user's if code outside of torch and of this library raised it, by a ``raise`` statement or by an
-    operation of Python (a missing key). It is not the user's if torch raised it when the user's code called torch, or
+    An error is the user's if code outside of torch and of this library raised it, on purpose or by an operation of
+    Python (a missing key). It is not the user's if torch raised it when the user's code called torch, or
     if it was raised while an error that is not the user's was handled.
 
     Args:
@@ -38,11 +37,11 @@ def is_users(error: BaseException, handled: BaseException | None) -> bool:
         ...         function()
         ...     except Exception as error:
         ...         return error
-        >>> wrong = error_of(lambda: {}["missing"]), error_of(lambda: torch.ones(2) @ torch.ones(3))
+        >>> wrong = error_of(lambda: {}["missing"]), error_of(lambda: torch.nn.Linear(2, 3)(torch.ones(3)))
         >>> [is_users(error, None) for error in wrong]
         [True, False]
     """
-    return all(map(_is_users, raised_since(handled, error)))
+    return all(map(is_raised, raised_since(handled, error)))
 
 
 def users_depth() -> int:
@@ -111,16 +110,13 @@ def raised_since(handled: BaseException | None, error: BaseException | None) -> 
         error = error.__context__
 
 
-def _is_users(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames or frames[-1][0].f_code.co_filename.startswith(OURS):
-        return False
-    return not isinstance(error, RuntimeError | Warning) or is_raised(error)
-
-
 def is_raised(error: BaseException) -> bool:
-    """Return whether a ``raise`` statement of the user's raised an error, rather than a function that it calls."""
-    frames = list(_frames(error.__traceback__))
-    if not frames or frames[-1].tb_frame.f_code.co_filename.startswith(OURS):
+    """Return whether code outside of torch and of this library raised an error.
+
+    Engines call losses under modes, so that the frames of what torch raises there end in torch or here. Warnings, and a
+    ``RuntimeError`` in code that autograd calls, where no mode is active, count as torch's.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not files or files[-1].startswith(OURS) or isinstance(error, Warning):
         return False
-    return frames[-1].tb_frame.f_code.co_code[frames[-1].tb_lasti] == _RAISE
+    return not isinstance(error, RuntimeError) or not any(file.startswith(_AUTOGRAD) for file in files)
