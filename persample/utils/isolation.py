@@ -59,7 +59,8 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
             return body()
 
     def undo() -> None:
-        close_contexts(sys.exc_info()[1], handled)
+        if (error := sys.exc_info()[1]) is not handled:
+            close_contexts(error, handled)
         for (read, write), value in zip(_STATE, before, strict=True):
             if read() != value:
                 write(value)
@@ -78,10 +79,12 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
 def _locks_of(params: Any) -> list[threading.RLock]:
     """Return a lock for each module among the leaves of a tree and for each of their parts, in one order for all."""
     parts: dict[int, nn.Module] = {}
-    for leaf in trees.flatten(params)[0]:
-        if isinstance(leaf, nn.Module):
-            for part in leaf.modules():
-                parts[id(part)] = part
+    rest = trees.flatten(params)[0]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, nn.Module) and id(part) not in parts:
+            parts[id(part)] = part
+            rest += _torch.module_slots(part).values()
     return [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # C, so in one piece
 
 
