@@ -136,11 +136,11 @@ class _Modules:
 
     def changed(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the slots and attributes that hold other objects than ``remember`` noted, and what they held."""
-        found = []
-        for slots, values in (*self._held, *self._attributes):
-            if len(slots) != len(values) or not all(map(operator.is_, slots.values(), values.values())):
-                found.append((slots, values))
-        return found
+        return [
+            (slots, values)
+            for slots, values in (*self._held, *self._attributes)
+            if len(slots) != len(values) or not all(map(operator.is_, slots.values(), values.values()))
+        ]
 
     def restore(self) -> None:
         """Undo ``swap`` and the effects of a forward pass on modules: changed buffers, tensors in attributes."""
@@ -159,8 +159,7 @@ class _Modules:
 
 
 def _mark(x: Tensor, marks: dict[str, Any]) -> None:
-    """Give a tensor the attributes that a user gave another one, such as marks for weight decay."""
-    # torch.compile's own are about the memory of that very tensor
+    """Give a tensor the attributes of another one, such as marks for weight decay, but torch.compile's own."""
     vars(x).update({name: mark for name, mark in marks.items() if not name.startswith("_dynamo_")})
 
 
@@ -311,7 +310,6 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
     if not modules:
         paths = tuple(trees.paths(params, name))
         return ParamTree(tuple(leaves), structure, paths, tuple(leaves), structure, tuple(range(len(leaves))))
-
     inside = _Modules(modules)
     trained: list[dict[str, Tensor]] = [{} for _ in modules]
     for path, param in inside.parameters.items():
