@@ -1,4 +1,7 @@
-"""Index checks inside compiled code: each index is clamped, and a flag records whether it was out of range."""
+"""Operations that a trace replaces.
+
+Each index is clamped, and a flag records whether it was out of range; constants that torch itself makes get values.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import TorchDispatchMode, aten_index_put_impl
+from persample._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    aten_efficientzerotensor,
+    aten_index_put_impl,
+    aten_local_scalar_dense,
+)
+from persample.utils.tracing import untraced
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
@@ -22,6 +32,9 @@ class Bounds(TorchDispatchMode):
     checks, and a failed check of Inductor's own ends the process. So each index is clamped: no check fails, and no
     memory outside of a tensor is read or written before the flag is read.
 
+    The values of real tensors are read, and torch's zero tensors, which have no memory, become ordinary zeros:
+    operations on zero tensors return broken fake tensors, or end the process.
+
     Args:
         noted: the list that 0-d bool flags are appended to. If one flag is true, the program's results are invalid.
     """
@@ -33,7 +46,7 @@ class Bounds(TorchDispatchMode):
         self._noted = noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation with its index in range.
+        """Call an operation with its index in range, or read a value.
 
         Args:
             func: an operation of aten.
@@ -44,6 +57,11 @@ class Bounds(TorchDispatchMode):
         Returns:
             The result of the operation.
         """
+        if func is aten_local_scalar_dense and not isinstance(args[0], FakeTensor):
+            with untraced():
+                return args[0].item()
+        if func is aten_efficientzerotensor:
+            func = _aten.zeros.default
         rule = _RULES.get(getattr(func, "overloadpacket", None))
         return func(*(args if rule is None else rule(self.within, *args)), **(kwargs or {}))
 

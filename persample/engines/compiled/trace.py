@@ -12,20 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from persample._torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    aten_efficientzerotensor,
-    aten_local_scalar_dense,
-    force_original_view_tracking,
-)
+from persample._torch import force_original_view_tracking
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, pack
 from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.origin import is_users
 from persample.utils.strides import is_folded
-from persample.utils.tracing import Trace, any_exception, untraced, without_warnings
+from persample.utils.tracing import Trace, any_exception, without_warnings
 
 
 class TraceError(Exception):
@@ -82,38 +76,6 @@ class Traced:
     written: int = 0
 
 
-class _Constants(TorchDispatchMode):
-    """Handles the constants that torch's own functions make in a trace.
-
-    It reads the values of real tensors, and replaces torch's zero tensors, which have no memory, by ordinary zeros:
-    operations on zero tensors return broken fake tensors, or end the process.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Read a value, or run the operation.
-
-        Args:
-            func: an operation of aten.
-            types: the tensor subclasses among the arguments.
-            args: the arguments of the operation.
-            kwargs: the keyword arguments of the operation.
-
-        Returns:
-            The result of the operation.
-        """
-        if func is aten_efficientzerotensor:
-            return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
-        if func is not aten_local_scalar_dense or isinstance(args[0], FakeTensor):
-            return func(*args, **(kwargs or {}))
-        with untraced():
-            return args[0].item()
-
-
 def trace(
     function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]], *, any_size: bool = False
 ) -> Traced:
@@ -139,7 +101,7 @@ def trace(
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with _Constants(), Bounds(state.exceptions):
+        with Bounds(state.exceptions):
             results, outline = pack(function(list(tensors)))
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
             flag = any_exception()
