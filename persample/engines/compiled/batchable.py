@@ -80,16 +80,15 @@ def written_memory(graph: Graph) -> set[Any]:
     return {memory_of(node.args[0]) for node in graph.nodes if writes(node)} - {None}
 
 
-def example_of(node: Any) -> Tensor | None:
-    """Return Dynamo's example of a tensor in a graph; None of anything else, and of a tensor of an inner transform."""
-    example = node.meta.get("example_value") if isinstance(node, Node) else None
-    return example if isinstance(example, Tensor) and not is_functorch_wrapped_tensor(example) else None
-
-
 def memory_of(node: Any) -> Any:
-    """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else."""
-    example = example_of(node)
-    return None if example is None else storage_id(example.untyped_storage())
+    """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else.
+
+    None also of a tensor of an inner transform, whose example has no memory.
+    """
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(example, Tensor) or is_functorch_wrapped_tensor(example):
+        return None
+    return storage_id(example.untyped_storage())
 
 
 def name_of(node: Node) -> str:
