@@ -347,6 +347,8 @@ import signal, sys
 import torch
 from persample import per_sample_grads
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a job in the background starts with ignores it
+
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == MODULE:
