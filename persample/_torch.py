@@ -138,6 +138,10 @@ enable_single_level_autograd_function = private("torch._functorch.utils:enable_s
 # --- The state of a thread. Public contexts restore it when they are left; after an interrupt none of them was left.
 get_dynamic_layer_stack_depth = private("torch._C._functorch:get_dynamic_layer_stack_depth", _unknown)
 pop_dynamic_layer_stack_and_undo_to_depth = private("torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth")
+get_single_level_autograd_function_allowed = private(
+    "torch._C._functorch:get_single_level_autograd_function_allowed", _unknown
+)
+set_single_level_autograd_function_allowed = private("torch._C._functorch:set_single_level_autograd_function_allowed")
 get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack", _unknown)
 push_function_mode = private("torch.overrides:_push_mode")
 pop_function_mode = private("torch.overrides:_pop_mode")
@@ -151,15 +155,48 @@ push_dispatch_mode = private(
 pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode", lambda: torch._C._pop_torch_dispatch_stack(None))
 len_torch_dispatch_stack = private("torch._C:_len_torch_dispatch_stack")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
+is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)
+set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
 saved_tensors_hooks_disabled_message = private(
     "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message", _unknown
 )
 saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
 saved_tensors_hooks_disable = private("torch._C._autograd:_saved_tensors_hooks_disable")
 
+_dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
+_set_compile_flag = private("torch._C._dynamo.guards:set_is_in_mode_without_ignore_compile_internals")
 _forward_level = attribute(forward_ad, "_current_level")
 _jvp_nesting = attribute(_transforms, "JVP_NESTING", otherwise=lambda _: 0)
+_dispatch_flags = attribute(
+    _dispatch,
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+    otherwise=_unknown,
+)
+
+
+def dispatch_flags() -> tuple[bool, bool, bool]:
+    """Return whether dispatch modes are active, as torch keeps it once for all threads."""
+    return _dispatch_flags(_dispatch)
+
+
+def set_dispatch_flags(flags: tuple[bool, bool, bool]) -> None:
+    """Set what ``dispatch_flags`` returns."""
+    _dispatch._is_in_torch_dispatch_mode, _dispatch._is_in_non_infra_torch_dispatch_mode, compiles = flags
+    _dispatch._is_in_any_mode_without_ignore_compile_internals = compiles
+    _set_compile_flag(compiles)
+
+
+def forward_levels() -> tuple[int, int]:
+    """Return the level of ``torch.autograd.forward_ad`` (−1: none), and how many levels of ``jvp`` are active."""
+    return _forward_level(forward_ad), _jvp_nesting(_transforms)
+
+
+def set_jvp_nesting(levels: int) -> None:
+    """Set how many levels of ``jvp`` torch takes to be active, once for all threads."""
+    _transforms.JVP_NESTING = levels
 
 
 def transforms() -> list[str]:
@@ -174,7 +211,8 @@ def is_forward_mode() -> bool:
 
     torch counts both kinds of levels once for all threads, so that a level of ``jvp`` may belong to another thread.
     """
-    return _forward_level(forward_ad) >= 0 and not _jvp_nesting(_transforms)
+    level, nesting = forward_levels()
+    return level >= 0 and not nesting
 
 
 engine_run_backward = private(  # torch.autograd.grad, but under modes
@@ -340,6 +378,7 @@ def has_loaded_decompositions() -> bool:
 
 GlobalStateGuard = private("torch._C._dynamo.guards:GlobalStateGuard")  # the modes and defaults that Dynamo guards
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
+frame_callback_state = private("torch._C._dynamo.eval_frame:get_eval_frame_callback", _unknown)
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
 
 

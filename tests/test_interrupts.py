@@ -289,6 +289,43 @@ def test_an_interrupt_at_any_moment_leaves_everything_whole(options):
     assert_no_lock_is_held(call)
 
 
+class Operators(_python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def under_a_mode(w, x):
+    with Operators():
+        return torch.tanh(w * x).sum()
+
+
+def under_autocast(w, x):
+    with torch.autocast("cpu"):
+        return torch.tanh(w * x).sum()
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("loss", [under_a_mode, under_autocast])
+def test_an_interrupt_in_a_context_of_the_loss_leaves_nothing_open(loss, differentiable):
+    """Torch keeps flags of dispatch modes once for all threads."""
+
+    def call():
+        return per_sample_grads(loss, torch.ones(3), torch.ones(2, 3), Norm(), differentiable=differentiable)
+
+    expected, whole, hits = call(), (state(), torch.is_autocast_enabled("cpu")), 0
+    with interrupted_at_moment() as moments:
+        call()
+    for moment in range(1, len(moments), 2):
+        try:
+            with interrupted_at_moment(moment):
+                call()
+        except Interrupted:
+            hits += 1
+        assert (state(), torch.is_autocast_enabled("cpu")) == whole, moment
+        assert torch.equal(call(), expected), moment
+    assert hits > 0.45 * len(moments)  # the garbage collector has moments, too
+
+
 @pytest.mark.slow
 def test_2000_interrupts_leave_everything_whole():
     hits = run(2000, seed=1)

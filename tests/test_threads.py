@@ -13,15 +13,9 @@ from torch import nn
 from torch.func import jvp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _python_dispatch
 
-from persample import Norm, per_sample_grads
+from persample import Norm, _torch, per_sample_grads
 
-MODES = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
 ENGINES = ("eager", "loop", "compiled")
 W, X = torch.linspace(-1, 1, 3, dtype=torch.float64), torch.arange(12, dtype=torch.float64).view(4, 3).cos()
 
@@ -111,7 +105,7 @@ def settings():
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
         "defaults": (torch.get_default_dtype(), torch.get_default_device()),
         "threads": torch.get_num_threads(),
-        "dispatch modes": [getattr(_python_dispatch, flag) for flag in MODES],
+        "dispatch modes": _torch.dispatch_flags(),
     }
 
 
@@ -174,7 +168,5 @@ def test_calls_beside_torch_compile_leave_all_settings():
     assert together(eager, compiled, own) == []
     after = settings()
     # A mode that torch enters when it runs what torch.compile has compiled is under no lock of torch's.
-    for flag, value in zip(MODES, before["dispatch modes"], strict=True):
-        setattr(_python_dispatch, flag, value)
-    torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals(before["dispatch modes"][-1])
+    _torch.set_dispatch_flags(before["dispatch modes"])
     assert {**after, "dispatch modes": before["dispatch modes"]} == before

@@ -211,8 +211,10 @@ def test_functions_of_a_single_level():
 
     def apply(x):
         with _torch.enable_single_level_autograd_function():
+            assert _torch.get_single_level_autograd_function_allowed()
             return Double.apply(x).sum()
 
+    assert not _torch.get_single_level_autograd_function_allowed()
     assert grad(apply)(torch.ones(2)).tolist() == [5, 5]
     with pytest.raises(RuntimeError, match="SingleLevel"):
         grad(lambda x: Double.apply(x).sum())(torch.ones(2))
@@ -227,6 +229,13 @@ def test_leaving_transforms():
     assert _torch.get_dynamic_layer_stack_depth() == 1
     _torch.pop_dynamic_layer_stack_and_undo_to_depth(0)
     assert _torch.get_dynamic_layer_stack_depth() == 0
+
+
+def test_set_single_level_autograd_function_allowed():
+    _torch.set_single_level_autograd_function_allowed(True)
+    assert _torch.get_single_level_autograd_function_allowed()
+    _torch.set_single_level_autograd_function_allowed(False)
+    assert not _torch.get_single_level_autograd_function_allowed()
 
 
 def test_function_modes():
@@ -254,6 +263,13 @@ def test_set_grad_enabled():
     assert torch.is_grad_enabled()
 
 
+def test_set_fwd_grad_enabled():
+    assert _torch.is_fwd_grad_enabled()
+    _torch.set_fwd_grad_enabled(False)
+    assert not _torch.is_fwd_grad_enabled()
+    _torch.set_fwd_grad_enabled(True)
+
+
 def test_saved_tensors_hooks():
     assert _torch.saved_tensors_hooks_disabled_message() is None
     _torch.saved_tensors_hooks_disable("not here")
@@ -264,15 +280,35 @@ def test_saved_tensors_hooks():
     assert _torch.saved_tensors_hooks_disabled_message() is None
 
 
-def test_is_forward_mode():
+def test_dispatch_flags():
+    assert _torch.dispatch_flags() == (False, False, False)
+    with Operators():
+        assert _torch.dispatch_flags()[:2] == (True, True)
+        inner = _torch.dispatch_flags()
+    _torch.set_dispatch_flags(inner)
+    assert _torch.dispatch_flags() == inner
+    _torch.set_dispatch_flags((False, False, False))
+    assert _torch.dispatch_flags() == (False, False, False)
+
+
+def test_forward_levels():
+    assert _torch.forward_levels() == (-1, 0)
     assert not _torch.is_forward_mode()
     with forward_ad.dual_level():
+        assert _torch.forward_levels() == (0, 0)
         assert _torch.is_forward_mode()
 
     @inside(forward, torch.ones(2))
     def _(_):
-        assert forward_ad._current_level == 0
+        assert _torch.forward_levels() == (0, 1)
         assert not _torch.is_forward_mode()
+
+
+def test_set_jvp_nesting():
+    _torch.set_jvp_nesting(3)
+    assert _torch.forward_levels() == (-1, 3)
+    _torch.set_jvp_nesting(0)
+    assert _torch.forward_levels() == (-1, 0)
 
 
 def test_transforms():
@@ -1215,6 +1251,7 @@ def test_names_of_stand_ins():
 def test_states_are_read_as_torch_keeps_them():
     with FlopCounterMode(display=False):
         assert _torch.dispatch_mode_state() == _torch.get_dispatch_mode_stack() != []
+    assert _torch.frame_callback_state() == _torch.get_eval_frame_callback()
 
 
 def test_leaves_of_trees():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from persample.errors import BatchStatisticsWarning
 from persample.inputs.call import Call
 from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
+from persample.utils.interrupts import raise_interrupt
 from persample.utils.origin import user_line, users_depth
 from persample.utils.tracing import is_wrapped
 
@@ -49,9 +50,12 @@ def warn_of_statistics(call: Call, rows: int) -> None:
         return max(float(x.abs().max()) / torch.finfo(x.dtype).eps for x in grads if x is not None and x.numel())
 
     alone, together = torch.inf, 0.0
-    with suppress(Exception):  # the loss need not take a batch
+    handled = sys.exc_info()[1]
+    try:
         alone, functions.expected = largest(1), iter(functions.seen)
         together = largest(max(rows, 2))
+    except Exception as error:  # noqa: BLE001 - the loss need not take a batch
+        raise_interrupt(error, handled)
     start.go_back()
     cancels = functions.cancels and call.randomness == "error"  # random rows differ without a statistic
     if not alone > 0 and (cancels or _NOISE < together < torch.inf):  # alone may be NaN

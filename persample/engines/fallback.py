@@ -15,7 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -124,9 +124,12 @@ def _otherwise(
 
     def tried(way: Callable[[], Any]) -> Any:
         start.go_back()
-        with suppress(Exception):
+        handled = sys.exc_info()[1]
+        try:
             return way()
-        return None
+        except Exception as error:  # noqa: BLE001 - another way is tried
+            raise_interrupt(error, handled)
+            return None
 
     is_plain = not _torch.transforms()  # plain autograd cannot handle the caller's transforms
     is_batchable = False

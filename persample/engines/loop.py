@@ -44,7 +44,8 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001
         aux=_stacked([aux for aux, _ in returned]),
         has_aux=returned[0][1],
         weights=call.weights,
-        connected=any(g is not None for row in grads for g in row),
+        # No generator, where Python closes one early: an interrupt that comes then is lost.
+        connected={g is None for row in grads for g in row} != {True},
     )
 
 

@@ -22,6 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 _PAUSE = 0.01  # seconds
+_STEPS = {"__enter__", "__exit__"}
 _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
 
 
@@ -127,6 +128,17 @@ def close_contexts(error: BaseException | None, handled: BaseException | None) -
             if frame.f_code in _CONTEXTS:
                 with suppress(Exception):  # the context may be restored already
                     frame.f_locals["self"].gen.close()
+
+
+def broke_off(error: BaseException | None, handled: BaseException | None) -> bool:
+    """Return whether an error was raised inside of an ``__enter__`` or ``__exit__``, which may be half done.
+
+    Args:
+        error: the error that ends a call, or None.
+        handled: the error that was handled before the call, as ``sys.exc_info`` tells.
+    """
+    tracebacks = (traceback.walk_tb(link.__traceback__) for link in raised_since(handled, error))
+    return any(frame.f_code.co_name in _STEPS for frames in tracebacks for frame, _ in frames)
 
 
 def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:

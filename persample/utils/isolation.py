@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from persample import _torch
 from persample.errors import TorchVersionWarning
 from persample.utils import trees
 from persample.utils.flags import flags
-from persample.utils.interrupts import after_imports, close_contexts, raise_interrupt, undone
+from persample.utils.interrupts import after_imports, broke_off, close_contexts, raise_interrupt, undone
 from persample.utils.origin import users_depth
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
     if _torch.replaced:
         warnings.warn(TorchVersionWarning(*_torch.replaced), stacklevel=users_depth())
     handled = sys.exc_info()[1]
-    ours, before, locks = dict(vars(flags)), [read() for read, _ in _STATE], _locks_of(params)
+    ours, own, shared, locks = dict(vars(flags)), _read(_STATE), _read(_SHARED), _locks_of(params)
     held: list[threading.RLock] = []
     releases = map(_Lock.release, held)  # an iterator: after an interrupt it goes on, so that each is released once
 
@@ -61,9 +62,9 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
     def undo() -> None:
         if (error := sys.exc_info()[1]) is not handled:
             close_contexts(error, handled)
-        for (read, write), value in zip(_STATE, before, strict=True):
-            if read() != value:
-                write(value)
+        _write(_STATE, own)
+        if error is not handled and broke_off(error, handled):  # otherwise another thread may have changed it
+            _write(_SHARED, shared)
         if vars(flags) != ours:
             vars(flags).clear()
             vars(flags).update(ours)
@@ -88,9 +89,29 @@ def _locks_of(params: Any) -> list[threading.RLock]:
     return [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # C, so in one piece
 
 
+_States = list[tuple[Callable[[], Any], Callable[[Any], None]]]  # how to read each and to write it back
+
+
+def _read(states: _States) -> list[Any]:
+    return [read() for read, _ in states]
+
+
+def _write(states: _States, before: Sequence[Any]) -> None:
+    for (read, write), value in zip(states, before, strict=True):
+        if read() != value:
+            write(value)
+
+
 def _leave_transforms(depth: int) -> None:
     if _torch.get_dynamic_layer_stack_depth() > depth:
         _torch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _leave_forward_mode(before: tuple[int, int]) -> None:
+    level, nesting = before
+    _torch.set_jvp_nesting(nesting)
+    while _torch.forward_levels()[0] > level:
+        forward_ad.exit_dual_level()
 
 
 def _restored(push: Callable[[Any], None], pop: Callable[[], Any], size: Callable[[], int]) -> Callable[[Any], None]:
@@ -110,8 +131,17 @@ def _disable_saved_tensor_hooks(message: str | None) -> None:
         _torch.saved_tensors_hooks_disable(message)
 
 
-# The state that torch keeps for this thread and that contexts of a call change: how to read it and to write it back.
-_STATE: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+def _autocast() -> tuple[bool, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _set_autocast(enabled: tuple[bool, bool]) -> None:
+    torch.set_autocast_enabled("cpu", enabled[0])
+    torch.set_autocast_enabled("cuda", enabled[1])
+
+
+# What torch keeps for this thread, and what it keeps once for all threads, that contexts of a call or a loss change.
+_STATE: _States = [
     (_torch.get_dynamic_layer_stack_depth, _leave_transforms),
     (
         _torch.get_function_mode_stack,
@@ -122,5 +152,13 @@ _STATE: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         _restored(_torch.push_dispatch_mode, _torch.pop_dispatch_mode, _torch.len_torch_dispatch_stack),
     ),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
+    (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
+    (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
     (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
+    (_autocast, _set_autocast),
+    (_torch.frame_callback_state, _torch.set_eval_frame),
+]
+_SHARED: _States = [
+    (_torch.dispatch_flags, _torch.set_dispatch_flags),
+    (_torch.forward_levels, _leave_forward_mode),
 ]
