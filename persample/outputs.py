@@ -36,12 +36,14 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
         False
     """
     leaves, structure = trees.flatten(result)
-    taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, Tensor) and not is_wrapped(x)}
+    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
     for place, x in enumerate(leaves):
         if isinstance(x, Tensor) and not is_wrapped(x):
-            if (not x.is_contiguous() and is_folded(x)) or x.untyped_storage().data_ptr() in taken:
+            own = memory(x)
+            if own in taken or is_folded(x):
                 leaves[place] = x.clone(memory_format=torch.contiguous_format)
-            taken.add(leaves[place].untyped_storage().data_ptr())
+                own = memory(leaves[place])
+            taken.add(own)
     return trees.unflatten(leaves, structure)
 
 

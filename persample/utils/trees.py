@@ -128,7 +128,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     if kind is None:
         return leaves[0]
     parts: Iterable[Any] = leaves
-    if spec.num_leaves < spec.num_nodes - 1:  # containers inside
+    if not is_flat(spec):
         rest = iter(leaves)
         parts = [unflatten([*islice(rest, part.num_leaves)], part) for part in spec.children()]
     return dict(zip(spec.context, parts, strict=True)) if kind is dict else kind(parts)

@@ -37,17 +37,15 @@ def loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any,
         return NotImplemented
     (rows, levels), (targets, _) = one, other
     with temporarily_clear_interpreter_stack():
-        if function is F.cross_entropy:
-            losses = F.cross_entropy(rows.flatten(0, -2), targets.flatten(), reduction="none", **given)
-            losses = losses.view(targets.shape)
-        else:
-            losses = function(rows, targets, reduction="none", **given)
-        own = range(len(levels), losses.ndim)
-        if reduction == "mean" and function is F.cross_entropy:
+        has_classes = function is F.cross_entropy
+        flat = (rows.flatten(0, -2), targets.flatten()) if has_classes else (rows, targets)
+        losses = function(*flat, reduction="none", **given).view(targets.shape)
+        own = tuple(range(len(levels), losses.ndim))
+        if reduction == "mean" and has_classes:
             kept = targets != given.get("ignore_index", -100)
-            losses = losses.sum(tuple(own)) / kept.sum(tuple(own)) if own else losses / kept  # 0 / 0 where none is kept
+            losses = losses.sum(own) / kept.sum(own) if own else losses / kept  # 0 / 0 where none is kept
         elif own:
-            losses = _REDUCTIONS[reduction](losses, tuple(own))
+            losses = _REDUCTIONS[reduction](losses, own)
     return vmap.batched(losses, levels)
 
 
