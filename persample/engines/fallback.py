@@ -127,8 +127,8 @@ def _otherwise(
         handled = sys.exc_info()[1]
         try:
             return way()
-        except Exception as error:  # noqa: BLE001 - another way is tried
-            raise_interrupt(error, handled)
+        except Exception as failed:  # noqa: BLE001 - another way is tried
+            raise_interrupt(failed, handled)
             return None
 
     is_plain = not _torch.transforms()  # plain autograd cannot handle the caller's transforms
