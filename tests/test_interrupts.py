@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -251,7 +252,10 @@ def test_interrupts_of_a_first_call_leave_everything_whole(package, count, monke
 
 @contextmanager
 def interrupted_at_moment(moment=0):
-    """Raise where CPython handles signals: at the start of a function, or after a call of one in C. Count moments."""
+    """Raise where CPython handles signals: at the start of a function, or after a call of one in C. Count moments.
+
+    What the garbage collector calls is left out: it comes at another moment each time, and Python prints its errors.
+    """
     passed = []
 
     def profile(_frame, event, _):
@@ -260,11 +264,13 @@ def interrupted_at_moment(moment=0):
             if len(passed) == moment:
                 raise Interrupted
 
+    gc.disable()
     sys.setprofile(profile)
     try:
         yield passed
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -323,7 +329,7 @@ def test_an_interrupt_in_a_context_of_the_loss_leaves_nothing_open(loss, differe
             hits += 1
         assert (state(), torch.is_autocast_enabled("cpu")) == whole, moment
         assert torch.equal(call(), expected), moment
-    assert hits > 0.45 * len(moments)  # the garbage collector has moments, too
+    assert hits > 0.45 * len(moments)  # of half of them: Python prints the errors of callbacks
 
 
 @pytest.mark.slow
