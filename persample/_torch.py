@@ -317,6 +317,7 @@ aten_efficientzerotensor = private("torch:ops.aten._efficientzerotensor.default"
 aten_local_scalar_dense = private("torch:ops.aten._local_scalar_dense.default")  # what .item() calls
 aten_sigmoid_backward = private("torch:ops.aten.sigmoid_backward.default")  # grad · σ(1 − σ), from σ
 aten_tanh_backward = private("torch:ops.aten.tanh_backward.default")
+aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
 aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
 aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
 aten_upsample_nearest = tuple(  # of 1-d, 2-d and 3-d images; "exact" reads the element at the middle

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
-from persample.engines import Compilation, compilations_of
+from persample.engines import PROGRAMS, Compilation, compilations_of
 from persample.engines.vmap import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
@@ -60,8 +60,8 @@ class Explanation:
 
     Args:
         rows: one row per parameter, in the order of the parameters.
-        compilations: the programs compiled for the loss in this process, in order; None for ``engine="eager"``. A loss
-            has no graph breaks: it is captured whole, or refused.
+        compilations: the programs that the engine made for the loss in this process, in order; None for
+            ``engine="eager"``. A loss has no graph breaks: it is captured whole, or refused.
     """
 
     rows: tuple[Storage, ...]
@@ -96,8 +96,10 @@ def _programs(compilations: Sequence[Compilation]) -> str:
         (", ".join(x.reductions), str(x.batch_size or "any"), f"{x.seconds:.1f}", x.reason or "the first")
         for x in compilations
     ]
-    summary = f"{len(compilations)} programs compiled in {seconds:.1f} s, no graph breaks"
-    return f"{summary}\n{_table(('reductions', 'batch size', 'seconds', 'compiled because this changed'), lines)}"
+    engine = compilations[0].engine if compilations else "made"
+    noun = "program" if len(compilations) == 1 else "programs"
+    summary = f"{len(compilations)} {noun} {engine} in {seconds:.1f} s, no graph breaks"
+    return f"{summary}\n{_table(('reductions', 'batch size', 'seconds', 'because this changed'), lines)}"
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -117,12 +119,12 @@ def explain(
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
     memory: int | Literal["low"] | None = None,
-    engine: Literal["eager", "compiled"] = "eager",
+    engine: Literal["eager", "traced", "compiled"] = "eager",
 ) -> Explanation:
     """Return how the gradients of each parameter are stored for some reductions, and why.
 
-    The loss and its backward pass run twice on the whole batch; nothing is reduced. The compiled engine makes the
-    same choices; for it, the programs that were compiled for the loss so far are listed, too.
+    The loss and its backward pass run twice on the whole batch; nothing is reduced. Programs make the same choices; the
+    traced or compiled ones that were made for the loss so far are listed, too.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -134,13 +136,13 @@ def explain(
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``.
         memory: as in ``per_sample_grads``.
-        engine: "eager" (also for what "auto" stores), or "compiled" to list the programs.
+        engine: "eager" (also for what "auto" stores), or "traced" or "compiled" to list the engine's programs.
 
     Returns:
         One row per parameter: kind of factor, T, choice ("contract": results are computed from the factor;
         "materialize": the gradients are written out), the bytes stored and those of written-out gradients, the
         estimated milliseconds of both choices in this order, and why gradients are written out. And one row per
-        compiled program: reductions, batch size, seconds, and the guard or size that had changed.
+        program: reductions, batch size, seconds, and the guard or size that had changed.
 
     Raises:
         ArgumentError: as ``per_sample_grads`` does, and for an empty batch.
@@ -158,7 +160,7 @@ def explain(
         params['v']  [64]      Dense   1  materialize  2.0 KiB  2.0 KiB                      elementwise, or a sum
     """
     inputs.check_outside("explain", "Gradients that are differentiated are written out.")
-    inputs.check_choices(engine=(engine, ("eager", "compiled")))
+    inputs.check_choices(engine=(engine, ("eager", *PROGRAMS)))
     inputs.check_options(engine="eager", randomness=randomness, chunk_size=None, memory=memory, outputs=outputs)
     wanted, _ = inputs.reductions(reduce)
     uses = Reductions(wanted).required_ops
@@ -182,7 +184,8 @@ def explain(
         passes = _passes(call, uses)
         times = [_times(factor, call.plan(uses)) for factor in passes[0]]
         rows = tuple(map(_storage, call.loss.spec.paths, *passes, times))
-        return Explanation(rows, compilations_of(loss_fn) if engine == "compiled" else None)
+        made = tuple(x for x in compilations_of(loss_fn) if x.engine == engine)
+        return Explanation(rows, made if engine in PROGRAMS else None)
 
     return isolated(params, compute)
 

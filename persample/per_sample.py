@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample import inputs, pipeline
 from persample._torch import transforms
-from persample.engines import ENGINES, Asked, compiled, empty, repeated
+from persample.engines import ENGINES, PROGRAMS, Asked, compiled, empty, repeated
 from persample.engines.batch_statistics import vanish, warn_of_statistics
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
@@ -150,11 +150,11 @@ def per_sample_grads(
     differentiated = inputs.is_differentiated("per_sample_grads", requested=differentiable)
     inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
     wanted, container = inputs.reductions(reduce)
-    if engine == "compiled" and (differentiated or transforms()):
+    if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
-    options = in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory
+    options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory
     asked = Asked(loss_fn, params, batch, wanted, container, out, options)
-    if engine == "compiled" and weights is None and (found := repeated(asked)) is not None:
+    if engine in PROGRAMS and weights is None and (found := repeated(asked)) is not None:
         return found[0]
 
     def compute() -> Any:
@@ -180,8 +180,8 @@ def per_sample_grads(
             return pipeline.run(call, pipeline.lift_by(way, reductions), reductions, chunk_size)
 
         def first() -> list[Any]:
-            if engine == "compiled":
-                return compiled(call, reductions, chunk_size, asked, into)
+            if engine in PROGRAMS:
+                return compiled(call, reductions, chunk_size, asked, into, compiles=engine == "compiled")
             return by(ENGINES[engine])
 
         with unwritten(call):

@@ -14,7 +14,8 @@ from traced import without_compiling
 
 import persample as ps
 from persample._torch import FakeTensorMode
-from persample.engines.compiled.lower import functional, is_write
+from persample.engines.compiled.lower import functional
+from persample.engines.compiled.straight import writes
 
 
 def chain(x):
@@ -111,8 +112,8 @@ def traced(function, *inputs):
 def test_writes_are_ordinary_operations(function):
     x = torch.randn(3, 3)
     graph, flat = traced(function, x)
-    assert any(map(is_write, graph.graph.nodes))
-    assert not any(map(is_write, flat.graph.nodes))
+    assert any(map(writes, graph.graph.nodes))
+    assert not any(map(writes, flat.graph.nodes))
     torch.testing.assert_close(flat(x), function(x))
 
 
@@ -154,7 +155,7 @@ def copied_twice(x, y):
 def test_writes_into_inputs_stay(function):
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     _, flat = traced(function, x, y)
-    assert [node.target for node in flat.graph.nodes if is_write(node)] == [torch.ops.aten.copy_.default]
+    assert [node.target for node in flat.graph.nodes if writes(node)] == [torch.ops.aten.copy_.default]
     expected, found = x.clone(), x.clone()
     torch.testing.assert_close(flat(found, y), function(expected, y), rtol=0, atol=0)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -201,7 +202,7 @@ def test_random_programs():
         except RuntimeError:  # an operation that failed is in the graph
             continue
         graph, flat = traced(drawn(seed), x)
-        count += any(map(is_write, graph.graph.nodes))
+        count += any(map(writes, graph.graph.nodes))
         torch.testing.assert_close(flat(x), expected, equal_nan=True)
     assert count > 20
 

@@ -287,5 +287,5 @@ def test_what_was_compiled(monkeypatch):
     assert "4 programs compiled in" in str(compiled())
     assert "no graph breaks" in str(compiled())
     assert explain(loss, w, torch.ones(4, 3), ps.Mean()).compilations is None
-    with pytest.raises(ArgumentError, match="engine: expected 'eager' or 'compiled', received 'loop'"):
+    with pytest.raises(ArgumentError, match="engine: expected 'eager' or 'traced' or 'compiled', received 'loop'"):
         explain(loss, w, torch.ones(4, 3), engine="loop")

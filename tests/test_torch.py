@@ -608,6 +608,7 @@ def test_aten_operators_by_value():
     assert _torch.aten_tanh_backward(x, x).tolist() == [0, 0, -6, -24]  # grad · (1 − tanh²)
     zeros = _torch.aten_efficientzerotensor([2, 3], dtype=torch.float64)
     assert (zeros.shape, zeros.dtype) == ((2, 3), torch.float64)
+    assert _torch.aten_unsafe_view(x, [2, 2]).tolist() == [[0, 1], [2, 3]]
     assert _torch.aten_unsafe_index_put(x, [torch.tensor([1])], torch.tensor(9.0)).tolist() == [0, 9, 2, 3]
     assert _torch.aten_index_put_impl(x, [torch.tensor([1])], torch.tensor(9.0)) is x
     assert x.tolist() == [0, 9, 2, 3]

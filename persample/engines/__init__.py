@@ -19,9 +19,12 @@ from persample.pipeline import Engine
 
 # "auto" begins as "eager"; ``fallback.py`` goes on.
 ENGINES: dict[str, Engine] = {"eager": eager, "auto": eager, "loop": loop}
+# Those of captured losses.
+PROGRAMS = ("traced", "compiled")
 
 __all__ = [
     "ENGINES",
+    "PROGRAMS",
     "Asked",
     "Compilation",
     "FlatParams",

@@ -137,7 +137,7 @@ def _otherwise(
         if is_plain and not isinstance(error, LossError):
             start.go_back()
             loop(next(call.chunks(1)), frozenset())  # raises the error if any way would
-        for way in (eager, unfactored) if engine == "compiled" else (unfactored,):
+        for way in (eager, unfactored) if engine in {"traced", "compiled"} else (unfactored,):
             if (result := tried(functools.partial(by, way))) is not None:
                 return result, _fault(error, call)
         is_batchable = isinstance(error, TorchVersionError) or (

@@ -261,7 +261,7 @@ class Factor(ABC):
         buffer: Tensor | None = None
         for start in range(0, max(size, 1), step):
             index = slice(start, min(start + step, size))
-            reused = None if buffer is None or tracing.is_traced(buffer) else buffer[: index.stop - start]
+            reused = None if buffer is None or tracing.is_for_compiler(buffer) else buffer[: index.stop - start]
             buffer = self.rows(index).materialize(reused)
             yield index, buffer
 

@@ -6,7 +6,6 @@ float64 for the samples where they do, or where float32 cannot hold them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from persample._torch import cond
 from persample.factors import cost_model
 from persample.utils.norms import memory_of_rows
-from persample.utils.tracing import is_recorded, is_traced
+from persample.utils.tracing import Opaque, is_for_compiler, is_recorded
 
 Pair = tuple[Tensor, Tensor]
 
@@ -93,7 +92,7 @@ def _are_small(operands: Iterable[Tensor]) -> bool:
 def _inner_products(x: Tensor) -> Tensor:
     """Return ⟨xₜ, xᵤ⟩ in float32."""
     x = x.float()
-    if not is_traced(x) or x.shape[-2] > _FEW_TERMS:
+    if not is_for_compiler(x) or x.shape[-2] > _FEW_TERMS:
         return x @ x.mT
     return (x.unsqueeze(-2) * x.unsqueeze(-3)).sum(-1)
 
@@ -113,14 +112,14 @@ def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
     keeps_digits = lengths.sum(2).square() < _MOST_CANCELLED * squares
     is_sure = keeps_digits & (lengths.mean(2) > _LEAST * largest) & (squares < torch.inf)
     lefts, rights = map(list, zip(*pairs, strict=True))
-    if not is_traced(squares):
-        return squares if is_sure.all() else _corrected(squares, is_sure, lefts, rights)
+    if not is_for_compiler(squares):
+        return _sure(squares, is_sure, lefts, rights)
 
     def unchanged(squares: Tensor, *_: Tensor) -> tuple[Tensor]:
         return (squares.clone(),)  # a branch must not return its input
 
     def corrected(squares: Tensor, is_sure: Tensor, *operands: Tensor) -> tuple[Tensor]:
-        return (_opaque()(squares, is_sure, operands[: len(pairs)], operands[len(pairs) :]),)
+        return (_in_program.operation(squares, is_sure, operands[: len(pairs)], operands[len(pairs) :]),)
 
     return cond(is_sure.all(), unchanged, corrected, (squares, is_sure, *lefts, *rights))[0]
 
@@ -133,14 +132,17 @@ def _corrected(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights
     return squares.masked_scatter(doubtful, torch.cat(exact)).contiguous()
 
 
-@functools.cache
-def _opaque() -> Any:
-    """Return ``_corrected``, whose sizes depend on values, as an operation of compiled code; registered when needed."""
-    schema = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
-    free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
-    own = torch.library.custom_op("persample::corrected_norms", _corrected, mutates_args=(), schema=schema, tags=[free])
-    own.register_fake(lambda squares, *_: squares.new_empty(squares.shape))
-    return own
+def _corrected_if_needed(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    return squares if is_sure.all() else _corrected(squares, is_sure, lefts, rights)
+
+
+def _like_squares(squares: Tensor, *_: Any) -> Tensor:
+    return squares.new_empty(squares.shape)
+
+
+_TYPES = "(Tensor squares, Tensor is_sure, Tensor[] lefts, Tensor[] rights) -> Tensor"
+_sure = Opaque(f"sure_norms{_TYPES}", _corrected_if_needed, _like_squares)
+_in_program = Opaque(f"corrected_norms{_TYPES}", _corrected, _like_squares)
 
 
 def _in_float64(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> list[Tensor]:

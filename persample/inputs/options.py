@@ -17,7 +17,7 @@ from persample.reductions import Reduction, Stack
 from persample.utils import trees
 from persample.utils.flags import is_inside
 
-Engine: TypeAlias = Literal["eager", "compiled", "loop", "auto"]
+Engine: TypeAlias = Literal["eager", "traced", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
 Outputs: TypeAlias = Literal["scalar", "rows"]
 _ENGINES, _RANDOMNESS, _OUTPUTS = (get_args(x) for x in (Engine, Randomness, Outputs))

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persample import inputs
 from persample._torch import transforms
+from persample.engines import PROGRAMS
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
 from persample.outputs import owned
@@ -131,7 +132,7 @@ def accumulate(
             "outputs": outputs,
             "memory": memory,
         }
-        merges = engine == "compiled" and sink is None  # a folder takes rows, and the numbers of its sums, by batch
+        merges = engine in PROGRAMS and sink is None  # a folder takes rows, and the numbers of its sums, by batch
         lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
         processes = Processes(group, lift.device, "accumulate")
         if sink is None:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from persample import inputs, pipeline
-from persample.engines import ENGINES, Asked, FlatParams, Total, empty, lift_compiled, merge_compiled, repeated
+from persample.engines import (
+    ENGINES,
+    PROGRAMS,
+    Asked,
+    FlatParams,
+    Total,
+    empty,
+    lift_compiled,
+    merge_compiled,
+    repeated,
+)
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.inputs import Call
@@ -82,7 +92,7 @@ class BatchLift:
         chunk_size: the number of samples processed at a time, or None for a whole batch.
         engine: the name of the engine.
         random: the random numbers that the loss draws.
-        merges: whether programs of the compiled engine merge the leaves into a total.
+        merges: whether programs merge the leaves into a total.
     """
 
     loss_fn: Callable[..., Any]
@@ -146,7 +156,7 @@ class BatchLift:
             self.wanted,
             container=None,
             out=None,
-            options=(*self.options.values(), self.chunk_size),
+            options=(self.engine, *self.options.values(), self.chunk_size),
             total=total,
             flat_params=self._flat_params,
         )
@@ -190,7 +200,9 @@ class BatchLift:
             return pipeline.lift_by(way, reductions)(chunk)
 
         def first() -> Any:
-            return lift_compiled(chunk, reductions) if self.engine == "compiled" else by(ENGINES[self.engine])
+            if self.engine in PROGRAMS:
+                return lift_compiled(chunk, reductions, compiles=self.engine == "compiled")
+            return by(ENGINES[self.engine])
 
         if chunk.size:
             return answered(chunk, self.engine, first, by)
@@ -213,7 +225,8 @@ class BatchLift:
 
         def first() -> tuple[Total, list[Any]]:
             own = total.copied()  # if a program fails after it has written, another way begins with the old total
-            return own, merge_compiled(chunk, reductions, self._asked(batch, own), own)
+            asked = self._asked(batch, own)
+            return own, merge_compiled(chunk, reductions, asked, own, compiles=self.engine == "compiled")
 
         if chunk.size:
             return answered(chunk, self.engine, first, by)

@@ -11,7 +11,7 @@ from torch.linalg import vector_norm
 
 from persample._torch import storage_id
 from persample.utils.dtypes import accumulate_dtype
-from persample.utils.tracing import are_free_to_read, holds, is_recorded, is_wrapped
+from persample.utils.tracing import Opaque, are_free_to_read, holds, is_recorded, is_traced, is_wrapped
 
 # Float64 holds the squares of all float32 numbers, so its norms need no check. Of so few elements they take as long as
 # float32 norms and the check do; of many, 5 to 10 times as long (torch 2.13, AMD EPYC and Intel Xeon).
@@ -76,10 +76,9 @@ def has_extreme(x: Tensor, bound: float = 1e30) -> bool:
     """Return whether ``x [B]`` has an entry, other than 0, larger than a bound or smaller than the bound's inverse."""
     if not x.numel() or is_wrapped(x):
         return False
-    if are_free_to_read([x]) and _within(x, 1 / bound, bound):  # the usual case: fast
+    if are_free_to_read([x]) and not is_traced(x) and _within(x, 1 / bound, bound):  # the usual case: fast
         return False
-    size = x.abs()
-    return holds(((size != 0) & ~((size > 1 / bound) & (size < bound))).any())
+    return holds(_is_extreme(x, bound))
 
 
 def memory_of_rows(rows: Tensor) -> Any:
@@ -97,9 +96,12 @@ def _unchecked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
     ]
 
 
-def _checked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    if not all_rows:
-        return []
+def _checked(all_rows: list[Tensor]) -> Sequence[Tensor]:
+    return _joined(all_rows).square().split_with_sizes([rows.shape[0] for rows in all_rows]) if all_rows else []
+
+
+def _checked_norms(all_rows: list[Tensor]) -> Tensor:
+    """Return the norms of the rows of all tensors, one after the other, float64."""
     joined = torch.cat(list(map(_norms, all_rows))).double()  # a copy, also of one norm for all samples
     sizes = [rows.shape[0] for rows in all_rows]
     pairs = zip(all_rows, joined.split_with_sizes(sizes), strict=True)
@@ -109,7 +111,25 @@ def _checked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
         for rows, norm in doubtful:
             extreme = ~((norm > least) & (norm < torch.inf))
             norm[extreme] = _scaled(rows[extreme])
-    return joined.square().split_with_sizes(sizes)
+    return joined
+
+
+def _extreme(x: Tensor, bound: float) -> Tensor:
+    """Return whether ``x [B]`` has an extreme entry, a 0-d bool tensor; see ``has_extreme``."""
+    if are_free_to_read([x]) and not is_traced(x) and _within(x, 1 / bound, bound):
+        return torch.zeros((), dtype=torch.bool)
+    size = x.abs()
+    return ((size != 0) & ~((size > 1 / bound) & (size < bound))).any()
+
+
+_joined = Opaque(
+    "joined_norms(Tensor[] all_rows) -> Tensor",
+    _checked_norms,
+    lambda all_rows: all_rows[0].new_empty(sum(rows.shape[0] for rows in all_rows), dtype=torch.float64),
+)
+_is_extreme = Opaque(
+    "is_extreme(Tensor x, float bound) -> Tensor", _extreme, lambda x, _: x.new_empty((), dtype=torch.bool)
+)
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from persample._torch import get_unwrapped, is_functorch_wrapped_tensor, keep_strides, storage_id
-from persample.utils.tracing import is_traced
+from persample.utils.tracing import is_for_compiler
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
@@ -17,7 +17,7 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
         like: a tensor of as many axes, whose order of axes in memory the result takes. In compiled code the result is
             always contiguous.
     """
-    if is_traced(x):
+    if is_for_compiler(x):
         return keep_strides(x.contiguous())  # otherwise Inductor would remove the copy
     if like is None:
         return x.contiguous()

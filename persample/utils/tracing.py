@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,11 +36,13 @@ class Trace:
 
     Args:
         any_size: whether the program will serve any number of samples, so that it cannot loop over blocks of samples.
+        compiles: whether the graph will be compiled; else it runs operation by operation, as eager code does.
         exceptions: 0-d bool tensors; if one of them is true, the results of the program are invalid.
         block_sizes: the numbers of gradient elements written out at a time where ``any_size`` forbade a loop.
     """
 
     any_size: bool = False
+    compiles: bool = True
     exceptions: list[Tensor] = field(default_factory=list)
     block_sizes: list[int] = field(default_factory=list)
 
@@ -75,8 +79,9 @@ def any_exception() -> Tensor | None:
     trace = current_trace()
     if trace is None or not trace.exceptions:
         return None
-    device = trace.exceptions[0].device  # an index may be on another device than its table
-    return torch.stack([x.to(device) for x in trace.exceptions]).any()
+    first, *others = trace.exceptions
+    # An index may be on another device than its table.
+    return torch.stack([first, *(x.to(first.device) for x in others)]).any() if others else first
 
 
 # Returns whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read.
@@ -105,14 +110,61 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def is_for_compiler(x: Tensor) -> bool:
+    """Return whether a tensor is traced for compiled code, which plans memory and layouts itself."""
+    return is_traced(x) and is_compiling()
+
+
+def is_compiling() -> bool:
+    """Return whether what is traced now will be compiled."""
+    trace = current_trace()
+    return trace is None or trace.compiles
+
+
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors are neither recorded nor traced: their memory may be written into."""
-    return not (any(map(is_wrapped, tensors)) or any(map(_REQUIRES_GRAD, tensors)) or FakeTensor in map(type, tensors))
+    """Return whether tensors are neither recorded nor traced for a compiler: their memory may be written into."""
+    if any(map(is_wrapped, tensors)) or any(map(_REQUIRES_GRAD, tensors)):
+        return False
+    return FakeTensor not in map(type, tensors) or not is_compiling()
 
 
 def are_free_to_read(tensors: Sequence[Tensor]) -> bool:
-    """Return whether decisions may depend on the values of plain tensors, without waiting for a device."""
+    """Return whether an ``Opaque`` function may decide by the values of tensors, without waiting for a device."""
     return are_plain(tensors) and {"cpu"}.issuperset(map(_TYPE_OF_DEVICE, tensors))
+
+
+class Opaque:
+    """A function that may read values: one node of a program that runs operation by operation.
+
+    Args:
+        schema: its name and types, in torch's notation.
+        function: the function.
+        like: from the same arguments, without values, to an empty result.
+    """
+
+    functions: ClassVar[dict[Any, Callable[..., Tensor]]] = {}  # by the operations that stand for them
+
+    def __init__(self, schema: str, function: Callable[..., Tensor], like: Callable[..., Tensor]) -> None:
+        self._schema, self._function, self._like = schema, function, like
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Return the result of the function."""
+        tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
+        is_node = FakeTensor in map(type, tensors) and not is_compiling()
+        result: Tensor = (self.operation if is_node else self._function)(*args)
+        return result
+
+    @cached_property
+    def operation(self) -> Any:
+        """The function as an operation of torch, registered when it is needed."""
+        name, types = self._schema.split("(", 1)
+        free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
+        made = torch.library.custom_op(
+            f"persample::{name}", self._function, mutates_args=(), schema=f"({types}", tags=[free]
+        )
+        made.register_fake(self._like)
+        self.functions[getattr(torch.ops.persample, name).default] = self._function
+        return made
 
 
 @contextmanager

@@ -101,8 +101,9 @@ def looped_back(
 
 def _steps_in_turns(sequences: Sequence[Tensor]) -> int:
     """Return the number of steps in whole turns of a program's loop; 0 if the steps run one after the other."""
-    length = len(sequences[0])
-    return length // _UNROLLED * _UNROLLED if current_trace() is not None and length > _WITHOUT_LOOP else 0
+    trace, length = current_trace(), len(sequences[0])
+    is_compiled = trace is not None and trace.compiles
+    return length // _UNROLLED * _UNROLLED if is_compiled and length > _WITHOUT_LOOP else 0
 
 
 def _blocks(x: Tensor) -> Tensor:

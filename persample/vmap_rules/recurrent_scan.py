@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.utils.dtypes import autocast, full_precision, is_autocast
-from persample.utils.tracing import is_traced
+from persample.utils.tracing import is_for_compiler
 from persample.vmap_rules.batched import is_batched
 from persample.vmap_rules.kernel_call import call_kernel
 from persample.vmap_rules.loops import looped, looped_back, repeated
@@ -162,7 +162,7 @@ def scan_signals(
     of_x = _unfolded(at_inputs @ w_ih, axes) if needs_x else None
     if cell.at_inputs is None:  # both weights have the same signals: eager code copies them here, not once for each
         shared = _unfolded(signals, axes)
-        both = [shared if is_traced(shared) else shared.contiguous()] * 2
+        both = [shared if is_for_compiler(shared) else shared.contiguous()] * 2
     else:
         both = [_unfolded(y, axes) for y in (at_inputs, signals[..., :width])]
     return [_unfolded(g[None], axes) for g in first], of_x, both

@@ -37,13 +37,14 @@ class Bounds(TorchDispatchMode):
 
     Args:
         noted: the list that 0-d bool flags are appended to. If one flag is true, the program's results are invalid.
+        clamps: whether indices are clamped; else torch's kernels check them, operation by operation.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, noted: list[Tensor]) -> None:
+    def __init__(self, noted: list[Tensor], *, clamps: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._noted = noted
+        self._noted, self._clamps = noted, clamps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation with its index in range, or read a value.
@@ -62,7 +63,7 @@ class Bounds(TorchDispatchMode):
                 return args[0].item()
         if func is aten_efficientzerotensor:
             func = _aten.zeros.default
-        rule = _RULES.get(getattr(func, "overloadpacket", None))
+        rule = _RULES.get(getattr(func, "overloadpacket", None)) if self._clamps else None
         return func(*(args if rule is None else rule(self.within, *args)), **(kwargs or {}))
 
     def within(self, index: Tensor, size: int, least: int = 0) -> Tensor:
@@ -79,6 +80,11 @@ class Bounds(TorchDispatchMode):
         once = index[tuple(slice(None if stride else 1) for stride in index.stride())]  # of an expanded one
         self._noted.append(((once < least) | (once >= size)).any())
         return once.clamp(least, size - 1).expand_as(index)
+
+
+def reads_an_index(operation: Any) -> bool:
+    """Return whether an operation reads or writes at an index, which may be out of range."""
+    return getattr(operation, "overloadpacket", None) in _RULES
 
 
 _Within = Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""The compiled engine: the pipeline on the captured loss, traced once to a flat graph, which Inductor compiles."""
+"""The engines of captured losses: the pipeline is traced once to a flat graph, which runs as it is, or compiled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from persample.utils import trees
 from persample.utils.dtypes import full_precision
 
 
-def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any) -> list[Any]:
-    """Compute the result of every reduction by compiled code, as ``pipeline.run`` does with the eager engine.
+def compiled(
+    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any, *, compiles: bool
+) -> list[Any]:
+    """Compute the result of every reduction by a program, as ``pipeline.run`` does with the eager engine.
 
     Args:
         call: the call, at least one sample.
@@ -33,6 +35,7 @@ def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: 
         chunk_size: the number of samples processed at a time, or None for all.
         asked: the user's arguments, by which ``repeated`` recognizes the next call like this one.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
+        compiles: whether Inductor compiles the graph; else it runs operation by operation.
 
     Returns:
         One result per reduction. Its tensors are those of ``out`` if the program wrote into them.
@@ -41,18 +44,20 @@ def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: 
         LossError: if the eager engine rejects the loss, or if the loss cannot be captured or traced.
     """
     if call.size > (chunk_size or call.size):
-        return pipeline.run(call, functools.partial(lift_compiled, reductions=reductions), reductions, chunk_size)
+        lift = functools.partial(lift_compiled, reductions=reductions, compiles=compiles)
+        return pipeline.run(call, lift, reductions, chunk_size)
     container = cast("trees.TreeSpec", asked.container)
-    results = _computed(Task(reductions, call, finishes=True, container=container, out=out), asked)
+    results = _computed(Task(reductions, call, finishes=True, compiles=compiles, container=container, out=out), asked)
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def lift_compiled(call: Call, reductions: Reductions) -> Any:
-    """Compute the mergeable leaves of one chunk by compiled code, as ``pipeline.lift_by`` does with other engines.
+def lift_compiled(call: Call, reductions: Reductions, *, compiles: bool) -> Any:
+    """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines.
 
     Args:
         call: the chunk, at least one sample.
         reductions: the reductions of the call.
+        compiles: as for ``compiled``.
 
     Returns:
         What ``Reductions.lift`` returns.
@@ -60,17 +65,18 @@ def lift_compiled(call: Call, reductions: Reductions) -> Any:
     Raises:
         LossError: as ``compiled`` does.
     """
-    return _computed(Task(reductions, call, finishes=False))
+    return _computed(Task(reductions, call, finishes=False, compiles=compiles))
 
 
-def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total) -> list[Any]:
-    """Merge the leaves of one chunk into a total by compiled code.
+def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, compiles: bool) -> list[Any]:
+    """Merge the leaves of one chunk into a total by a program.
 
     Args:
         call: the chunk, at least one sample.
         reductions: the reductions of the call.
         asked: the user's arguments, by which ``repeated`` recognizes the next call like this one; without a container.
         total: the total of the samples before.
+        compiles: as for ``compiled``.
 
     Returns:
         What ``Total.absorb`` returns.
@@ -78,7 +84,7 @@ def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Tota
     Raises:
         LossError: as ``compiled`` does.
     """
-    return cast("list[Any]", _computed(Task(reductions, call, finishes=False, total=total), asked))
+    return cast("list[Any]", _computed(Task(reductions, call, finishes=False, compiles=compiles, total=total), asked))
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Any:
@@ -115,9 +121,9 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
             raise
         engines = "engine='loop', which takes any loss"  # vmap refuses another line
     raise LossError(
-        f"loss_fn cannot be compiled: {refusal}. A compiled loss must not branch on values, nor have shapes that "
-        "depend on them (use torch.where and masks), nor write into its arguments or what it closed over, nor keep "
-        f"tensors elsewhere (return them in aux). Or pass {engines}."
+        f"loss_fn cannot be {task.engine}: {refusal}. A {task.engine} loss must not branch on values, nor have shapes "
+        "that depend on them (use torch.where and masks), nor write into its arguments or what it closed over, nor "
+        f"keep tensors elsewhere (return them in aux). Or pass {engines}."
     ) from refusal
 
 

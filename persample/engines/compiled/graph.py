@@ -28,15 +28,17 @@ from persample.utils import trees
 
 @dataclass(frozen=True)
 class Compilation:
-    """The compilation of one program.
+    """How one program was made.
 
     Args:
+        engine: "traced" or "compiled".
         reductions: the names of the reductions that the program computes.
         batch_size: the number of samples, or None for any.
         seconds: the time that it took.
         reason: what had changed since the compilation before; empty for the first with these reductions.
     """
 
+    engine: str
     reductions: tuple[str, ...]
     batch_size: int | None
     seconds: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
-    OpOverload,
     aten_unsafe_index_put,
     compile_graph,
     decompositions,
@@ -21,9 +20,10 @@ from persample._torch import (
     keep_kernel,
     lacks_cpp_compiler,
     scan,
-    schema,
 )
+from persample.engines.compiled.checking import Checked
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
+from persample.engines.compiled.straight import Run, returns_memory, straight, writes
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.heap import keep_freed_memory
 from persample.utils.tracing import without_warnings
@@ -37,10 +37,9 @@ _OVERWRITTEN = {
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
 }
 _warned: set[str] = set()
-Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
-def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> Run:
+def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor], noted: bool) -> Run:
     """Compile a graph with Inductor, the compiler behind ``torch.compile``.
 
     Inductor is called below the guards of ``torch.compile``: programs.py and Dynamo check what they would. If
@@ -51,21 +50,26 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         flat: the graph that ``functional`` returned for it.
         mode: the fake tensor mode of the inputs.
         inputs: fake tensors with the shapes and dtypes of the program's inputs.
+        noted: whether the last output is a flag that invalidates the others.
 
     Returns:
         A function from a list of tensors to the outputs; it empties the list.
     """
+
+    def compiled(other: GraphModule) -> Run:
+        return _compiled(functional(other, mode, inputs), mode, inputs)
+
     try:
         with without_warnings():
-            return _compiled(flat, mode, inputs)
+            return Checked(graph, _compiled(flat, mode, inputs), compiled, noted=noted)
     except TorchVersionError:
         raise
-    except RuntimeError as error:  # of torch's compiler; the uncompiled graph is correct, too
+    except (RuntimeError, MemoryError, OSError) as error:  # of torch's compiler; the uncompiled graph is correct, too
         advice = _advice(error)
         if advice not in _warned:
             _warned.add(advice)
             warnings.warn(advice, CompilerWarning, stacklevel=2)
-        return lambda tensors: graph.forward(*tensors)
+        return straight(graph)
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
@@ -82,7 +86,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
-        if any(is_write(node) and not _is_result(node) for node in graph.graph.nodes):
+        if any(writes(node) and not _is_result(node) for node in graph.graph.nodes):
             # Before views become reshapes: one that copies would lose writes through it.
             graph = make_fx(functionalize(Interpreter(graph).run))(*inputs)
         flat = make_fx(_Decomposable(graph).run, decomposition_table=table)(*inputs)
@@ -105,25 +109,11 @@ class _Decomposable(Interpreter):
         return super().run_node(n)
 
 
-def is_write(node: Node) -> bool:
-    """Return whether a node writes into one of its arguments.
-
-    Args:
-        node: a node of a graph of aten operations.
-    """
-    return node.op == "call_function" and isinstance(node.target, OpOverload) and schema(node.target).is_mutable
-
-
 def _is_result(node: Node) -> bool:
     """Return whether a write fills an input that is read before only, and not by views: Inductor does it in place."""
     written = node.all_input_nodes[0]
     is_copy = node.target is _aten.copy_.default and written.op == "placeholder" and not node.users
-    return is_copy and all(user is node or (user < node and not _returns_memory(user)) for user in written.users)
-
-
-def _returns_memory(node: Node) -> bool:
-    """Return whether the result of a node may share memory with one of its arguments."""
-    return not isinstance(node.target, OpOverload) or any(x.alias_info is not None for x in schema(node.target).returns)
+    return is_copy and all(user is node or (user < node and not returns_memory(user)) for user in written.users)
 
 
 def _copy_overwritten(graph: Graph) -> None:

@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from persample._torch import FakeTensorMode, symbolic_size
-from persample.engines.compiled.lower import Run, functional, lower
+from persample.engines.compiled.lower import functional, lower
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.sizes import AnySize, Axes
+from persample.engines.compiled.straight import Run, straight
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
 from persample.outputs import memory
 from persample.utils.dtypes import full_precision
+from persample.utils.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -77,12 +81,15 @@ def for_one_size(task: Task) -> Program:
         task: the task.
     """
     formats = [Format.of(x) for x in task.tensors]
-    traced = trace(task, lambda: [f.empty() for f in formats])
+    traced = trace(task, lambda: [f.empty() for f in formats], compiles=task.compiles)
+    if not task.compiles:
+        run = operation_by_operation(traced.graph, formats[0].device)
+        return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
     mode = FakeTensorMode(shape_env=_shape_env())
     with mode:
         inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
     with full_precision(inputs[0].device):  # autocast applied when the loss was traced
-        run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs)
+        run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs, traced.noted)
     return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
 
 
@@ -99,6 +106,8 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
     family = AnySize.of(task, axes)
     if family is None:
         return None
+    if not task.compiles:
+        return _straight(family)
     env, traced = _shape_env(), family.traced
     mode = FakeTensorMode(shape_env=env)
     with mode:
@@ -111,7 +120,7 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
             return None
         if not _allows(env, task.call.size):
             return None
-        run = lower(family.graph, flat, mode, inputs)
+        run = lower(family.graph, flat, mode, inputs, traced.noted)
 
     def fits(formats: Sequence[Format]) -> bool:
         size = family.size(formats)
@@ -119,6 +128,40 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
 
     program = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
     return program if fits(family.formats) else None
+
+
+def _straight(family: AnySize) -> Program | None:
+    traced = family.traced
+
+    def fits(formats: Sequence[Format]) -> bool:
+        size = family.size(formats)
+        return size is not None and size > 1 and family.fits_memory(size)
+
+    run = operation_by_operation(family.graph, family.formats[0].device)
+    program = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
+    return program if fits(family.formats) else None
+
+
+def operation_by_operation(graph: GraphModule, device: torch.device) -> Run:
+    """Return code that runs a graph as it is; where torch refuses a value, its results are invalid.
+
+    Args:
+        graph: a flat graph of aten operations.
+        device: the device of its inputs.
+    """
+    run = straight(graph)
+    if device.type == "cpu":
+        keep_freed_memory()
+
+    def checked(tensors: list[Tensor]) -> Sequence[Tensor]:
+        try:
+            return run(tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError) as error:  # an index out of range, say: eager code names it
+            raise DoubtfulError from error
+
+    return checked
 
 
 def _shape_env() -> ShapeEnv:

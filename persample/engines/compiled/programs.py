@@ -156,17 +156,17 @@ def _notice(task: Task, family: Family, program: Program, seconds: float) -> Non
     if task.loss.capture is None:
         return
     graph, names = task.loss.capture, tuple(type(reduction).__name__ for reduction in task.reductions.reductions)
-    alike = [x for x in graph.history.compilations if x.reductions == names]
+    alike = [x for x in graph.history.compilations if (x.engine, x.reductions) == (task.engine, names)]
     reason = ""
     if alike:
         others = [x for x in graph.programs.values() if x is not family and x.programs]
         reason = "batch size" if family.programs else (not others and graph.reason) or _SIZES
-    graph.history.compilations.append(Compilation(names, program.batch_size, seconds, reason))
+    graph.history.compilations.append(Compilation(task.engine, names, program.batch_size, seconds, reason))
     if len(alike) + 1 == _OFTEN:
         warnings.warn(
-            f"engine='compiled' compiles the same loss_fn for the {_OFTEN}th time, because this changed: {reason}. "
-            "Every compilation costs seconds. Pass what changes in batch (unbatched, with None in in_dims) or as a "
-            "tensor, or use engine='eager'.",
+            f"engine={task.engine!r} {'compiles' if task.compiles else 'traces'} the same loss_fn for the {_OFTEN}th "
+            f"time, because this changed: {reason}. It costs {'seconds' if task.compiles else 'part of a second'} each "
+            "time. Pass what changes in batch (unbatched, with None in in_dims) or as a tensor, or use engine='eager'.",
             RecompilationWarning,
             stacklevel=2,
         )

@@ -81,7 +81,8 @@ class AnySize:
         """
         formats = [Format.of(x) for x in task.tensors]
         try:
-            one, other = (trace(task, partial(_at, formats, axes, size), any_size=True) for size in _SIZES)
+            made = (partial(_at, formats, axes, size) for size in _SIZES)
+            one, other = (trace(task, inputs, any_size=True, compiles=task.compiles) for inputs in made)
             graph = unified(one.graph, other.graph, _SIZES, axes[0])
         except (TraceError, ArgumentError, UnlikeError):  # an ArgumentError comes again, of the program for one size
             return None

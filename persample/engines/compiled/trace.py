@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from persample._torch import force_original_view_tracking
+from persample._torch import OpOverload, force_original_view_tracking, schema
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, pack
+from persample.engines.compiled.straight import simplify
 from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.origin import is_users
@@ -77,7 +78,11 @@ class Traced:
 
 
 def trace(
-    function: Callable[[list[Tensor]], Any], inputs: Callable[[], list[Tensor]], *, any_size: bool = False
+    function: Callable[[list[Tensor]], Any],
+    inputs: Callable[[], list[Tensor]],
+    *,
+    any_size: bool = False,
+    compiles: bool = True,
 ) -> Traced:
     """Trace a function.
 
@@ -87,6 +92,7 @@ def trace(
             tensor mode, so the tensors are fake.
         any_size: whether the graph will serve any number of samples. Then an operation that vmap runs once for each
             sample is an error: the graph would grow with their number.
+        compiles: whether the graph will be compiled; else it is simplified, and runs operation by operation.
 
     Returns:
         The graph of the function.
@@ -97,11 +103,11 @@ def trace(
     from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 
     outline, noted, handled = Outline((), trees.structure([])), False, sys.exc_info()[1]
-    state = Trace(any_size)
+    state = Trace(any_size, compiles)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         nonlocal outline, noted
-        with Bounds(state.exceptions):
+        with Bounds(state.exceptions, clamps=compiles):
             results, outline = pack(function(list(tensors)))
             results = [x.clone(memory_format=torch.contiguous_format) if is_folded(x) else x for x in results]
             flag = any_exception()
@@ -121,6 +127,8 @@ def trace(
                 raise
             raise TraceError(said(error) + getattr(error, "users_line", "")) from error
     _drop_failed(graph)
+    if not compiles:
+        simplify(graph)
     return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
 
 
@@ -153,5 +161,6 @@ def _lifted(graph: GraphModule) -> list[Tensor]:
 def _drop_failed(graph: GraphModule) -> None:
     """Remove the operations that raised during tracing and whose errors the loss caught: they have no value."""
     for node in reversed(list(graph.graph.nodes)):
-        if node.op == "call_function" and not node.users and "val" not in node.meta:
+        returns = not isinstance(node.target, OpOverload) or schema(node.target).returns
+        if node.op == "call_function" and returns and not node.users and "val" not in node.meta:
             graph.graph.erase_node(node)

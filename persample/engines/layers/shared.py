@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_list
 
 from persample._torch import (
     add_batch_dim,
@@ -21,7 +22,7 @@ from persample.utils.tracing import is_wrapped
 from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
-LISTS = {list, tuple}
+LISTS = {list, tuple, immutable_list}  # the last in captured graphs
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
 
 

@@ -1,0 +1,165 @@
+"""Compiled code at its first run, compared with the graph that it was compiled from: wrong code never answers."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+import torch
+from oracle import assert_trees_close
+from torch.nn import functional as F
+
+import persample as ps
+from persample import CompilerWarning, per_sample_grads
+from persample.engines.compiled import checking, clear_cache, kernels
+
+lower = importlib.import_module("persample.engines.compiled.lower")
+DIFFER = r"engine='compiled' found that the code of torch's compiler and torch's own kernels differ in {}, on the first"
+ATEN = torch.ops.aten
+W = torch.linspace(-1, 1, 6)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    clear_cache()
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Make Inductor's code of one operation wrong, by a factor, as a wrong lowering would; compile nothing."""
+
+    def break_(operation, factor=1.001):
+        def compiled(graph, *_):
+            def run(tensors):
+                class Wrong(torch.fx.Interpreter):
+                    def run_node(self, n):
+                        value = super().run_node(n)
+                        return value * factor if n.target is operation else value
+
+                return Wrong(graph).run(*tensors)
+
+            return run
+
+        monkeypatch.setattr(lower, "_compiled", compiled)
+
+    return break_
+
+
+def loss(w, x):
+    return torch.tanh(w * x).exp().sum()
+
+
+@pytest.mark.parametrize("operation", [ATEN.exp.default, ATEN.mul.Tensor])
+def test_wrong_code_is_found_at_the_first_call(operation, wrong):
+    wrong(operation)
+    batch, wanted = torch.randn(4, 6), (ps.ClippedMean(0.5), ps.Norm())
+    expected = per_sample_grads(loss, W, batch, wanted, engine="loop")
+    with pytest.warns(CompilerWarning, match=DIFFER.format(str(operation))) as caught:
+        assert_trees_close(per_sample_grads(loss, W, batch, wanted, engine="compiled"), expected, 1e-6)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_trees_close(per_sample_grads(loss, W, batch, wanted, engine="compiled"), expected, 1e-6)
+
+
+def test_wrong_code_for_any_batch_size(wrong):
+    wrong(None)  # right for one size
+    per_sample_grads(loss, W, torch.randn(4, 6), ps.Norm(), engine="compiled")
+    wrong(ATEN.exp.default)
+    batch = torch.randn(3, 6)
+    with pytest.warns(CompilerWarning, match=DIFFER.format("aten.exp.default")):
+        found = per_sample_grads(loss, W, batch, ps.Norm(), engine="compiled")
+    assert_trees_close(found, per_sample_grads(loss, W, batch, ps.Norm(), engine="loop"), 1e-6)
+
+
+def test_wrong_code_that_writes_into_a_previous_result(wrong):
+    out = per_sample_grads(loss, W, torch.randn(4, 6))
+    wrong(ATEN.exp.default)
+    batch = torch.randn(4, 6)
+    with pytest.warns(CompilerWarning, match=DIFFER.format("aten.exp.default")):
+        assert per_sample_grads(loss, W, batch, engine="compiled", out=out) is out
+    assert_trees_close(out, per_sample_grads(loss, W, batch, engine="loop"), 1e-6)
+
+
+def test_wrong_code_in_a_stream(wrong):
+    wrong(ATEN.exp.default)
+    batches = list(torch.randn(3, 4, 6))
+    wanted = ps.Mean(), ps.Norm()
+    with pytest.warns(CompilerWarning, match=DIFFER.format("aten.exp.default")):
+        found = ps.accumulate(loss, W, batches, wanted, engine="compiled")
+    assert_trees_close(found, ps.accumulate(loss, W, batches, wanted, engine="loop"), 1e-6)
+
+
+def test_random_numbers_are_left_out(wrong):
+    """Compiled code draws them in another order; what does not depend on them is compared."""
+
+    def noisy(w, x):
+        return (w * torch.rand_like(x)).sum(), torch.exp(x)
+
+    options = {"randomness": "different", "engine": "compiled"}
+    wrong(ATEN.mul.Tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompilerWarning)
+        per_sample_grads(noisy, W, torch.randn(4, 6), (ps.Norm(), ps.Aux()), **options)
+    clear_cache()
+    wrong(ATEN.exp.default)
+    with pytest.warns(CompilerWarning, match=DIFFER.format("aten.exp.default")):
+        per_sample_grads(noisy, W, torch.randn(4, 6), (ps.Norm(), ps.Aux()), **options)
+
+
+def test_the_check_draws_no_random_numbers(wrong):
+    def noisy(w, x):
+        return (w * torch.rand_like(x)).sum()
+
+    wrong(None)
+    drawn = []
+    for _ in range(2):  # the first call is checked
+        torch.manual_seed(0)
+        found = per_sample_grads(noisy, W, torch.ones(4, 6), randomness="different", engine="compiled")
+        drawn.append((found, torch.rand(3)))
+    assert all(map(torch.equal, *drawn))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_close"),
+    [
+        ([1.0, 2.0], [1.0, 2.0001], True),
+        ([1.0, 2.0], [1.0, 2.01], False),
+        ([1e-9, 2.0], [0.0, 2.0], True),  # beside the largest
+        ([torch.nan, torch.inf], [torch.nan, torch.inf], True),
+        ([torch.nan, 1.0], [0.0, 1.0], False),
+        ([torch.inf, 1.0], [-torch.inf, 1.0], False),
+        ([1j, 2.0], [1j, 2.01], False),
+        ([1, 2], [1, 3], False),
+        ([], [], True),
+    ],
+)
+def test_closeness(one, other, is_close):
+    assert checking._is_close(torch.tensor(one), torch.tensor(other), 1e-3) is is_close
+
+
+def nearest(w, x):
+    return F.interpolate((w * x)[None, None], size=7, mode="nearest").square().sum()
+
+
+def pooled(w, x):
+    images = (w * x).view(1, 2, 3)
+    return F.avg_pool2d(images, 2, 2, 1, ceil_mode=True, count_include_pad=True).square().sum()
+
+
+def scaled(w, x):
+    return torch.ldexp(w * x, torch.tensor(3)).square().sum()
+
+
+@pytest.mark.parametrize("loss", [nearest, pooled, scaled])
+def test_faults_of_inductor_without_their_corrections(loss, monkeypatch):
+    """Real code: where this torch computes an operation wrongly, a warning says so; the result is right in any case."""
+    monkeypatch.setattr(lower, "with_torch_kernels", dict)
+    monkeypatch.setattr(kernels, "_LEFT_TO_TORCH", {})
+    batch = torch.randn(4, 6)
+    expected = per_sample_grads(loss, W, batch, ps.Norm(), engine="loop")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompilerWarning)
+        found = per_sample_grads(loss, W, batch, ps.Norm(), engine="compiled")
+    assert_trees_close(found, expected, 1e-5)
