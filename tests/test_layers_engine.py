@@ -37,7 +37,7 @@ from persample.engines.layers import interceptor
 from persample.factors import terms
 from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
-from persample.vmap_rules import kernel_call
+from persample.vmap_rules import levels
 
 F64 = torch.float64
 C = torch.ones(3, dtype=F64)
@@ -1647,14 +1647,14 @@ def test_rows_beyond_a_table():
 
 def test_dropping_results_keeps_no_memory(monkeypatch):
     """What saves its own results must not hold itself: the graph is freed with the last reference to it."""
-    kept, called = [], kernel_call._called_on_plain_tensors
+    kept, called = [], levels._called_on_plain_tensors
 
     def watched(*args):
         results = called(*args)
         kept.extend(weakref.ref(x) for x in results if isinstance(x, torch.Tensor))
         return results
 
-    monkeypatch.setattr(kernel_call, "_called_on_plain_tensors", watched)
+    monkeypatch.setattr(levels, "_called_on_plain_tensors", watched)
     w, batch = torch.rand(3, 4), torch.rand(5, 3, 4)
     per_sample_grads(lambda w, x: torch.cdist(w * x, 2 * w, p=1.0).sum(), w, batch, Mean())
     assert kept

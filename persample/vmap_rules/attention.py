@@ -21,7 +21,7 @@ from persample._torch import (
 from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
-from persample.vmap_rules.kernel_call import call_kernel
+from persample.vmap_rules.levels import call_kernel
 
 
 def _attention(

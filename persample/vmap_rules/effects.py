@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from traceback import extract_tb
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, stack
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import OpOverload, backward_hooks_getter, private_reads, schema
 from persample.errors import LossError
 from persample.utils.flags import flags, is_inside, owner_inside
+from persample.utils.origin import raised_since, user_line
 from persample.utils.strides import storage_key
+from persample.utils.trees import flatten
+from persample.vmap_rules.levels import is_batched
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
@@ -153,3 +157,35 @@ def _write_options(func: Any) -> Mapping[str, int]:
     code = func.__code__
     positions = {name: place for place, name in enumerate(code.co_varnames[: code.co_argcount])}
     return positions if positions.keys() & {"inplace", "max_norm"} else {}
+
+
+_OF_VMAP = re.compile(
+    "vmap|functorch|torch.func|[Bb]atching rule|Batched|doesn't have storage|detach views in-place|got a batched tensor"
+)
+
+
+def is_refusal(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function of torch might not have raised an error if it were called for one sample."""
+    said = str(error)
+    if isinstance(error, LossError) or (isinstance(error, RuntimeError) and _OF_VMAP.search(said)):
+        return True
+    operands = flatten((args[func is Tensor.__getitem__ :], kwargs))[0]
+    batched = [x for x in operands if isinstance(x, Tensor) and is_batched(x)]
+    if isinstance(error, IndexError):  # the index of one sample
+        return "Dimension" not in said and any(not x.is_floating_point() for x in batched)
+    # The matrix of one sample; no kernel for batches; torch's loop over samples, whose results differ in size.
+    by_sample = isinstance(error, NotImplementedError) or re.search(r"\(Batch element|stack expects each tensor", said)
+    return bool(by_sample and batched) and func is not stack
+
+
+def swallowed(refusal: Exception, error: BaseException | None) -> LossError | None:
+    """Return what is wrong if a loss caught a refusal and went on; ``error`` is what it raised in the end, or None."""
+    is_interrupt = error is not None and not isinstance(error, Exception)
+    if is_interrupt or refusal in raised_since(None, error):
+        return None
+    line = user_line(extract_tb(refusal.__traceback__))
+    return LossError(
+        f"An error was caught that one sample alone might not raise{line}: the loss would "
+        "go on with other numbers. Use torch.where or a mask, without an error to catch, or pass engine='loop', which "
+        f"takes any loss that autograd takes. The error was: {refusal}"
+    )

@@ -20,9 +20,8 @@ from persample.utils.strides import storage_key
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import map_tensors
 from persample.vmap_rules import RULED, VmapRules
-from persample.vmap_rules.batched import unwrapped
-from persample.vmap_rules.effects import is_pure, reads_state, written_tensors
-from persample.vmap_rules.refusals import is_refusal
+from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
+from persample.vmap_rules.levels import unwrapped
 
 # Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
 _SINGLE_PRECISION = {

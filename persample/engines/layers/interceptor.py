@@ -24,13 +24,11 @@ from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
-from persample.vmap_rules.batched import batch_first, unwrapped
-from persample.vmap_rules.einsum import linear_einsum
-from persample.vmap_rules.embedding import embedding_bag
-from persample.vmap_rules.linear import linear
-from persample.vmap_rules.recurrent import recurrent_rule
-from persample.vmap_rules.recurrent_cells import Cell
-from persample.vmap_rules.recurrent_scan import unrolled
+from persample.vmap_rules.indexing import embedding_bag
+from persample.vmap_rules.levels import batch_first, unwrapped
+from persample.vmap_rules.products import linear, linear_einsum
+from persample.vmap_rules.recurrent import recurrent_rule, unrolled
+from persample.vmap_rules.recurrent_steps import Cell
 
 # Functions are given copies of matrices of up to so many numbers for all samples: more work than products with one
 # matrix, and less than that of the transforms of ``vmap(vjp)``.

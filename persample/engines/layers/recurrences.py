@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from persample.vmap_rules.recurrent_cells import Cell
-from persample.vmap_rules.recurrent_scan import scan_kernel, scan_signals
+from persample.vmap_rules.recurrent import scan_kernel, scan_signals
+from persample.vmap_rules.recurrent_steps import Cell
 
 
 class _ScannedSequences(Function):

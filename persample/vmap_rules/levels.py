@@ -1,5 +1,12 @@
-"""Kernels with a hand-written gradient, called once on the plain tensors of all samples.
+"""The levels of ``torch.func``: what wraps a tensor, who differentiates a loss, and kernels called below all levels.
 
+``VmapRules`` is told who differentiates the loss:
+
+- ``"torch.func"``: one ``vjp`` or ``grad`` of ``torch.func``, around or inside of vmap;
+- ``"autograd"``: plain autograd, outside of all transforms;
+- ``"any"``: anyone, any number of times.
+
+Kernels with hand-written gradients serve a single reverse-mode derivative, on the plain tensors of all samples.
 ``torch.func`` takes an ``autograd.Function`` through its levels one by one, in Python, and makes a class for every
 call: nearly a millisecond, where an operation of torch takes 20 µs. A loss that is differentiated once needs less: one
 autograd node, at the level of that derivative.
@@ -9,24 +16,111 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from persample._torch import (
     DisableFuncTorch,
     GradInterpreter,
     SingleLevelFunction,
+    TransformType,
     add_batch_dim,
     enable_single_level_autograd_function,
     get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     retrieve_all_functorch_interpreters,
     unwrap_dead_wrappers,
     wrap_for_grad,
 )
-from persample.vmap_rules.derivatives import SecondDerivativeError, reject_second_derivative
+
+DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
+
+
+class SecondDerivativeError(RuntimeError):
+    """A hand-written gradient was differentiated again, for example by ``autograd.grad`` inside a loss.
+
+    That shows only in the backward pass. ``VmapRules(differentiated_by="any")`` serves such a loss.
+    """
+
+
+def reject_second_derivative() -> None:
+    """Raise an error if autograd records the backward pass that calls this function.
+
+    Raises:
+        SecondDerivativeError: if it does.
+    """
+    if torch.is_grad_enabled():
+        raise SecondDerivativeError
+
+
+def is_differentiated_once(by: DifferentiatedBy) -> bool:
+    """Return whether the transforms that are active now are vmaps and at most one derivative, which is not recorded.
+
+    Args:
+        by: who differentiates the loss.
+    """
+    if by == "any":
+        return False
+    levels = retrieve_all_functorch_interpreters()
+    grads = [level for level in levels if isinstance(level, GradInterpreter)]
+    if not all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels):  # forward mode
+        return False
+    if by == "autograd":
+        return not grads
+    return len(grads) == 1 and not grads[0].prev_grad_mode()
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return whether a vmap batches a tensor, so that its values may differ between samples.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the plain tensor inside of all wrappers, which holds the values of all samples.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Return whether autograd, or a derivative of torch.func at any level, differentiates a tensor.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return x.requires_grad
+
+
+def batch_first(x: Tensor) -> Tensor:
+    """Return the tensor inside of the wrapper of a vmap, with the batch axis first.
+
+    Args:
+        x: a tensor that a vmap batches.
+    """
+    inside, axis = get_unwrapped(x), maybe_get_bdim(x)
+    return inside.movedim(axis, 0) if axis else inside
+
 
 # A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
 Kernel = Callable[..., tuple[Any, ...]]

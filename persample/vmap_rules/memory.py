@@ -1,4 +1,4 @@
-"""Strides, memory formats and storage sizes: under vmap they differ from those of one sample."""
+"""The memory of tensors: strides, formats and storage, which differ from those of one sample; access past autograd."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from persample._torch import (
+    TransformType,
+    is_batchedtensor,
+    make_dual,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+)
 from persample.errors import LossError
-from persample.vmap_rules.batched import is_batched, unwrapped
+from persample.utils.tracing import is_traced
+from persample.vmap_rules.effects import SETS_DATA, refusal
+from persample.vmap_rules.levels import is_batched, unwrapped
 
 _RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
@@ -72,6 +82,50 @@ _OF_PLAIN: set[Any] = {
     Tensor.storage_offset,
 }
 _OF_CONTIGUOUS: set[Any] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Tensor.dim_order}
+
+
+_data = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _detached_data(x: Tensor, *rest: Any) -> Tensor:
+    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
+
+
+def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
+    # linearize traces the function to a graph in which parameters are constants: their gradients would be zeros.
+    top = peek_interpreter_stack()
+    if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
+        raise LossError(
+            "loss_fn calls torch.func.linearize (or traces a forward derivative), which treats the parameters as "
+            "constants. Use torch.func.jvp, or pass engine='loop'."
+        )
+    return make_dual(tensor, tangent, level=level)
+
+
+def _set_data(*_: Any) -> None:
+    # torch would put a wrapper into the object, which outlives the wrapper's level and crashes when it is read.
+    raise refusal("a tensor (x.data = y)")
+
+
+def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Any:
+    if not _is_shared_leaf(x):
+        return Tensor.__deepcopy__(x, memo)  # type: ignore[no-untyped-call]
+    if id(x) not in memo:
+        with temporarily_clear_interpreter_stack():
+            values = unwrapped(x).detach().clone()
+            memo[id(x)] = nn.Parameter(values) if x.requires_grad else values
+    return memo[id(x)]
+
+
+def _untyped_storage(x: Tensor) -> UntypedStorage:
+    return unwrapped(x).untyped_storage() if _is_shared_leaf(x) else Tensor.untyped_storage(x)  # pickle reads it
+
+
+def _is_shared_leaf(x: Tensor) -> bool:
+    """Return whether all samples share a tensor that no operation made, as parameters and buffers."""
+    return x.is_leaf and not is_batched(x) and not is_traced(unwrapped(x))
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     **{
         function: functools.partial(_as_strided, function)
@@ -82,4 +136,9 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.view_as_complex: _view_as_complex,
     # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
     Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
+    _data: _detached_data,
+    SETS_DATA: _set_data,
+    make_dual: _dual,
+    Tensor.__deepcopy__: _deepcopy,
+    Tensor.untyped_storage: _untyped_storage,
 }
