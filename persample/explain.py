@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample import inputs
 from persample.engines import Compilation, compilations_of
-from persample.engines.vmap import eager, factored
+from persample.engines.uncompiled import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan

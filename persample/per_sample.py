@@ -11,8 +11,7 @@ from torch import Tensor
 from persample import inputs, pipeline
 from persample._torch import transforms
 from persample.engines import ENGINES, Asked, compiled, empty, repeated
-from persample.engines.batch_statistics import vanish, warn_of_statistics
-from persample.engines.diagnosis import unwritten
+from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
 from persample.engines.fallback import answered
 from persample.inputs import Engine, Outputs, Randomness
 from persample.outputs import is_apart, owned, write_into

@@ -14,8 +14,7 @@ from persample.composite.buffers import BufferRecorder
 from persample.composite.encoder import Encoder
 from persample.composite.full_batch import Statistics, normalized, solve_statistics
 from persample.engines.diagnosis import diagnosed, unwritten
-from persample.engines.empty import no_rows, of_fake_sample
-from persample.engines.vmap import vmapped
+from persample.engines.uncompiled import no_rows, of_fake_sample, vmapped
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.inputs.loss import SampleLoss

@@ -12,9 +12,7 @@ from persample.engines.compiled import (
     merge_compiled,
     repeated,
 )
-from persample.engines.empty import empty
-from persample.engines.loop import loop
-from persample.engines.vmap import eager
+from persample.engines.uncompiled import eager, empty, loop
 from persample.pipeline import Engine
 
 # "auto" begins as "eager"; ``fallback.py`` goes on.

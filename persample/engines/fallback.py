@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from persample import _torch
-from persample.engines.loop import loop
-from persample.engines.vmap import batched_gradients, eager, unfactored
+from persample.engines.uncompiled import batched_gradients, eager, loop, unfactored
 from persample.errors import (
     ArgumentError,
     FallbackWarning,

@@ -15,7 +15,7 @@ from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError
-from persample.engines.vmap import eager, unfactored
+from persample.engines.uncompiled import eager, unfactored
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.outputs import is_apart

@@ -15,10 +15,14 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
-from persample.engines.layers.convolutions import Geometry, geometry_of, transposed_geometry_of
-from persample.engines.layers.pointwise import is_pointwise
+from persample.engines.layers.functions import (
+    Geometry,
+    geometry_of,
+    is_pointwise,
+    scanned_sequences,
+    transposed_geometry_of,
+)
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
-from persample.engines.layers.recurrences import scanned_sequences
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.dtypes import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped

@@ -1,26 +1,31 @@
-"""The eager engine: ``torch.func.vmap`` over ``torch.func.vjp``, operation by operation."""
+"""The engines that compile nothing: vmap over vjp or layers, plain autograd sample after sample, and B = 0."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from persample._torch import import_dynamo
+from persample import naive
+from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import layers
 from persample.engines.diagnosis import add_hint, diagnosed
+from persample.errors import SAY_RANDOMNESS, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
-from persample.utils import rng
+from persample.utils import rng, trees
 from persample.utils.interrupts import after_imports
+from persample.utils.origin import is_users
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, VmapRules
+from persample.vmap_rules.effects import guarded
 
 
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
@@ -172,3 +177,124 @@ def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
         return one(values[: len(call.params)], values[len(call.params) :])
 
     return vmap(of_row, randomness=call.randomness)(*[x for x, batched in zip(given, split, strict=True) if batched])
+
+
+def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Compute the gradients one sample at a time.
+
+    Args:
+        call: the chunk, not empty. Random operations are rejected under "error", replayed for every sample under
+            "same", and left alone under "different".
+        required_ops: ignored.
+
+    Raises:
+        LossError: if the loss draws random numbers under "error".
+    """
+    losses, returned, grads = zip(*_rows(call), strict=True)
+    stacked = _stacked_losses(losses)
+    columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
+    lead = stacked.shape[1:]  # [K] of K outputs
+    return Gradients.dense(
+        [
+            torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
+            for x, shape, column in columns
+        ],
+        spec=call.loss.spec,
+        losses=stacked,
+        aux=_stacked([aux for aux, _ in returned]),
+        has_aux=returned[0][1],
+        weights=call.weights,
+        # No generator, where Python closes one early: an interrupt that comes then is lost.
+        connected={g is None for row in grads for g in row} != {True},
+    )
+
+
+def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
+    loss, start = call.loss, rng.snapshot()
+    for i in rng.replayed(range(call.size), call.randomness):
+        with diagnosed(call, batched=False):
+            params, leaves = call.at(i)
+            options: dict[str, Any] = {"like": loss.params.tensors, "create_graph": call.differentiated}
+            row = loss.params.unchanged(partial(naive.value_and_grad, guarded(loss), params, leaves, **options))
+        if call.randomness == "error" and rng.moved_since(start):
+            raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
+        yield row
+
+
+def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
+    sizes = sorted({len(loss) for loss in losses if loss.ndim})
+    if len(sizes) > 1:
+        raise LossError(
+            f"loss_fn: expected as many outputs from every sample (outputs='rows'), received {sizes}. Return vectors "
+            "of one length, padded with zeros."
+        )
+    return torch.stack(list(losses))
+
+
+def _stacked(aux: list[Any]) -> Any:
+    try:
+        return tree_map(lambda *leaves: torch.stack(leaves), *aux)
+    except (RuntimeError, ValueError) as error:
+        raise LossError(
+            "loss_fn: expected aux of the same structure and shapes from every sample, received aux that differ. "
+            f"Return the same from each, padded where it is shorter. torch said: {error}"
+        ) from error
+
+
+def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Return gradients with no rows; a fake sample shows the shapes.
+
+    Args:
+        call: a call without samples.
+        required_ops: ignored.
+    """
+    value, (aux, has_aux) = of_fake_sample(call.loss, call)
+    return Gradients.dense(
+        [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
+        spec=call.loss.spec,
+        losses=no_rows(value),
+        aux=trees.tree_map(no_rows, aux),
+        has_aux=has_aux,
+        weights=call.weights,
+    )
+
+
+def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], call: Call) -> Any:
+    """Call a function with the parameters and the leaves of a made-up sample.
+
+    Args:
+        function: a function of parameters and leaves.
+        call: the call that defines the shapes and dtypes of the sample.
+
+    Returns:
+        The result of the function. Its tensors may be fake: only shapes, dtypes and devices are meaningful.
+    """
+    params = _one(call.params, call.params_batched)
+    if not transforms():  # under which torch refuses to make leaves
+        params = [param.requires_grad_() for param in params]
+    with torch.enable_grad():  # for losses that differentiate something themselves
+        return _fake_call(function, params, _one(call.leaves, call.leaves_batched))
+
+
+def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+    rows = [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
+    return trees.map_tensors(torch.Tensor.detach, rows)  # new tensor objects, so that requires_grad_ spares the user's
+
+
+def no_rows(x: Tensor) -> Tensor:
+    """Return a tensor of zero rows of the shape of ``x``."""
+    return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
+
+
+def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    handled = sys.exc_info()[1]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = trees.map_tensors(mode.from_tensor, (list(params), list(leaves)))
+            return guarded(function)(*fakes)
+    except (LossError, TorchVersionError):
+        raise
+    except Exception as error:
+        if is_users(error, handled):
+            raise
+        return function(params, leaves)  # fake tensors have no values to read: the loss runs on zeros instead
