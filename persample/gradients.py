@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor, contractions
-from persample.factors.terms import squared_norms_of_sums
-from persample.utils.dtypes import as_real
-from persample.utils.norms import has_extreme, root, squared_norms_of_each
+from persample.factors.contractions import squared_norms_of_sums
+from persample.utils.numerics import as_real, has_extreme, root, squared_norms_of_each
 from persample.utils.tracing import is_recorded
 from persample.utils.trees import TreeSpec, unflatten
 

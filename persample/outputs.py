@@ -11,8 +11,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.merge import Stacked
 from persample.utils import trees
-from persample.utils.dtypes import full_precision
-from persample.utils.strides import is_folded
+from persample.utils.numerics import full_precision, is_folded
 from persample.utils.tracing import is_traced, is_wrapped
 
 

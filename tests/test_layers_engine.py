@@ -34,7 +34,7 @@ from persample import (
 )
 from persample.engines import layers
 from persample.engines.layers import interceptor
-from persample.factors import terms
+from persample.factors import contractions
 from persample.inputs.loss import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 from persample.vmap_rules import levels
@@ -1307,9 +1307,9 @@ def test_writes_into_places_that_elements_share_are_explained(case):
 
 
 def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals(monkeypatch):
-    widths, product = [], terms._inner_products
-    monkeypatch.setattr(terms, "_SMALL", 0)
-    monkeypatch.setattr(terms, "_inner_products", lambda x: widths.append(x.shape[-1]) or product(x))
+    widths, product = [], contractions._inner_products
+    monkeypatch.setattr(contractions, "_SMALL", 0)
+    monkeypatch.setattr(contractions, "_inner_products", lambda x: widths.append(x.shape[-1]) or product(x))
     per_sample_grads(lambda model, x: model(x)[0].square().sum(), nn.LSTM(24, 32), torch.randn(3, 4, 24), Norm())
     assert sorted(widths) == [24, 32, 4 * 32]
 

@@ -19,8 +19,7 @@ from workloads import build
 import persample as ps
 from persample import ArgumentError, Leverage, LossError, NaturalGradient, fisher_vector_product, per_sample_grads
 from persample.factors import Dense, contractions, cost_model
-from persample.factors.float64_gram import float64_gram
-from persample.utils.solve import solve
+from persample.factors.linear_system import float64_gram, solve
 
 ENGINES = pytest.mark.parametrize(
     "options", [{}, {"chunk_size": 2}, {"engine": "loop"}, {"engine": "compiled"}], ids=str

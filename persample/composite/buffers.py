@@ -13,7 +13,7 @@ from persample.inputs.call import Call
 from persample.merge import merge
 from persample.processes import Processes, merged
 from persample.utils import trees
-from persample.utils.dtypes import accumulate_dtype
+from persample.utils.numerics import accumulate_dtype
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from persample.inputs.call import Call
 from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
-from persample.utils.dtypes import accumulate_dtype
+from persample.utils.numerics import accumulate_dtype
 from persample.vmap_rules.effects import guarded
 
 

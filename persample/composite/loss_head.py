@@ -15,7 +15,7 @@ from persample import inputs, naive
 from persample.errors import ArgumentError, LossError
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
-from persample.utils.flags import inside
+from persample.utils.tracing import inside
 from persample.vmap_rules.effects import guarded
 
 

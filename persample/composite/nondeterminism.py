@@ -15,7 +15,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.pipeline import Engine
 from persample.utils import rng, trees
-from persample.utils.dtypes import accumulate_dtype, as_real, is_autocast
+from persample.utils.numerics import accumulate_dtype, as_real, is_autocast
 
 _FIX = (
     "It must draw from the global streams of torch, NumPy or random, which are replayed, and not from a generator of "

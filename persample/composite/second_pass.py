@@ -25,7 +25,7 @@ from persample.pipeline import Engine, Lift, lift_by
 from persample.processes import Processes
 from persample.reductions.base import Reductions
 from persample.utils import rng, trees
-from persample.utils.dtypes import accumulate_dtype, as_real
+from persample.utils.numerics import accumulate_dtype, as_real
 
 
 def back_propagate(

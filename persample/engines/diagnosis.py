@@ -25,7 +25,7 @@ from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, BatchStatisticsWar
 from persample.inputs.call import Call
 from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
-from persample.utils.interrupts import raise_interrupt
+from persample.utils.isolation import raise_interrupt
 from persample.utils.origin import is_raised, is_users, user_line, users_depth
 from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.effects import wrote

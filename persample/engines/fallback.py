@@ -36,7 +36,7 @@ from persample.factors import Factor
 from persample.inputs.call import Call
 from persample.pipeline import Engine
 from persample.utils import rng, trees
-from persample.utils.interrupts import raise_interrupt
+from persample.utils.isolation import raise_interrupt
 from persample.utils.origin import LIBRARY, is_users, users_depth
 from persample.vmap_rules import MISSING
 

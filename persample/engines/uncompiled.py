@@ -21,7 +21,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.utils import rng, trees
-from persample.utils.interrupts import after_imports
+from persample.utils.isolation import after_imports
 from persample.utils.origin import is_users
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, VmapRules

@@ -1,4 +1,7 @@
-"""The interface between reductions and the forms in which a parameter's per-sample gradients are stored."""
+"""The interface between reductions and the forms in which a parameter's per-sample gradients are stored.
+
+``Dense``, gradients written out in full, is the factor that every parameter can fall back to.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import contractions, cost_model
-from persample.utils import dtypes, norms, tracing
+from persample.utils import numerics, tracing
 
 F = TypeVar("F", bound="Factor")
 
@@ -163,13 +166,13 @@ class Factor(ABC):
         """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, or ``[B, K]`` of K outputs, in float32 at least."""
         first, *others = self.tensors
         scaled = first.double() * contractions.per_sample(scale, first)
-        return self.with_tensors([scaled.to(dtypes.accumulate_dtype(self.dtype)), *others])
+        return self.with_tensors([scaled.to(numerics.accumulate_dtype(self.dtype)), *others])
 
     def scale_outputs(self: F, scale: Tensor, dtype: torch.dtype) -> F:
         """Return the factor of sₖ gₖ for ``scale [B, K]``: the tensor that differs among outputs is scaled."""
         tensors = list(self.tensors)
         place = max(range(len(tensors)), key=lambda k: tensors[k].shape[1])
-        tensors[place] = dtypes.scaled_rows(tensors[place], scale, dtype)
+        tensors[place] = numerics.scaled_rows(tensors[place], scale, dtype)
         return self.with_tensors(tensors)
 
     def add_to(self, out: Tensor) -> None:
@@ -178,7 +181,7 @@ class Factor(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        return self._of_blocks(norms.squared_norms)
+        return self._of_blocks(numerics.squared_norms)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``; of K outputs, weights may be ``[B, K]``."""
@@ -220,14 +223,12 @@ class Factor(ABC):
 
     def some_rows(self, index: Tensor) -> Factor:
         """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
-        from persample.factors.dense import Dense
-
         values = self.materialize().flatten(len(self.sizes) + 1)
         return Dense(values[..., index, :], outputs=self.outputs)
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``, for ``directions [D, *shape]``, in float32 at least."""
-        directions = directions.to(dtypes.accumulate_dtype(self.dtype))
+        directions = directions.to(numerics.accumulate_dtype(self.dtype))
         return self._of_blocks(lambda rows: contractions.gram(rows, directions))
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
@@ -288,3 +289,79 @@ def _concatenated(blocks: Iterable[Tensor]) -> Tensor:
 
 def _total(blocks: Iterable[Tensor]) -> Tensor:
     return functools.reduce(Tensor.add_, blocks)
+
+
+@dataclass(frozen=True)
+class Dense(Factor):
+    """Per-sample gradients stored as one tensor.
+
+    Args:
+        values: the gradients, real, ``[B, *shape]``, of K outputs ``[B, K, *shape]``.
+
+    Examples:
+        >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).squared_norms()
+        tensor([25.,  1.], dtype=torch.float64)
+    """
+
+    values: Tensor
+
+    @classmethod
+    def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
+        """Return the gradients of a parameter that nothing depends on, stored once for all of them.
+
+        Args:
+            sizes: ``(B,)``, or ``(B, K)`` of K outputs.
+            like: a real parameter.
+        """
+        return cls(torch.zeros_like(like).expand(*sizes, *like.shape), outputs=tuple(sizes[1:]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one gradient."""
+        return tuple(self.values.shape[1:])
+
+    @property
+    def norm_operands(self) -> tuple[Tensor, ...]:
+        """The gradients."""
+        return (self.values,)
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        return self.values if out is None else out.copy_(self.values)
+
+    def add(self, other: Factor) -> Dense:
+        """Return the factor of gᵢ + hᵢ, written out."""
+        if isinstance(other, Dense):
+            return replace(self, values=self.values + other.values)
+        values = self.values.clone(memory_format=torch.contiguous_format)
+        other.add_to(values)
+        return replace(self, values=values)
+
+    def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
+        return contractions.weighted_sum(self.values, weights, dtype)
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(None), self.values
+
+
+def concatenate(factors: Sequence[Factor]) -> Factor:
+    """Return one factor for the samples of all. Unlike kinds are written out.
+
+    Args:
+        factors: at least one.
+
+    Examples:
+        >>> concatenate([Dense(torch.ones(2, 3)), Dense(torch.ones(1, 3))]).materialize().shape
+        torch.Size([3, 3])
+    """
+    kinds = {type(factor) for factor in factors}
+    joined = kinds.pop().concatenate(factors) if len(kinds) == 1 else None
+    if joined is not None:
+        return joined
+    return Dense(torch.cat([factor.materialize() for factor in factors]), outputs=factors[0].outputs)
+
+
+def is_zeros(factor: Factor) -> bool:
+    """Return whether a factor is that of a parameter that nothing depends on, as ``Dense.zeros`` returns it."""
+    return isinstance(factor, Dense) and not any(factor.values.stride()[:1]) and not bool(factor.values.any())

@@ -13,7 +13,7 @@ from persample.gradients import ParamSpec
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs
 from persample.utils import trees
-from persample.utils.flags import inside
+from persample.utils.tracing import inside
 
 
 @dataclass(frozen=True)

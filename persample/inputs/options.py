@@ -15,7 +15,7 @@ from persample.errors import ArgumentError
 from persample.inputs.batch import check_kind
 from persample.reductions import Reduction, Stack
 from persample.utils import trees
-from persample.utils.flags import is_inside
+from persample.utils.tracing import is_inside
 
 Engine: TypeAlias = Literal["eager", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]

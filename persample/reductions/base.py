@@ -14,9 +14,8 @@ from persample.factors import Factor
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import AnyOf, Summed, divided
 from persample.utils import trees
-from persample.utils.digest import digest, name_of
-from persample.utils.dtypes import full_precision
-from persample.utils.trees import flatten, tree_map, unflatten
+from persample.utils.numerics import full_precision
+from persample.utils.trees import digest, flatten, name_of, tree_map, unflatten
 
 
 class Reduction:

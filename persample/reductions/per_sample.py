@@ -9,7 +9,7 @@ from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
-from persample.utils.dtypes import accumulate_dtype, widest
+from persample.utils.numerics import accumulate_dtype, widest
 from persample.utils.trees import tree_map
 
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
-from persample.factors.float64_gram import float64_gram
+from persample.factors.linear_system import float64_gram, solve, solve_weighted
 from persample.gradients import Gradients, weighted_sums
 from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
-from persample.utils.dtypes import accumulate_dtype, restore, widest
-from persample.utils.solve import solve, solve_weighted
+from persample.utils.numerics import accumulate_dtype, restore, widest
 from persample.utils.tracing import is_hidden, is_recorded
 from persample.utils.trees import flatten, unflatten
 

@@ -15,8 +15,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, SumOverSamples
-from persample.utils.dtypes import accumulate_dtype
-from persample.utils.norms import root
+from persample.utils.numerics import accumulate_dtype, root
 from persample.utils.tracing import are_plain, is_hidden
 
 

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from persample._torch import OpOverload, backward_hooks_getter, private_reads, schema
 from persample.errors import LossError
-from persample.utils.flags import flags, is_inside, owner_inside
+from persample.utils.numerics import storage_key
 from persample.utils.origin import raised_since, user_line
-from persample.utils.strides import storage_key
+from persample.utils.tracing import flags, is_inside, owner_inside
 from persample.utils.trees import flatten
 from persample.vmap_rules.levels import is_batched
 

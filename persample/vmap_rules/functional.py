@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from persample._torch import unpool_output_size, weight_norm
 from persample.errors import LossError
-from persample.utils.dtypes import accumulate_dtype, is_autocast
+from persample.utils.numerics import accumulate_dtype, is_autocast
 from persample.vmap_rules.levels import is_batched, is_differentiated
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample.utils.dtypes import is_autocast
+from persample.utils.numerics import is_autocast
 from persample.utils.tracing import holds
 from persample.vmap_rules.levels import call_kernel, is_batched, unwrapped
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from persample._torch import aten_cdist_backward, aten_cdist_forward, is_forward_mode, transforms
 from persample.errors import LossError
-from persample.utils.dtypes import full_precision, in_single_precision, is_autocast
+from persample.utils.numerics import full_precision, in_single_precision, is_autocast
 from persample.vmap_rules.levels import call_kernel, is_batched
 
 

@@ -21,7 +21,7 @@ from persample.inputs.call import Call
 from persample.outputs import is_apart
 from persample.reductions.base import Reductions
 from persample.utils import trees
-from persample.utils.dtypes import full_precision
+from persample.utils.numerics import full_precision
 
 
 def compiled(call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
 from persample.errors import CompilerWarning, TorchVersionError
-from persample.utils.heap import keep_freed_memory
+from persample.utils.numerics import keep_freed_memory
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten

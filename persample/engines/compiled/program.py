@@ -15,7 +15,7 @@ from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
 from persample.outputs import memory
-from persample.utils.dtypes import full_precision
+from persample.utils.numerics import full_precision
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -35,10 +35,9 @@ from persample.inputs.call import Call
 from persample.inputs.loss import NotConnectedError
 from persample.inputs.options import NestedCallError
 from persample.outputs import memory
-from persample.utils.dtypes import full_precision, in_single_precision, is_autocast
-from persample.utils.interrupts import raise_interrupt
+from persample.utils.isolation import raise_interrupt
+from persample.utils.numerics import full_precision, in_single_precision, is_autocast, storage_key
 from persample.utils.origin import is_users
-from persample.utils.strides import storage_key
 from persample.utils.tracing import is_traced, is_wrapped
 from persample.utils.trees import map_tensors, tree_map
 from persample.vmap_rules import RULED, VmapRules

@@ -24,7 +24,7 @@ from persample.engines.layers.functions import (
 )
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
-from persample.utils.dtypes import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules

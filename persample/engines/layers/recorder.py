@@ -24,7 +24,7 @@ from persample.engines.layers.functions import Geometry
 from persample.engines.layers.shared import Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
-from persample.utils.dtypes import as_real, autocast
+from persample.utils.numerics import as_real, autocast
 
 
 class LayerParams(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from persample.streams.sink.files import altered, as_tensor, checksum, header, opened
-from persample.utils.digest import as_array
+from persample.utils.trees import as_array
 
 
 class Column:

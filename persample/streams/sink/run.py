@@ -23,7 +23,7 @@ from persample.streams.ranks import Order
 from persample.streams.sink import ranks
 from persample.streams.sink.folder import named, read_sink
 from persample.utils import trees
-from persample.utils.digest import digest, name_of
+from persample.utils.trees import digest, name_of
 
 
 class SinkRun:
