@@ -14,7 +14,7 @@ from persample.engines import ENGINES, Asked, compiled, empty, repeated
 from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
 from persample.engines.fallback import answered
 from persample.inputs import Engine, Outputs, Randomness
-from persample.outputs import is_apart, owned, write_into
+from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
 from persample.utils import trees

@@ -17,7 +17,7 @@ import pytest
 import persample
 from persample import PersampleWarning
 from persample.engines import diagnosis
-from persample.inputs.loss import NOT_CONNECTED
+from persample.inputs.call import NOT_CONNECTED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"

@@ -35,7 +35,7 @@ from persample import (
 from persample.engines import layers
 from persample.engines.layers import interceptor
 from persample.factors import contractions
-from persample.inputs.loss import SampleLoss
+from persample.inputs.call import SampleLoss
 from persample.losses import reinforce_loss, td_loss
 from persample.vmap_rules import levels
 

@@ -160,7 +160,7 @@ def test_of_batches_some_may_have_weights(engine, first_is_weighted):
 
 @pytest.mark.parametrize(("weights", "is_scaled"), [(None, False), (torch.ones(5), True)])
 def test_the_gram_matrix_is_scaled_for_weights_alone(weights, is_scaled, monkeypatch):
-    solve, scales = importlib.import_module("persample.reductions.solve"), []
+    solve, scales = importlib.import_module("persample.reductions.second_order"), []
     gram = solve.float64_gram
     monkeypatch.setattr(
         solve, "float64_gram", lambda *args, **options: scales.append(args[1]) or gram(*args, **options)

@@ -16,8 +16,7 @@ from persample.composite.full_batch import Statistics, normalized, solve_statist
 from persample.engines.diagnosis import diagnosed, unwritten
 from persample.engines.uncompiled import no_rows, of_fake_sample, vmapped
 from persample.errors import LossError
-from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
+from persample.inputs.call import Call, SampleLoss
 from persample.processes import Processes
 from persample.utils import rng, trees
 from persample.vmap_rules import VmapRules

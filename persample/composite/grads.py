@@ -15,10 +15,10 @@ from persample.composite.encoder import Encoder, build_encoders
 from persample.composite.loss_head import LossHead, build_loss_head
 from persample.errors import ArgumentError
 from persample.inputs import check_outside
-from persample.inputs.grads import add_grads
-from persample.inputs.loss import SampleLoss
+from persample.inputs.call import SampleLoss
 from persample.inputs.modules import ParamTree
-from persample.outputs import owned
+from persample.inputs.params import add_grads
+from persample.pipeline import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Aux, Loss, Reduce, Reduction, Sum
 from persample.reductions.base import Reductions, SumOverSamples, described

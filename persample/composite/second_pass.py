@@ -18,8 +18,7 @@ from persample.engines import ENGINES
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.gradients import Gradients
-from persample.inputs.call import Call
-from persample.inputs.loss import NotConnectedError
+from persample.inputs.call import Call, NotConnectedError
 from persample.merge import merge_all
 from persample.pipeline import Engine, Lift, lift_by
 from persample.processes import Processes

@@ -18,8 +18,7 @@ from persample.engines import layers
 from persample.engines.diagnosis import add_hint, diagnosed
 from persample.errors import SAY_RANDOMNESS, LossError, TorchVersionError
 from persample.gradients import Gradients
-from persample.inputs.call import Call
-from persample.inputs.loss import NotConnectedError
+from persample.inputs.call import Call, NotConnectedError
 from persample.utils import rng, trees
 from persample.utils.isolation import after_imports
 from persample.utils.origin import is_users

@@ -14,7 +14,7 @@ from persample import inputs
 from persample._torch import transforms
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
-from persample.outputs import owned
+from persample.pipeline import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions, described

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from persample.inputs import Call, check_params
-from persample.inputs.loss import NotConnectedError
+from persample.inputs.call import NotConnectedError
 from persample.processes import Processes
 from persample.streams.accumulator import Accumulator, Partial
 from persample.streams.batches import Batch, no_batch, numbered

@@ -18,7 +18,7 @@ from persample.engines.compiled.trace import TraceError
 from persample.engines.uncompiled import eager, unfactored
 from persample.errors import LossError
 from persample.inputs.call import Call
-from persample.outputs import is_apart
+from persample.pipeline import is_apart
 from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.numerics import full_precision

@@ -20,7 +20,7 @@ from persample.errors import ArgumentError
 from persample.factors import Factor
 from persample.factors.cost_model import Budget
 from persample.inputs.call import Call
-from persample.outputs import write_into
+from persample.pipeline import write_into
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.utils import trees

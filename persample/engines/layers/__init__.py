@@ -31,10 +31,9 @@ from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams,
 from persample.errors import LossError, TorchVersionError
 from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
-from persample.inputs.call import Call
-from persample.inputs.loss import NotConnectedError
+from persample.inputs.call import Call, NotConnectedError
 from persample.inputs.options import NestedCallError
-from persample.outputs import memory
+from persample.pipeline import memory
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast, storage_key
 from persample.utils.origin import is_users

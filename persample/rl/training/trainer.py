@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError
-from persample.inputs.grads import set_grads
+from persample.inputs.params import set_grads
 from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Norm
 from persample.rl.environments import make_envs
