@@ -17,7 +17,7 @@ from persample.inputs.call import Call, NotConnectedError
 from persample.merge import Stacked, merge_all
 from persample.reductions.base import Reductions
 from persample.utils import rng, trees
-from persample.utils.numerics import full_precision, is_folded
+from persample.utils.numerics import full_precision, is_folded, memory
 from persample.utils.tracing import is_traced, is_wrapped
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
@@ -84,7 +84,7 @@ def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) 
     return finish(call, merge_all(map(lift, chunks)), reductions)
 
 
-def owned(result: Any, inputs: Sequence[Any]) -> Any:
+def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
     """Copy the tensors of a result that share memory, so that a write to one of them changes no other.
 
     Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
@@ -92,7 +92,7 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
 
     Args:
         result: a tree of tensors and factors.
-        inputs: the arguments of the loss.
+        inputs: the tensors among the arguments of the loss.
 
     Returns:
         The tree; each of its tensors has memory of its own.
@@ -104,7 +104,7 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
         False
     """
     leaves, structure = trees.flatten(result)
-    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
+    taken = set(map(memory, inputs))
     for place, x in enumerate(leaves):
         if isinstance(x, Tensor) and not is_wrapped(x):
             own = memory(x)
@@ -113,11 +113,6 @@ def owned(result: Any, inputs: Sequence[Any]) -> Any:
                 own = memory(leaves[place])
             taken.add(own)
     return trees.unflatten(leaves, structure)
-
-
-def memory(x: Tensor) -> int:
-    """Return the address of the storage of a tensor, 0 for a tensor that ``torch.func`` wraps."""
-    return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
 
 
 def write_into(out: Any, result: Any) -> Any:

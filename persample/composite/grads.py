@@ -149,7 +149,7 @@ def composite_grads(
         if recorder is not None:
             recorder.write(tree.modules, processes)
         finished = trees.unflatten(reductions.finish(leaves, own[0].device), structure)
-        given = [*own, *(leaf for encoder in encoders for leaf in encoder.call.leaves)]
+        given = [x for encoder in encoders for x in encoder.call.tensors]
         grads, loss_grads = owned((finished, loss_grads), given)
         if accumulate:
             add_grads(tree, grads)

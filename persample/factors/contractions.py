@@ -29,7 +29,8 @@ _CONVERTED = 1 / 4
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left.mT @ right``, ``[..., o, i]`` from ``[..., T, o]`` and ``[..., T, i]``."""
     multiply = torch.mm if left.ndim == 2 else torch.matmul
-    if has_few_columns(left, right):
+    few = _FEW_COLUMNS_OF_MANY_TERMS if left.shape[-2] >= _MANY_TERMS else _FEW_COLUMNS
+    if left.device.type == "cpu" and right.shape[-1] <= few < left.shape[-1]:
         return multiply(right.mT, left).mT.contiguous()
     return multiply(left.mT, right)
 
@@ -44,12 +45,6 @@ def by_output(products: Tensor, block: tuple[int, int, int], sides: tuple[int, i
     """
     (groups, rows, columns), (left, right) = block, sides
     return products.reshape(-1, groups, left, rows, right, columns).movedim((2, 4), (1, 2)).flatten(1, 2)
-
-
-def has_few_columns(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``left.mT @ right`` is better computed as its transpose."""
-    few = _FEW_COLUMNS_OF_MANY_TERMS if left.shape[-2] >= _MANY_TERMS else _FEW_COLUMNS
-    return left.device.type == "cpu" and right.shape[-1] <= few < left.shape[-1]
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -153,7 +154,7 @@ class Call:
     differentiated: bool = False
     memory: Any = None
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that the loss is called with."""
         return [x for x in (*self.params, *self.leaves) if isinstance(x, Tensor)]

@@ -130,7 +130,7 @@ class Reductions:
     @cached_property
     def required_ops(self) -> frozenset[str]:
         """The operations of ``persample.factors.Factor`` that ``lift`` calls."""
-        used = frozenset[str]().union(*(reduction.uses for reduction in self.reductions))
+        used = frozenset[str]().union(*[reduction.uses for reduction in self.reductions])
         return used - {"materialize"} if self.keep_factored else used
 
     def lift(self, gradients: Gradients) -> Any:

@@ -31,7 +31,7 @@ class _ScaledSum(SumOverSamples):
     def sums(self, gradients: Gradients) -> Any:
         """Return the scaled sums of one chunk."""
         dtypes = gradients.spec.dtypes
-        sums = gradients.sums(self.scales(gradients), [accumulate_dtype(dtype) for dtype in dtypes])
+        sums = gradients.sums(self.scales(gradients), list(map(accumulate_dtype, dtypes)))
         return gradients.spec.tree([Summed(total, dtype) for total, dtype in zip(sums, dtypes, strict=True)])
 
 

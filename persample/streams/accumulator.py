@@ -15,8 +15,8 @@ from persample.factors import Factor
 from persample.factors.base import tensor_fields
 from persample.inputs import TotalWeight
 from persample.merge import AnyOf, Moments, Stacked, Summed, check_alike
-from persample.pipeline import memory
 from persample.utils import trees
+from persample.utils.numerics import memory
 
 
 @dataclass(frozen=True)

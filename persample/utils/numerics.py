@@ -108,6 +108,11 @@ def storage_key(x: Tensor) -> int:
     return storage_id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
+def memory(x: Tensor) -> int:
+    """Return the address of the storage of a tensor, 0 for a tensor that ``torch.func`` wraps."""
+    return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
+
+
 def is_folded(x: Tensor) -> bool:
     """Return whether the strides of a tensor allow that several elements share a place in memory."""
     if x.is_contiguous() or not x.numel():

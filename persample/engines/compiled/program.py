@@ -14,8 +14,7 @@ from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
-from persample.pipeline import memory
-from persample.utils.numerics import full_precision
+from persample.utils.numerics import full_precision, memory
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -33,9 +33,8 @@ from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.inputs.options import NestedCallError
-from persample.pipeline import memory
 from persample.utils.isolation import raise_interrupt
-from persample.utils.numerics import full_precision, in_single_precision, is_autocast, storage_key
+from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
 from persample.utils.origin import is_users
 from persample.utils.tracing import is_traced, is_wrapped
 from persample.utils.trees import map_tensors, tree_map
