@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.composite.buffers import BufferRecorder
-from persample.composite.encoder import Encoder
+from persample.composite.encoders import BufferRecorder, Encoder
 from persample.composite.full_batch import Statistics, normalized, solve_statistics
 from persample.engines.diagnosis import diagnosed, unwritten
 from persample.engines.uncompiled import no_rows, of_fake_sample, vmapped

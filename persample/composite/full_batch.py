@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from persample import naive
-from persample.composite.batch_norm import TrainModeBatchNorm
-from persample.composite.encoder import Encoder
+from persample.composite.encoders import Encoder, TrainModeBatchNorm
 from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
 from persample.inputs.call import Call

@@ -8,11 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
-from persample.composite.algorithm import loss_and_gradients
-from persample.composite.batch_norm import CHOOSE, RULES
-from persample.composite.buffers import BufferRecorder
-from persample.composite.encoder import Encoder, build_encoders
-from persample.composite.loss_head import LossHead, build_loss_head
+from persample.composite.encoders import CHOOSE, RULES, BufferRecorder, Encoder, build_encoders
+from persample.composite.gradient_caching import LossHead, build_loss_head, loss_and_gradients
 from persample.errors import ArgumentError
 from persample.inputs import check_outside
 from persample.inputs.call import SampleLoss
