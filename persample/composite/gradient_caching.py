@@ -1,4 +1,4 @@
-"""Gradient caching: encode without a graph, differentiate the loss L = g(z), and back-propagate dL/dz chunk by chunk."""
+"""Gradient caching: encode without a graph, differentiate the loss L = g(z), and back-propagate dL/dz by chunks."""
 
 from __future__ import annotations
 

@@ -18,11 +18,9 @@ from persample.pipeline import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions, described
-from persample.streams.accumulator import Finished
-from persample.streams.batches import numbered
+from persample.streams.accumulator import ORDERS, Finished, Order
+from persample.streams.batches import numbered, shown
 from persample.streams.lift import BatchLift, RandomStream
-from persample.streams.progress import shown
-from persample.streams.ranks import ORDERS, Order
 from persample.streams.sink import SinkRun
 from persample.streams.stream import Stream
 from persample.utils import trees

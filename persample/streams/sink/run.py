@@ -16,12 +16,10 @@ from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions, in_words
 from persample.reductions.per_sample import PerSample
-from persample.streams.accumulator import Accumulator, Partial, check_rows, row_format
+from persample.streams.accumulator import Accumulator, Order, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
-from persample.streams.ranks import Order
-from persample.streams.sink import ranks
-from persample.streams.sink.folder import named, read_sink
+from persample.streams.sink.folder import join_ranks, named, open_own, read_sink
 from persample.utils import trees
 from persample.utils.trees import digest, name_of
 
@@ -56,7 +54,7 @@ class SinkRun:
         self.lift, self.container, self.order, self.processes = lift, container, order, processes
         self.names = trees.paths(trees.unflatten(list(range(container.num_leaves)), container), "result")
         self._asked = description(lift, self.names)
-        self.sink = ranks.open_own(self.folder, self._asked, order, processes, resume=resume)
+        self.sink = open_own(self.folder, self._asked, order, processes, resume=resume)
         self.is_finished, self.done = self.sink.index.finished, self.sink.index.batches
         self.template: Any = None
         self._last: tuple[Batch, Call] | None = None
@@ -187,7 +185,7 @@ class SinkRun:
         if self.processes.group is None:
             self.sink.finish(total.count, total.weight.total, values)
         else:
-            self.processes.together(lambda: ranks.join(self.folder, self._asked, self.order, self.processes, values))
+            self.processes.together(lambda: join_ranks(self.folder, self._asked, self.order, self.processes, values))
         return self.results(verify=False)
 
     def of_finished(self, batches: Iterator[Batch]) -> Any:
