@@ -20,7 +20,7 @@ from persample.cli.compare import Comparison
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
 from persample.cli.report import notes
 from persample.cli.rollout import Settings, make_envs, roll_out
-from persample.rl.networks import Features
+from persample.rl.policies import Features
 
 SMALL = ["compare", "--episodes", "4", "--hidden", "8", "--rounds", "1"]
 

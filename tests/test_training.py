@@ -36,7 +36,7 @@ from persample.rl.training import (
     load_checkpoint,
     save_checkpoint,
 )
-from persample.rl.training.a2c import bootstrapped
+from persample.rl.training.episodic import bootstrapped
 
 WALK = "persample/RandomWalk-v0"
 SMALL = {

@@ -12,7 +12,7 @@ from torch import nn
 from persample import inputs, rl
 from persample.errors import ArgumentError
 from persample.inputs import Engine
-from persample.rl.networks import Features, count_actions, mlp
+from persample.rl.policies import Features, count_actions, mlp
 
 # Episodes are truncated here: some environments have no time limit, and the longest episode sets the padded length.
 MAX_STEPS = 1000

@@ -27,8 +27,7 @@ from persample.cli.report import writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.rl.training import Trainer, TrainingConfig, evaluate, load_checkpoint, save_checkpoint
-from persample.rl.training.config import ALGORITHMS
-from persample.rl.training.trainer import Row
+from persample.rl.training.trainer import ALGORITHMS, Row
 
 _CHECKPOINT, _METRICS, _CURVE = "checkpoint.pt", "metrics.csv", "learning_curve.png"
 _ROWS = 8  # updates that the display shows

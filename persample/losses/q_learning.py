@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from persample.losses.check import check_actions, check_rows, check_same, overridable
-from persample.losses.steps import taken
+from persample.losses.common import check_actions, check_rows, check_same, overridable, taken
 from persample.losses.td import error_of
 
 
