@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from persample.cli.cases import BATCH, FUSED, LOOP, PERSAMPLE
-from persample.cli.compare import Comparison, Row
+from persample.cli.report import Comparison, Row
 from persample.cli.statistics import Rows, Statistics
 from persample.rl.baird import BairdRun
 from persample.rl.training import Trainer

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from persample.cli.environment import environment
 from persample.cli.figures import save_statistics
+from persample.cli.measure import environment
 from persample.cli.report import writable
 from persample.cli.statistics import Sample, Statistics, statistics
 from persample.errors import ArgumentError
