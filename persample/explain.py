@@ -14,8 +14,8 @@ from persample.engines import Compilation, compilations_of
 from persample.engines.uncompiled import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
-from persample.factors.base import is_zeros
 from persample.factors.cost_model import Estimate, Plan
+from persample.factors.factor import is_zeros
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from persample.cli import stats, train
+from persample.cli import stats_command, train_command
 from persample.cli.cases import Settings, make_envs, reinforce_case, roll_out, td_case
 from persample.cli.figures import BAIRD, save_baird, save_comparison
 from persample.cli.measure import version
@@ -101,9 +101,9 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command()(train.train)
+app.command()(train_command.train)
 app.command()(baird)
-app.command()(stats.stats)
+app.command()(stats_command.stats)
 
 
 @app.command()

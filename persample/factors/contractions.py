@@ -101,7 +101,7 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (products.view(len(rows), left.shape[1], len(left)) * left.to(rows.dtype).T).sum(1)
 
 
-def per_sample(x: Tensor, like: Tensor) -> Tensor:
+def per_row(x: Tensor, like: Tensor) -> Tensor:
     """Return a view of ``x [B]``, or ``[B, K]``, that broadcasts along the other axes of ``like [B, ...]``."""
     return x.view(-1, *x.shape[1:], *[1] * (like.ndim - x.ndim))
 

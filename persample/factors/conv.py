@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
-from persample.factors.base import Factor, row_format
+from persample.factors.factor import Factor, row_format
 from persample.factors.outer import Outer
 from persample.utils import numerics
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.factors.base import Factor
+from persample.factors.factor import Factor
 from persample.utils import numerics
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from persample.errors import ConditionWarning
 from persample.factors import contractions, cost_model
-from persample.factors.base import Factor
+from persample.factors.factor import Factor
 from persample.utils.numerics import memory_of_rows
 from persample.utils.tracing import holds, is_recorded, is_wrapped
 

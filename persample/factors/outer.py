@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
-from persample.factors.base import Factor
 from persample.factors.contractions import squared_norms_of_sums
+from persample.factors.factor import Factor
 from persample.utils import numerics
 
 
@@ -124,9 +124,9 @@ class Outer(Factor):
         dtype, size = numerics.accumulate_dtype(self.dtype), scale.double().abs()
         # Each operand is multiplied by √|s|, of the largest s of all outputs: one operand times s might overflow.
         root = (size if size.ndim == 1 else size.amax(1)).sqrt()
-        rest = torch.where(size == 0, 0, scale / contractions.per_sample(root, scale))
+        rest = torch.where(size == 0, 0, scale / contractions.per_row(root, scale))
         left, right = (rest, root) if self._is_left or not self.outputs else (root, rest)
-        left, right = (x.double() * contractions.per_sample(s, x) for x, s in ((self.left, left), (self.right, right)))
+        left, right = (x.double() * contractions.per_row(s, x) for x, s in ((self.left, left), (self.right, right)))
         return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
 
     def squared_norms(self) -> Tensor:
@@ -173,7 +173,7 @@ class Outer(Factor):
         if left.device.type == "cpu" and not any(numerics.has_extreme(x, 1e20) for x in (left, right)):
             return self
         regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
-        ratio = contractions.per_sample(torch.where(regular, right / left, 1).sqrt().sqrt(), self.left)
+        ratio = contractions.per_row(torch.where(regular, right / left, 1).sqrt().sqrt(), self.left)
         return replace(self, left=(self.left * ratio).to(dtype), right=(self.right / ratio).to(dtype))
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:

@@ -10,8 +10,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from persample.factors.base import Factor, concatenate
 from persample.factors.embedding import Embedding
+from persample.factors.factor import Factor, concatenate
 from persample.factors.outer import Outer
 from persample.utils import numerics
 
@@ -27,7 +27,7 @@ class SumFactor(Factor):
         parts: the factors, no two of which ``add`` to one factor.
 
     Examples:
-        >>> from persample.factors.base import Dense
+        >>> from persample.factors.factor import Dense
         >>> SumFactor((Dense(torch.ones(1, 2)), Dense(torch.ones(1, 2)))).materialize()
         tensor([[2., 2.]])
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from persample.engines import Total
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
-from persample.factors.base import tensor_fields
+from persample.factors.factor import tensor_fields
 from persample.inputs import TotalWeight
 from persample.merge import AnyOf, Moments, Stacked, Summed, check_alike
 from persample.processes import Processes, merged, one_by_one

@@ -20,7 +20,7 @@ from rich.table import Table
 from persample.cli.figures import save_statistics
 from persample.cli.measure import environment
 from persample.cli.report import writable
-from persample.cli.statistics import Sample, Statistics, statistics
+from persample.cli.summary import Sample, Statistics, statistics
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 

@@ -15,7 +15,7 @@ from persample.merge import Stacked
 from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions, in_words
-from persample.reductions.per_sample import PerSample
+from persample.reductions.rows import PerSample
 from persample.streams.accumulator import Accumulator, Order, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift

@@ -159,13 +159,13 @@ class Factor(ABC):
 
     def zero_rows(self: F, rows: Tensor) -> F:
         """Return the factor whose gradients are exactly zero where the bool mask ``rows [B]`` holds, NaN or not."""
-        masks = ((x, contractions.per_sample(rows, x)) for x in self.tensors)
+        masks = ((x, contractions.per_row(rows, x)) for x in self.tensors)
         return self.with_tensors([x.masked_fill(mask, 0) if x.is_floating_point() else x for x, mask in masks])
 
     def scale_rows(self, scale: Tensor) -> Factor:
         """Return the factor of sᵢ gᵢ for ``scale [B]`` float64, or ``[B, K]`` of K outputs, in float32 at least."""
         first, *others = self.tensors
-        scaled = first.double() * contractions.per_sample(scale, first)
+        scaled = first.double() * contractions.per_row(scale, first)
         return self.with_tensors([scaled.to(numerics.accumulate_dtype(self.dtype)), *others])
 
     def scale_outputs(self: F, scale: Tensor, dtype: torch.dtype) -> F:
