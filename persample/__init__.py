@@ -8,7 +8,7 @@ tensor([-1., -1.])
 
 from persample import losses, naive
 from persample.composite import composite_grads
-from persample.engines import clear_cache
+from persample.engines.compiled import clear_cache
 from persample.errors import (
     ArgumentError,
     BatchStatisticsWarning,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
-from persample.engines import Compilation, compilations_of
+from persample.engines.compiled import Compilation, compilations_of
 from persample.engines.uncompiled import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from persample import inputs, pipeline
 from persample._torch import transforms
-from persample.engines import ENGINES, Asked, compiled, empty, repeated
+from persample.engines.compiled import Asked, compiled, repeated
 from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
 from persample.engines.fallback import answered
+from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce

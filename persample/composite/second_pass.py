@@ -19,9 +19,9 @@ from persample import naive
 from persample.composite.encoders import Encoder
 from persample.composite.first_pass import FirstPass, compact, encode_chunk
 from persample.composite.full_batch import Statistics, normalized, solve_adjoint
-from persample.engines import ENGINES
 from persample.engines.diagnosis import diagnosed, unwritten
 from persample.engines.fallback import answered
+from persample.engines.uncompiled import ENGINES
 from persample.errors import LossError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError

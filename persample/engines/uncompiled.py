@@ -19,6 +19,7 @@ from persample.engines.diagnosis import add_hint, diagnosed
 from persample.errors import SAY_RANDOMNESS, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
+from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import after_imports
 from persample.utils.origin import is_users
@@ -297,3 +298,7 @@ def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: S
         if is_users(error, handled):
             raise
         return function(params, leaves)  # fake tensors have no values to read: the loss runs on zeros instead
+
+
+# "auto" begins as "eager"; ``fallback.py`` goes on.
+ENGINES: dict[str, Engine] = {"eager": eager, "auto": eager, "loop": loop}

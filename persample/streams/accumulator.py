@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from persample.engines import Total
+from persample.engines.compiled import Total
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
 from persample.factors.factor import tensor_fields
