@@ -119,7 +119,7 @@ class Reductions:
     Args:
         reductions: the reductions.
         keep_factored: whether engines keep factors even for reductions that return the gradients written out.
-        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``outputs.write_into`` writes straight into
+        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``pipeline.write_into`` writes straight into
             a previous result.
     """
 

@@ -26,7 +26,7 @@ from persample._torch import (
 )
 from persample.engines.layers.functions import LOSSES, loss_of_rows
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
-from persample.engines.layers.recorder import LayerRecorder, pull_back
+from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams, Vmap
 from persample.errors import LossError, TorchVersionError
 from persample.factors.cost_model import Plan
@@ -200,7 +200,7 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         if not recorder:
             raise NotLayersError("no parameter has a gradient")
         if params.computed:
-            pull_back(params, recorder)
+            recorder.pull_back(params)
         factors = [recorder.factor(place) for place in range(len(call.params))]
     return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 

@@ -122,7 +122,8 @@ class LayerInterceptor:
             flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
             with temporarily_clear_interpreter_stack():
                 recorded = torch.is_grad_enabled() and (param is not None or bias_place is not None)
-                flat = _with_gradient(flat) if recorded and not flat.requires_grad else flat
+                if recorded and not flat.requires_grad:
+                    flat = flat.detach().requires_grad_()  # so that the output has a gradient
                 out = F.linear(flat, matrix, plain_bias)
                 if recorded:
                     place, transposed = (None, False) if param is None else param[1:]
@@ -167,7 +168,8 @@ class LayerInterceptor:
         with temporarily_clear_interpreter_stack():
             images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
             recorded = torch.is_grad_enabled()
-            images = _with_gradient(images) if recorded and not images.requires_grad else images
+            if recorded and not images.requires_grad:
+                images = images.detach().requires_grad_()
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
@@ -301,11 +303,6 @@ class LayerInterceptor:
                 return True
             x = get_unwrapped(x)
         return False
-
-
-def _with_gradient(inputs: Tensor) -> Tensor:
-    """Return the inputs of a layer so that its output has a gradient."""
-    return inputs.detach().requires_grad_()
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002

@@ -26,6 +26,8 @@ from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.numerics import as_real, autocast
 
+_MOST = 32  # nodes of a graph, which are passed once for each path
+
 
 class LayerParams(NamedTuple):
     """The parameters of one call of a layer.
@@ -85,7 +87,7 @@ class LayerRecorder:
                 raise RuntimeError("the inputs of a layer have been modified by an inplace operation")
             use(self, *settings, inputs, as_real(grad))
 
-    def add_part(self, part: Part, factor: Factor) -> bool:
+    def _add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
         if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
             return False
@@ -97,17 +99,9 @@ class LayerRecorder:
         self._factors[part.of].append(replace(factor, left=left, right=right, param_shape=shape))
         return True
 
-    def add_factor(self, place: int, factor: Factor) -> None:
-        """Add gradients of a parameter."""
-        self._factors[place].append(factor)
-
     def add_written_out(self, place: int, grads: Tensor) -> None:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
         self._factors[place].append(Dense(as_real(grads), outputs=self.sizes[1:]))
-
-    def __contains__(self, place: int) -> bool:
-        """Return whether the parameter at a place has gradients."""
-        return place in self._factors
 
     def __bool__(self) -> bool:
         """Return whether any parameter has gradients."""
@@ -122,10 +116,6 @@ class LayerRecorder:
         if isinstance(total, Dense) or not total.reason_to_write_out(self._plan):
             return total
         return Dense(total.materialize(), outputs=total.outputs)
-
-    def total(self, place: int) -> Factor:
-        """Return the sum of what was added to the gradients of a parameter, as it was added."""
-        return sum_factors(self._factors[place])
 
     def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
@@ -174,29 +164,35 @@ class LayerRecorder:
         x = x.reshape(self.sizes[0], -1, *x.shape[1:])
         return x if len(self.sizes) == 1 else x.unsqueeze(1)
 
+    def pull_back(self, params: SharedParams) -> None:
+        """Add the gradients of computed parameters to those of the parameters that they were computed of."""
+        found: dict[int, Factor] = {}
+        for place in [place for place in params.computed if place in self._factors]:
+            total = sum_factors(self._factors[place])
+            if place in params.parts and self._add_part(params.parts[place], total):
+                continue  # of a sliced, split or reshaped parameter: products stay
+            products = _products(params.computed[place].grad_fn, total)
+            if products is None:
+                found[place] = total
+            for variable, factor in products or ():
+                self._factors[next(k for k, x in enumerate(params.plain) if x is variable)].append(factor)
+        if found:
+            self._write_out(found, params)
 
-_MOST = 32  # nodes of a graph, which are passed once for each path
+    def _write_out(self, found: dict[int, Factor], params: SharedParams) -> None:
+        values, given = [params.computed[place] for place in found], params.plain[: len(params.given)]
+        signals = [factor.materialize() for factor in found.values()]
+        used: list[int] = []
 
+        def of_one(*signals: Tensor) -> list[Tensor]:
+            with torch.no_grad():
+                grads = torch.autograd.grad(values, given, signals, allow_unused=True)
+            used[:] = [place for place, grad in enumerate(grads) if grad is not None]
+            return [grads[place] for place in used]
 
-def pull_back(params: SharedParams, recorder: LayerRecorder) -> None:
-    """Add the gradients of computed parameters to those of the parameters that they were computed of.
-
-    Args:
-        params: the parameters.
-        recorder: has the gradients of layers' parameters, and is given the new ones.
-    """
-    found: dict[int, Factor] = {}
-    for place in [place for place in params.computed if place in recorder]:
-        total = recorder.total(place)
-        if place in params.parts and recorder.add_part(params.parts[place], total):
-            continue  # of a sliced, split or reshaped parameter: products stay
-        products = _products(params.computed[place].grad_fn, total)
-        if products is None:
-            found[place] = total
-        for variable, factor in products or ():
-            recorder.add_factor(next(k for k, x in enumerate(params.plain) if x is variable), factor)
-    if found:
-        _write_out(found, params, recorder)
+        grads = vmap(of_one if len(self.sizes) == 1 else vmap(of_one))(*signals)
+        for place, grad in zip(used, grads, strict=True):
+            self.add_written_out(place, grad)
 
 
 def _products(node: Any, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
@@ -259,19 +255,3 @@ _LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
     "DivBackward0": lambda saved: (_times(saved("other"), divided=True), None),
     "MmBackward0": _of_product,
 }
-
-
-def _write_out(found: dict[int, Factor], params: SharedParams, recorder: LayerRecorder) -> None:
-    values, given = [params.computed[place] for place in found], params.plain[: len(params.given)]
-    signals = [factor.materialize() for factor in found.values()]
-    used: list[int] = []
-
-    def of_one(*signals: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            grads = torch.autograd.grad(values, given, signals, allow_unused=True)
-        used[:] = [place for place, grad in enumerate(grads) if grad is not None]
-        return [grads[place] for place in used]
-
-    grads = vmap(of_one if len(recorder.sizes) == 1 else vmap(of_one))(*signals)
-    for place, grad in zip(used, grads, strict=True):
-        recorder.add_written_out(place, grad)
