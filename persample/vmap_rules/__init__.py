@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import missing
-from persample.vmap_rules import attention, indexing, memory_access, nn_functional, products, recurrent
+from persample.vmap_rules import attention, effects, indexing, nn_functional, products, recurrent
 from persample.vmap_rules.effects import is_pure, is_refusal, refuse_writes, swallowed
 from persample.vmap_rules.levels import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
 
-_FILES = attention, indexing, memory_access, nn_functional, products, recurrent
+_FILES = attention, effects, indexing, nn_functional, products, recurrent
 
 
 def _table(name: str) -> dict[Any, Callable[..., Any]]:
@@ -88,7 +88,7 @@ class VmapRules(TorchFunctionMode):
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the rule of a function that writes into nothing that the loss must leave alone, or the function."""
         if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
-            kwargs = memory_access.without_image_format(args[0], kwargs)
+            kwargs = effects.without_image_format(args[0], kwargs)
         if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
