@@ -18,7 +18,7 @@ from benchmarks.report.records import UNIT, Record, Results, Target
 from benchmarks.scaling import Point, has_given_up
 from benchmarks.targets import TARGETS
 from benchmarks.workers import Workers, truth_of
-from persample.cli.environment import environment
+from persample.cli.measure import environment
 from persample.errors import ArgumentError
 
 # All measurements of a file agree in these entries, as they are compared with each other.

@@ -18,7 +18,7 @@ Call = Callable[[], Any]
 def keep_freed_memory() -> None:
     """Let glibc keep up to 64 MiB of freed memory, for every method alike.
 
-    In a process with compiled programs ``persample.utils.heap`` does the same; workers without torch cannot import it.
+    In a process with compiled programs ``keep_freed_memory`` does the same; workers without torch cannot import it.
     """
     np.empty(2**25 - 2**16, np.uint8)
 

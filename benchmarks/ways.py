@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor, Outer
+from persample.factors.contractions import squared_norms_of_sums
 from persample.factors.cost_model import Plan, Size, inner_products_are_faster
-from persample.factors.terms import squared_norms_of_sums
 
 OPERATIONS = {
     "Norm": {"squared_norms"},

@@ -8,7 +8,7 @@ tensor([-1., -1.])
 
 from persample import losses, naive
 from persample.composite import composite_grads
-from persample.engines import clear_cache
+from persample.engines.compiled import clear_cache
 from persample.errors import (
     ArgumentError,
     BatchStatisticsWarning,
@@ -25,7 +25,7 @@ from persample.errors import (
 )
 from persample.explain import explain
 from persample.fisher import fisher_vector_product
-from persample.inputs.grads import set_grads
+from persample.inputs.params import set_grads
 from persample.per_sample import per_sample_grads
 from persample.reductions import (
     Aux,

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
-from persample.engines import PROGRAMS, Compilation, compilations_of
-from persample.engines.vmap import eager, factored
+from persample.engines.compiled import PROGRAMS, Compilation, compilations_of
+from persample.engines.uncompiled import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
-from persample.factors.dense import is_zeros
+from persample.factors.factor import is_zeros
 from persample.inputs import Call, Outputs, Randomness
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions

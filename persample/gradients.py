@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor, contractions
-from persample.factors.terms import squared_norms_of_sums
-from persample.utils.dtypes import as_real
-from persample.utils.norms import has_extreme, root, squared_norms_of_each
+from persample.factors.contractions import squared_norms_of_sums
+from persample.utils.numerics import as_real, has_extreme, root, squared_norms_of_each
 from persample.utils.tracing import is_recorded
 from persample.utils.trees import TreeSpec, unflatten
 
@@ -201,9 +201,9 @@ def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
     """
     operands = [factor.norm_operands for factor in factors]
     terms = [() if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]
-    pairs = [pair for of_factor in terms for pair in of_factor]
+    pairs = list(chain.from_iterable(terms))
     sums = iter(squared_norms_of_sums(pairs) if pairs else ())
-    norms = iter(squared_norms_of_each([x for own in operands for x in own], len(factors[0].outputs) + 1))
+    norms = iter(squared_norms_of_each(list(chain.from_iterable(operands)), len(factors[0].outputs) + 1))
     found = []
     for factor, own, of_factor in zip(factors, operands, terms, strict=True):
         if len(own) == 2:

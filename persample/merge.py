@@ -17,7 +17,7 @@ from torch import Tensor
 from persample._torch import foreach_div_
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
-from persample.utils.dtypes import restore
+from persample.utils.numerics import restore
 from persample.utils.tracing import are_plain
 from persample.utils.trees import TreeSpec, leaf, on_one_line, tree_map
 

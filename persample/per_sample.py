@@ -10,12 +10,12 @@ from torch import Tensor
 
 from persample import inputs, pipeline
 from persample._torch import transforms
-from persample.engines import ENGINES, PROGRAMS, Asked, compiled, empty, repeated
-from persample.engines.batch_statistics import vanish, warn_of_statistics
-from persample.engines.diagnosis import unwritten
+from persample.engines.compiled import PROGRAMS, Asked, compiled, repeated
+from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
 from persample.engines.fallback import answered
+from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
-from persample.outputs import is_apart, owned, write_into
+from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
 from persample.utils import trees

@@ -1,16 +1,24 @@
-"""The pipeline from a call to its results: on every chunk an engine and ``lift``; then merge and ``finish``."""
+"""The pipeline from a call to its results: on every chunk an engine and ``lift``; then merge and ``finish``.
+
+Each tensor of a result has memory of its own, or that of ``out``, a previous result that is overwritten.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
 from persample.gradients import Gradients
-from persample.inputs.call import Call
-from persample.inputs.loss import NotConnectedError
-from persample.merge import merge_all
+from persample.inputs.call import Call, NotConnectedError
+from persample.merge import Stacked, merge_all
 from persample.reductions.base import Reductions
-from persample.utils import rng
+from persample.utils import rng, trees
+from persample.utils.numerics import full_precision, is_folded, memory
+from persample.utils.tracing import is_traced, is_wrapped
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
 Lift: TypeAlias = Callable[[Call], Any]  # from a chunk to the result of ``Reductions.lift``
@@ -74,3 +82,135 @@ def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) 
     """
     chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
     return finish(call, merge_all(map(lift, chunks)), reductions)
+
+
+def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
+    """Copy the tensors of a result that share memory, so that a write to one of them changes no other.
+
+    Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
+    to every element). An auxiliary output of the loss may be an input of the loss.
+
+    Args:
+        result: a tree of tensors and factors.
+        inputs: the tensors among the arguments of the loss.
+
+    Returns:
+        The tree; each of its tensors has memory of its own.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.zeros(2)
+        >>> owned([x, x.expand(3, 2)], [x])[0] is x
+        False
+    """
+    leaves, structure = trees.flatten(result)
+    taken = set(map(memory, inputs))
+    for place, x in enumerate(leaves):
+        if isinstance(x, Tensor) and not is_wrapped(x):
+            own = memory(x)
+            if own in taken or is_folded(x):
+                leaves[place] = x.clone(memory_format=torch.contiguous_format)
+                own = memory(leaves[place])
+            taken.add(own)
+    return trees.unflatten(leaves, structure)
+
+
+def write_into(out: Any, result: Any) -> Any:
+    """Write a result into the storage of a previous one.
+
+    Args:
+        out: a previous result, of the same structure, shapes, dtypes and devices.
+        result: the new result; ``Stacked`` rows are written straight into ``out`` if they fit.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ArgumentError: if ``out`` does not fit; then nothing is written.
+
+    Examples:
+        >>> import torch
+        >>> storage = {"w": torch.zeros(2)}
+        >>> write_into(storage, {"w": torch.ones(2)}) is storage, storage["w"]
+        (True, tensor([1., 1.]))
+    """
+    leaves, structure = trees.flatten(result)
+    targets = trees.leaves_like(out, structure)
+    fix = "Pass what the same call returned before."
+    if targets is None:
+        expected, received = f"the structure {trees.on_one_line(structure)}", trees.on_one_line(trees.structure(out))
+        raise ArgumentError.about("out", expected=expected, received=received, fix=fix)
+    seen: dict[int, list[Tensor]] = {}  # only tensors of one storage can overlap
+    for path, leaf, target in zip(trees.paths(result, "out"), leaves, targets, strict=True):
+        fits = isinstance(leaf, Stacked) and leaf.fits(target)
+        values = leaf.finish() if isinstance(leaf, Stacked) and not fits else leaf
+        if not fits and not isinstance(values, Tensor):
+            fix = "Leave out=None for Factored()."
+            raise ArgumentError.about(path, expected="a result of tensors", received=type(leaf).__name__, fix=fix)
+        if not fits and (not isinstance(target, Tensor) or _format(target) != _format(values)):
+            received = _format(target) if isinstance(target, Tensor) else type(target).__name__
+            raise ArgumentError.about(path, expected=_format(values), received=received, fix=fix)
+        others = seen.setdefault(id(target) if is_traced(target) else memory(target), [])
+        shared = is_folded(target) or any(_overlap(target, other) for other in others)
+        if shared or target.is_inference():
+            received = "one that repeats" if shared else "an inference tensor"
+            raise ArgumentError.about(path, expected="memory of its own", received=received, fix=fix)
+        if target.requires_grad:
+            expected = "a tensor that does not require grad, as results never do"
+            raise ArgumentError.about(path, expected=expected, received="one that does", fix=fix)
+        others.append(target)
+    for leaf, target in zip(leaves, targets, strict=True):
+        with full_precision(target.device):
+            values = leaf.finish(target) if isinstance(leaf, Stacked) else leaf
+        if values is not target:
+            target.copy_(values)
+    return out
+
+
+def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether a previous result can be written while the inputs are still read: they share no memory.
+
+    Args:
+        out: the previous result, a tree.
+        inputs: the arguments of the loss.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.zeros(2)
+        >>> is_apart([x], [x]), is_apart([x], [])
+        (False, True)
+    """
+    leaves = trees.flatten(out)[0]
+    if not all(isinstance(x, Tensor) for x in leaves):
+        return False
+    if any(is_wrapped(x) or x.is_inference() or is_folded(x) or x.is_neg() or x.requires_grad for x in leaves):
+        return False
+    taken = {memory(x) for x in inputs if isinstance(x, Tensor)}
+    own = [memory(x) for x in leaves]
+    return len(set(own)) == len(own) and taken.isdisjoint(own)
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of one storage, neither of which is folded, have an element in common."""
+    if x is y or is_wrapped(x) or is_traced(x):
+        return x is y
+    if not (x.numel() and y.numel()):
+        return False
+    spans = [range(start := z.data_ptr(), start + z.element_size() * _span(z)) for z in (x, y)]
+    if spans[0].stop <= spans[1].start or spans[1].stop <= spans[0].start:
+        return False
+    if x.element_size() != y.element_size():
+        return True
+    # The spans of two columns of a matrix overlap, their elements do not: mark those of one, and look for marks.
+    first = min(x.storage_offset(), y.storage_offset())
+    marks = torch.zeros(max(_span(z) + z.storage_offset() - first for z in (x, y)), dtype=torch.bool, device=x.device)
+    marks.as_strided(x.shape, x.stride(), x.storage_offset() - first).fill_(1)
+    return bool(marks.as_strided(y.shape, y.stride(), y.storage_offset() - first).any())
+
+
+def _span(x: Tensor) -> int:
+    return 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def _format(x: Tensor) -> str:
+    return f"shape {list(x.shape)}, {x.dtype} on {x.device}"

@@ -22,7 +22,7 @@ from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
 from persample.merge import Moments, Summed, merge
 from persample.utils import trees
-from persample.utils.digest import name_of
+from persample.utils.trees import name_of
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from persample.utils.strides import laid_out
+from persample.utils.numerics import laid_out
 
 
 class Pair(NamedTuple):

@@ -13,14 +13,22 @@ import torch
 from typer.testing import CliRunner
 
 from persample.cli import app as cli_app
-from persample.cli import compare
+from persample.cli import report as cli_report
 from persample.cli.app import app
-from persample.cli.cases import FUSED, METHODS, fused_by_loop, methods, reinforce_case, td_case
-from persample.cli.compare import Comparison
+from persample.cli.cases import (
+    FUSED,
+    METHODS,
+    Settings,
+    fused_by_loop,
+    make_envs,
+    methods,
+    reinforce_case,
+    roll_out,
+    td_case,
+)
 from persample.cli.measure import peak_memory, relative_difference, time_rounds
-from persample.cli.report import notes
-from persample.cli.rollout import Settings, make_envs, roll_out
-from persample.rl.networks import Features
+from persample.cli.report import Comparison, notes
+from persample.rl.policies import Features
 
 SMALL = ["compare", "--episodes", "4", "--hidden", "8", "--rounds", "1"]
 
@@ -86,7 +94,7 @@ class TestCompare:
 
     def test_a_wrong_update_is_an_error(self, monkeypatch):
         """Everything is printed, and the exit code says that the methods do not agree."""
-        monkeypatch.setattr(compare, "relative_difference", lambda actual, expected: 0.5)
+        monkeypatch.setattr(cli_report, "relative_difference", lambda actual, expected: 0.5)
         result = run(*SMALL)
         assert result.exit_code == 1
         assert result.output.count("5.0e-01 > 1e-05") == 2 * len(METHODS)

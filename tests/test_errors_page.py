@@ -17,7 +17,7 @@ import pytest
 import persample
 from persample import PersampleWarning
 from persample.engines import diagnosis
-from persample.inputs.loss import NOT_CONNECTED
+from persample.inputs.call import NOT_CONNECTED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -30,9 +30,10 @@ PARTS = {  # the folders of the package, in the order of a call
     "vmap_rules": "Operations under vmap",
     "reductions": "Reductions",
     "merge.py": "Results of chunks",
-    "outputs.py": "`out=`",
+    "pipeline.py": "`out=`",
     "explain.py": "`explain`",
-    "utils": "Numerics and backward passes",
+    "factors": "Linear systems",
+    "utils": "Backward passes",
     "composite": "Composite gradients",
     "streams": "Streams",
     "processes.py": "Several processes",

@@ -288,7 +288,7 @@ def test_removed_rows_hold_no_nan(name):
 @pytest.fixture
 def _small_in_float32(monkeypatch):
     """Compute also the inner products of few small samples as those of many."""
-    monkeypatch.setattr("persample.factors.terms._SMALL", 0)
+    monkeypatch.setattr("persample.factors.contractions._SMALL", 0)
 
 
 @pytest.mark.usefixtures("_small_in_float32")
@@ -302,7 +302,7 @@ def test_norms_read_shared_operands_once(block, monkeypatch):
     if block is not None:
         monkeypatch.setattr(cost_model, "BLOCK", block)
     seen = []
-    counted = "persample.factors.terms._inner_products"
+    counted = "persample.factors.contractions._inner_products"
     monkeypatch.setattr(counted, lambda x: seen.append(len(x)) or x.double() @ x.double().mT)
     for factor, found in zip(factors, squared_norms_per_factor(factors), strict=True):
         assert_trees_close(found, factor.materialize().double().flatten(1).square().sum(1), 1e-6)

@@ -144,7 +144,7 @@ def noisy(w, x):
 def test_random_numbers_are_drawn_once(randomness, monkeypatch):
     w, x = torch.ones(3, dtype=F64), torch.randn(4, 3, dtype=F64)
     monkeypatch.setattr(Outer, "squared_norms", broken)
-    monkeypatch.setattr("persample.factors.dense.Dense.gram", broken)
+    monkeypatch.setattr("persample.factors.factor.Dense.gram", broken)
 
     def call(reduce):
         torch.manual_seed(3)

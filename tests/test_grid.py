@@ -13,7 +13,7 @@ import persample as ps
 from persample import per_sample_grads
 from persample.factors import Dense
 from persample.reductions.directions import FisherVectorProduct
-from persample.utils.dtypes import as_real
+from persample.utils.numerics import as_real
 
 ENGINES = {
     "eager": {"engine": "eager"},

@@ -12,12 +12,12 @@ import torch
 
 from persample import Norm, per_sample_grads
 from persample.engines.compiled import lower
-from persample.utils import heap
+from persample.utils import numerics
 
 # Blocks as a program of medium size has them: the largest of 2 MiB, 32 MiB together.
 PROGRAM = """
 import resource, torch
-from persample.utils.heap import keep_freed_memory
+from persample.utils.numerics import keep_freed_memory
 
 def faults_of_a_call():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -40,8 +40,8 @@ def test_the_next_call_meets_no_fresh_pages():
 
 
 def test_a_block_that_cannot_be_had_is_no_error(monkeypatch):
-    monkeypatch.setattr(heap, "_LARGEST", 2**60)
-    assert heap.keep_freed_memory.__wrapped__() is None
+    monkeypatch.setattr(numerics, "_LARGEST", 2**60)
+    assert numerics.keep_freed_memory.__wrapped__() is None
 
 
 def test_compiled_programs_keep_what_they_free(monkeypatch):

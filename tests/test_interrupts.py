@@ -28,7 +28,7 @@ from traced import without_compiling, without_inductor
 import persample
 from persample import ClippedMean, LossError, Norm, Stack, clear_cache, composite_grads, per_sample_grads
 from persample.engines.compiled import batchable
-from persample.utils import interrupts, isolation
+from persample.utils import isolation
 
 # A signal that comes while torch collects a generator or calls back from C is printed, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -348,7 +348,7 @@ def test_an_interrupt_of_an_undoing_leaves_it_to_the_next():
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        interrupts.undone(lambda: None, undo)
+        isolation.undone(lambda: None, undo)
     assert calls == ["undo", "undo"]
 
 
@@ -457,21 +457,21 @@ def test_interrupts_wait_for_imports_inside_alone():
         went_on.append("call")
 
     with pytest.raises(Interrupted):
-        interrupts.after_imports(call)
+        isolation.after_imports(call)
     assert went_on == ["load"]
     with pytest.raises(Interrupted):  # an import of the caller's, such as that of a script
-        importing(lambda: interrupts.after_imports(lambda: signal.raise_signal(signal.SIGALRM)))
+        importing(lambda: isolation.after_imports(lambda: signal.raise_signal(signal.SIGALRM)))
     with pytest.raises(Interrupted):  # at the very end
-        interrupts.after_imports(lambda: importing(load))
+        isolation.after_imports(lambda: importing(load))
     assert signal.getsignal(signal.SIGALRM) is interrupt
 
 
 def test_other_threads_and_handlers_set_meanwhile_are_left_alone():
     found = []
-    thread = threading.Thread(target=lambda: found.append(interrupts.after_imports(lambda: 3)))
+    thread = threading.Thread(target=lambda: found.append(isolation.after_imports(lambda: 3)))
     thread.start()
     thread.join()
-    interrupts.after_imports(lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN))
+    isolation.after_imports(lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN))
     assert (found, signal.getsignal(signal.SIGALRM)) == ([3], signal.SIG_IGN)
 
 

@@ -34,10 +34,10 @@ from persample import (
 )
 from persample.engines import layers
 from persample.engines.layers import interceptor
-from persample.factors import terms
-from persample.inputs.loss import SampleLoss
+from persample.factors import contractions
+from persample.inputs.call import SampleLoss
 from persample.losses import reinforce_loss, td_loss
-from persample.vmap_rules import kernel_call
+from persample.vmap_rules import levels
 
 F64 = torch.float64
 C = torch.ones(3, dtype=F64)
@@ -1307,9 +1307,9 @@ def test_writes_into_places_that_elements_share_are_explained(case):
 
 
 def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals(monkeypatch):
-    widths, product = [], terms._inner_products
-    monkeypatch.setattr(terms, "_SMALL", 0)
-    monkeypatch.setattr(terms, "_inner_products", lambda x: widths.append(x.shape[-1]) or product(x))
+    widths, product = [], contractions._inner_products
+    monkeypatch.setattr(contractions, "_SMALL", 0)
+    monkeypatch.setattr(contractions, "_inner_products", lambda x: widths.append(x.shape[-1]) or product(x))
     per_sample_grads(lambda model, x: model(x)[0].square().sum(), nn.LSTM(24, 32), torch.randn(3, 4, 24), Norm())
     assert sorted(widths) == [24, 32, 4 * 32]
 
@@ -1647,14 +1647,14 @@ def test_rows_beyond_a_table():
 
 def test_dropping_results_keeps_no_memory(monkeypatch):
     """What saves its own results must not hold itself: the graph is freed with the last reference to it."""
-    kept, called = [], kernel_call._called_on_plain_tensors
+    kept, called = [], levels._called_on_plain_tensors
 
     def watched(*args):
         results = called(*args)
         kept.extend(weakref.ref(x) for x in results if isinstance(x, torch.Tensor))
         return results
 
-    monkeypatch.setattr(kernel_call, "_called_on_plain_tensors", watched)
+    monkeypatch.setattr(levels, "_called_on_plain_tensors", watched)
     w, batch = torch.rand(3, 4), torch.rand(5, 3, 4)
     per_sample_grads(lambda w, x: torch.cdist(w * x, 2 * w, p=1.0).sum(), w, batch, Mean())
     assert kept

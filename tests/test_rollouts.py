@@ -18,7 +18,7 @@ from persample import per_sample_grads
 from persample.errors import ArgumentError
 from persample.losses import gaussian_policy_gradient_loss
 from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
-from persample.rl.stepping import seeds
+from persample.rl.environments import seeds
 
 MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
 COLLECT = pytest.mark.parametrize("collect", [collect_transitions, collect_episodes])

@@ -19,8 +19,7 @@ from workloads import build
 import persample as ps
 from persample import ArgumentError, Leverage, LossError, NaturalGradient, fisher_vector_product, per_sample_grads
 from persample.factors import Dense, contractions, cost_model
-from persample.factors.float64_gram import float64_gram
-from persample.utils.solve import solve
+from persample.factors.linear_system import float64_gram, solve
 
 ENGINES = pytest.mark.parametrize(
     "options", [{}, {"chunk_size": 2}, {"engine": "loop"}, {"engine": "compiled"}], ids=str
@@ -161,7 +160,7 @@ def test_of_batches_some_may_have_weights(engine, first_is_weighted):
 
 @pytest.mark.parametrize(("weights", "is_scaled"), [(None, False), (torch.ones(5), True)])
 def test_the_gram_matrix_is_scaled_for_weights_alone(weights, is_scaled, monkeypatch):
-    solve, scales = importlib.import_module("persample.reductions.solve"), []
+    solve, scales = importlib.import_module("persample.reductions.second_order"), []
     gram = solve.float64_gram
     monkeypatch.setattr(
         solve, "float64_gram", lambda *args, **options: scales.append(args[1]) or gram(*args, **options)

@@ -12,7 +12,7 @@ from torch import nn
 
 import persample as ps
 from persample import ArgumentError, LossError, per_sample_grads
-from persample.utils import norms
+from persample.utils import numerics
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 both_engines = pytest.mark.parametrize("engine", ["eager", "loop"])
@@ -43,8 +43,8 @@ def test_results_share_no_memory_with_each_other(engine, size):
 
 def test_norms_are_computed_once(monkeypatch):
     sizes = []
-    measure = norms._norms
-    monkeypatch.setattr(norms, "_norms", lambda rows: sizes.append(rows.shape[1]) or measure(rows))
+    measure = numerics._norms
+    monkeypatch.setattr(numerics, "_norms", lambda rows: sizes.append(rows.shape[1]) or measure(rows))
     w = {"a": torch.ones(3), "b": torch.ones(5), "large": torch.ones(5000)}
 
     def loss(w, x):

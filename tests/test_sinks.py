@@ -28,7 +28,7 @@ from torch import nn
 import persample as ps
 from persample import ArgumentError, SinkError, accumulate, per_sample_grads, read_sink
 from persample.streams.sink import folder as sink_folder
-from persample.streams.sink.index import Index
+from persample.streams.sink.files import Index
 
 F64 = torch.float64
 TESTS = Path(__file__).parent

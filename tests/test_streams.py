@@ -22,8 +22,7 @@ from workloads import WORKLOADS, build
 import persample as ps
 from persample import ArgumentError, LossError, accumulate, clear_cache, per_sample_grads
 from persample.cli.measure import peak_memory
-from persample.engines import Total
-from persample.engines.compiled import program
+from persample.engines.compiled import Total, program
 from persample.streams import lift
 
 F64 = torch.float64

@@ -1441,7 +1441,7 @@ def test_versions():
 
 
 def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):
-    monkeypatch.setattr("persample.engines.layers.engine.remove_batch_dim", _torch.private("torch._C:no_such_name"))
+    monkeypatch.setattr("persample.engines.layers.remove_batch_dim", _torch.private("torch._C:no_such_name"))
     loss, args = lambda w, x: (w @ x).square().sum(), (torch.randn(2, 3), torch.randn(4, 3))
     with pytest.warns(TorchVersionWarning, match=r"does not have torch\._C\.no_such_name.*slower"):
         found = ps.per_sample_grads(loss, *args, ps.Mean())
@@ -1449,7 +1449,7 @@ def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):
 
 
 def test_a_missing_name_does_not_hide_an_error_of_the_loss(monkeypatch):
-    monkeypatch.setattr("persample.engines.layers.engine.remove_batch_dim", _torch.private("torch._C:no_such_name"))
+    monkeypatch.setattr("persample.engines.layers.remove_batch_dim", _torch.private("torch._C:no_such_name"))
 
     def loss(w, x):
         raise KeyError("mine")

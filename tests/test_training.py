@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from persample import ArgumentError, naive
 from persample.cli.app import app
-from persample.cli.train import interruptible
+from persample.cli.train_command import interruptible
 from persample.rl import RandomWalk, exact_values, make_envs, optimal_actions, transition_table
 from persample.rl.rollouts import Episodes
 from persample.rl.training import (
@@ -36,7 +36,7 @@ from persample.rl.training import (
     load_checkpoint,
     save_checkpoint,
 )
-from persample.rl.training.a2c import bootstrapped
+from persample.rl.training.episodic import bootstrapped
 
 WALK = "persample/RandomWalk-v0"
 SMALL = {

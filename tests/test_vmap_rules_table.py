@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from persample import vmap_rules
 from persample.vmap_rules import SecondDerivativeError, VmapRules, attention
-from persample.vmap_rules.derivatives import is_differentiated_once
+from persample.vmap_rules.levels import is_differentiated_once
 
 FILES = [
     importlib.import_module(f"persample.vmap_rules.{file.name}") for file in pkgutil.iter_modules(vmap_rules.__path__)

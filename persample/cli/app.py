@@ -1,4 +1,4 @@
-"""The commands, and the command ``compare``."""
+"""The commands; ``compare``, and ``baird``, the figure of Baird's counterexample."""
 
 from __future__ import annotations
 
@@ -11,16 +11,37 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from persample.cli import baird, stats, train
-from persample.cli.cases import reinforce_case, td_case
-from persample.cli.compare import Comparison, calls
-from persample.cli.compare import compare as run_comparison
-from persample.cli.environment import version
-from persample.cli.figures import save_comparison
-from persample.cli.report import notes, save_report, table, writable
-from persample.cli.rollout import Settings, make_envs, roll_out
+from persample.cli import stats_command, train_command
+from persample.cli.cases import Settings, make_envs, reinforce_case, roll_out, td_case
+from persample.cli.figures import BAIRD, save_baird, save_comparison
+from persample.cli.measure import version
+from persample.cli.report import Comparison, calls, notes, save_report, table, writable
+from persample.cli.report import compare as run_comparison
 from persample.errors import ArgumentError
 from persample.inputs import Engine
+from persample.rl.baird import STEP_SIZES, baird_run
+
+
+def baird(
+    updates: Annotated[int, typer.Option(help="Updates of 32 transitions each.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the transitions.")] = 0,
+    output: Annotated[Path, typer.Option(help="The PNG file.")] = Path("baird.png"),
+) -> None:
+    """Draw Baird's counterexample: semi-gradient TD(0) diverges, GTD2 and TDC do not."""
+    if updates < 1:
+        fix = "Use 1 or more."
+        raise ArgumentError.about("--updates", expected="a positive integer", received=str(updates), fix=fix)
+    if output.suffix.lower() != ".png":
+        fix = "Name it like errors.png."
+        raise ArgumentError.about("--output", expected="a .png file", received=str(output), fix=fix)
+    writable(output.parent, output.name)
+    runs = {method: baird_run(method, updates, seed=seed) for method in STEP_SIZES}
+    for method, run in runs.items():
+        values, bellman = run.value_error[-1], run.bellman_error[-1]
+        typer.echo(f"{BAIRD[method][0]}: value error {values:.3g}, Bellman error {bellman:.3g}")
+    save_baird(runs, output)
+    typer.echo(f"Written: {output}")
+
 
 # typer raises click's errors, and newer versions of typer vendor click: this is the class in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -80,9 +101,9 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command()(train.train)
-app.command()(baird.baird)
-app.command()(stats.stats)
+app.command()(train_command.train)
+app.command()(baird)
+app.command()(stats_command.stats)
 
 
 @app.command()

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from persample.cli.cases import BATCH, FUSED, LOOP, PERSAMPLE
-from persample.cli.compare import Comparison, Row
-from persample.cli.statistics import Rows, Statistics
+from persample.cli.report import Comparison, Row
+from persample.cli.summary import Rows, Statistics
 from persample.rl.baird import BairdRun
 from persample.rl.training import Trainer
 from persample.rl.training.trainer import EPISODES

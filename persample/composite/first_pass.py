@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.composite.buffers import BufferRecorder
-from persample.composite.encoder import Encoder
+from persample.composite.encoders import BufferRecorder, Encoder
 from persample.composite.full_batch import Statistics, normalized, solve_statistics
 from persample.engines.diagnosis import diagnosed, unwritten
-from persample.engines.empty import no_rows, of_fake_sample
-from persample.engines.vmap import vmapped
+from persample.engines.uncompiled import no_rows, of_fake_sample, vmapped
 from persample.errors import LossError
-from persample.inputs.call import Call
-from persample.inputs.loss import SampleLoss
+from persample.inputs.call import Call, SampleLoss
 from persample.processes import Processes
 from persample.utils import rng, trees
 from persample.vmap_rules import VmapRules

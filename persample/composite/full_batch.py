@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from persample import naive
-from persample.composite.batch_norm import TrainModeBatchNorm
-from persample.composite.encoder import Encoder
+from persample.composite.encoders import Encoder, TrainModeBatchNorm
 from persample.engines.diagnosis import diagnosed
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
-from persample.utils.dtypes import accumulate_dtype
+from persample.utils.numerics import accumulate_dtype
 from persample.vmap_rules.effects import guarded
 
 

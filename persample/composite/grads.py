@@ -8,17 +8,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
-from persample.composite.algorithm import loss_and_gradients
-from persample.composite.batch_norm import CHOOSE, RULES
-from persample.composite.buffers import BufferRecorder
-from persample.composite.encoder import Encoder, build_encoders
-from persample.composite.loss_head import LossHead, build_loss_head
+from persample.composite.encoders import CHOOSE, RULES, BufferRecorder, Encoder, build_encoders
+from persample.composite.gradient_caching import LossHead, build_loss_head, loss_and_gradients
 from persample.errors import ArgumentError
 from persample.inputs import check_outside
-from persample.inputs.grads import add_grads
-from persample.inputs.loss import SampleLoss
+from persample.inputs.call import SampleLoss
 from persample.inputs.modules import ParamTree
-from persample.outputs import owned
+from persample.inputs.params import add_grads
+from persample.pipeline import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Aux, Loss, Reduce, Reduction, Sum
 from persample.reductions.base import Reductions, SumOverSamples, described
@@ -149,7 +146,7 @@ def composite_grads(
         if recorder is not None:
             recorder.write(tree.modules, processes)
         finished = trees.unflatten(reductions.finish(leaves, own[0].device), structure)
-        given = [*own, *(leaf for encoder in encoders for leaf in encoder.call.leaves)]
+        given = [x for encoder in encoders for x in encoder.call.tensors]
         grads, loss_grads = owned((finished, loss_grads), given)
         if accumulate:
             add_grads(tree, grads)

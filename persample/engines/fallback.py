@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from persample import _torch
-from persample.engines.loop import loop
-from persample.engines.vmap import batched_gradients, eager, unfactored
+from persample.engines.compiled import PROGRAMS
+from persample.engines.uncompiled import batched_gradients, eager, loop, unfactored
 from persample.errors import (
     ArgumentError,
     FallbackWarning,
@@ -37,7 +37,7 @@ from persample.factors import Factor
 from persample.inputs.call import Call
 from persample.pipeline import Engine
 from persample.utils import rng, trees
-from persample.utils.interrupts import raise_interrupt
+from persample.utils.isolation import raise_interrupt
 from persample.utils.origin import LIBRARY, is_users, users_depth
 from persample.vmap_rules import MISSING
 
@@ -137,7 +137,7 @@ def _otherwise(
         if is_plain and not isinstance(error, LossError):
             start.go_back()
             loop(next(call.chunks(1)), frozenset())  # raises the error if any way would
-        for way in (eager, unfactored) if engine in {"traced", "compiled"} else (unfactored,):
+        for way in (eager, unfactored) if engine in PROGRAMS else (unfactored,):
             if (result := tried(functools.partial(by, way))) is not None:
                 return result, _fault(error, call)
         is_batchable = isinstance(error, TorchVersionError) or (

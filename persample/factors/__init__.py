@@ -1,9 +1,8 @@
 """Factors: the B gradients of one parameter in a compact form, and the operations on that form."""
 
-from persample.factors.base import Factor
 from persample.factors.conv import Conv
-from persample.factors.dense import Dense, concatenate
 from persample.factors.embedding import Embedding
+from persample.factors.factor import Dense, Factor, concatenate
 from persample.factors.outer import Outer
 from persample.factors.sum import SumFactor, sum_factors
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample.factors import contractions, cost_model
-from persample.factors.base import Factor, row_format
+from persample.factors.factor import Factor, row_format
 from persample.factors.outer import Outer
-from persample.utils import dtypes
+from persample.utils import numerics
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -159,7 +159,7 @@ class Conv(Factor):
         if weights is not None and weights.ndim > 1:
             return self.scale_outputs(weights, dtype).weighted_sum(None, dtype)
         signals, images = self._operands
-        signals = signals if weights is None else dtypes.scaled_rows(signals, weights, dtype)
+        signals = signals if weights is None else numerics.scaled_rows(signals, weights, dtype)
         images, signals = images.flatten(0, 1).to(dtype), signals.flatten(0, 1).to(dtype)
         return self._restored(kernel_grad(signals, images, self._kernel, self._geometry)[None])[0]
 
@@ -173,7 +173,7 @@ class Conv(Factor):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``: the signals times the convolution of the images with each direction."""
-        dtype, lead = dtypes.accumulate_dtype(self.dtype), len(self.sizes)
+        dtype, lead = numerics.accumulate_dtype(self.dtype), len(self.sizes)
         images, signals = self.inputs.flatten(0, lead).to(dtype), self.signals.to(dtype)
         shape = *self.inputs.shape[: lead + 1], *signals.shape[lead + 1 :]
         settings = (None, self.stride, self.padding, self.dilation, self.groups)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
-from persample.factors.base import Factor
-from persample.utils import dtypes, norms
+from persample.factors.factor import Factor
+from persample.utils import numerics
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Embedding(Factor):
         """
         rows, order = self._numbers(self.sizes).sort()
         first = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()]).cumsum(0)
-        signals = self.signals.flatten(0, -2)[order].to(dtypes.accumulate_dtype(self.dtype))
+        signals = self.signals.flatten(0, -2)[order].to(numerics.accumulate_dtype(self.dtype))
         added = torch.zeros_like(signals).index_add_(0, first, signals)
         return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
 
@@ -84,12 +84,12 @@ class Embedding(Factor):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         added, rows = self._distinct
         total = torch.zeros(self.sizes, dtype=torch.float64, device=added.device)
-        total.view(-1).index_add_(0, rows // self.table_shape[0], norms.squared_norms(added))
+        total.view(-1).index_add_(0, rows // self.table_shape[0], numerics.squared_norms(added))
         return total
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
-        signals = self.signals.to(dtype) if weights is None else dtypes.scaled_rows(self.signals, weights, dtype)
+        signals = self.signals.to(dtype) if weights is None else numerics.scaled_rows(self.signals, weights, dtype)
         table = torch.zeros(self.shape, dtype=dtype, device=signals.device)
         rows = self._numbers((1, *self.outputs)) if self.outputs else self.index.flatten()
         table.view(-1, signals.shape[-1]).index_add_(0, rows, signals.flatten(0, -2))
@@ -136,13 +136,13 @@ class Embedding(Factor):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
-        signals = self.signals.to(dtypes.accumulate_dtype(self.dtype))
+        signals = self.signals.to(numerics.accumulate_dtype(self.dtype))
         tables = directions.to(signals.dtype).reshape(len(directions), self.table_shape[0], -1)
         return torch.stack([(signals * table[self.index]).sum((-2, -1)) for table in tables], -1)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
-        signals = self.signals.to(dtypes.accumulate_dtype(self.dtype))
+        signals = self.signals.to(numerics.accumulate_dtype(self.dtype))
         return ((signals @ right.to(signals.dtype).T) * left.to(signals.dtype).T[self.index]).sum(-2)
 
     @classmethod

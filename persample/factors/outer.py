@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
-from persample.factors.base import Factor
-from persample.factors.terms import squared_norms_of_sums
-from persample.utils import dtypes, norms, strides
+from persample.factors.contractions import squared_norms_of_sums
+from persample.factors.factor import Factor
+from persample.utils import numerics
 
 
 @dataclass(frozen=True)
@@ -108,31 +108,31 @@ class Outer(Factor):
             target = out.reshape(*left.shape[:-1], right.shape[-1])
             if is_alias_of(target, out):
                 if self.num_terms == 1:
-                    torch.mul(strides.laid_out(left, target), strides.laid_out(right, target), out=target)
+                    torch.mul(numerics.laid_out(left, target), numerics.laid_out(right, target), out=target)
                 else:
-                    torch.matmul(left, strides.laid_out(right), out=target)
+                    torch.matmul(left, numerics.laid_out(right), out=target)
                 return out
         if self.num_terms == 1:  # twice as fast as bmm, and the result has the operands' order in memory
-            product = strides.laid_out(left) * strides.laid_out(right)
+            product = numerics.laid_out(left) * numerics.laid_out(right)
         else:
-            product = contractions.sum_of_products(signals, strides.laid_out(right))
+            product = contractions.sum_of_products(signals, numerics.laid_out(right))
         values = self._restored(product, len(self)).to(self.dtype)
         return values if out is None else out.copy_(values)
 
     def scale_rows(self, scale: Tensor) -> Outer:
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
-        dtype, size = dtypes.accumulate_dtype(self.dtype), scale.double().abs()
+        dtype, size = numerics.accumulate_dtype(self.dtype), scale.double().abs()
         # Each operand is multiplied by √|s|, of the largest s of all outputs: one operand times s might overflow.
         root = (size if size.ndim == 1 else size.amax(1)).sqrt()
-        rest = torch.where(size == 0, 0, scale / contractions.per_sample(root, scale))
+        rest = torch.where(size == 0, 0, scale / contractions.per_row(root, scale))
         left, right = (rest, root) if self._is_left or not self.outputs else (root, rest)
-        left, right = (x.double() * contractions.per_sample(s, x) for x, s in ((self.left, left), (self.right, right)))
+        left, right = (x.double() * contractions.per_row(s, x) for x, s in ((self.left, left), (self.right, right)))
         return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:
-            left, right = norms.squared_norms_of_each([self.left, self.right], self.left.ndim - 2)
+            left, right = numerics.squared_norms_of_each([self.left, self.right], self.left.ndim - 2)
             return (left * right).sum(-1)
         terms = self.term_operands
         return self.joined(squared_norms_of_sums(terms)) if terms else super().squared_norms()
@@ -148,9 +148,9 @@ class Outer(Factor):
             return self.scale_outputs(weights, dtype).weighted_sum(None, dtype)
         left, right = self._operands
         if weights is not None and left.numel() <= right.numel():
-            left = dtypes.scaled_rows(left, weights, dtype)
+            left = numerics.scaled_rows(left, weights, dtype)
         elif weights is not None:
-            right = dtypes.scaled_rows(right, weights, dtype)
+            right = numerics.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
         if left.shape[1] == 1:  # mm is faster than bmm
             left, right = left.squeeze(1), right.squeeze(1)
@@ -167,13 +167,13 @@ class Outer(Factor):
         """
         if torch.float64 in (dtype, self.dtype):
             return self
-        dtype = dtypes.accumulate_dtype(self.dtype)
-        left, right = (norms.squared_norms(x.flatten(1)) for x in (self.left, self.right))
+        dtype = numerics.accumulate_dtype(self.dtype)
+        left, right = (numerics.squared_norms(x.flatten(1)) for x in (self.left, self.right))
         # A GPU balances faster than it answers.
-        if left.device.type == "cpu" and not any(norms.has_extreme(x, 1e20) for x in (left, right)):
+        if left.device.type == "cpu" and not any(numerics.has_extreme(x, 1e20) for x in (left, right)):
             return self
         regular = (left > 0) & (right > 0) & left.isfinite() & right.isfinite()
-        ratio = contractions.per_sample(torch.where(regular, right / left, 1).sqrt().sqrt(), self.left)
+        ratio = contractions.per_row(torch.where(regular, right / left, 1).sqrt().sqrt(), self.left)
         return replace(self, left=(self.left * ratio).to(dtype), right=(self.right / ratio).to(dtype))
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
@@ -216,7 +216,7 @@ class Outer(Factor):
 
     def dot(self, directions: Tensor) -> Tensor:
         """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``: Σₜ lₜᵀ Dⱼ rₜ."""
-        dtype = dtypes.accumulate_dtype(self.dtype)
+        dtype = numerics.accumulate_dtype(self.dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
         matrices = directions.to(dtype).reshape(-1, *self.block)
         # The smaller side is multiplied elementwise, or that which differs among outputs.
@@ -228,7 +228,7 @@ class Outer(Factor):
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``: signals and inputs are projected separately."""
         if not self.has_rows:
             return super().project(left, right)
-        dtype = dtypes.accumulate_dtype(self.dtype)
+        dtype = numerics.accumulate_dtype(self.dtype)
         signals, inputs = (x.squeeze(-3).to(dtype) for x in (self.left, self.right))
         return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(-2)
 

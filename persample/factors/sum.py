@@ -10,11 +10,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from persample.factors.base import Factor
-from persample.factors.dense import concatenate
 from persample.factors.embedding import Embedding
+from persample.factors.factor import Factor, concatenate
 from persample.factors.outer import Outer
-from persample.utils import dtypes, norms
+from persample.utils import numerics
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class SumFactor(Factor):
         parts: the factors, no two of which ``add`` to one factor.
 
     Examples:
-        >>> from persample.factors.dense import Dense
+        >>> from persample.factors.factor import Dense
         >>> SumFactor((Dense(torch.ones(1, 2)), Dense(torch.ones(1, 2)))).materialize()
         tensor([[2., 2.]])
     """
@@ -158,12 +157,12 @@ def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
     index, (left, right) = table.index, (head.left[:, 0], head.right[:, 0])
     places = index[:, None].expand(-1, left.shape[1], -1)
     others = replace(head, left=left.scatter(2, places, 0)[:, None])
-    dtype = dtypes.accumulate_dtype(torch.promote_types(head.dtype, table.dtype))
+    dtype = numerics.accumulate_dtype(torch.promote_types(head.dtype, table.dtype))
     products = left.gather(2, places).to(dtype).mT @ right.to(dtype)
     # A row that is looked up several times counts once, at its first place, with the sum of its signals.
     first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(2)
     lookups = torch.zeros_like(products).scatter_add_(1, first[..., None].expand_as(products), table.signals.to(dtype))
-    squares = norms.squared_norms((products + lookups).flatten(0, 1)).view(index.shape)
+    squares = numerics.squared_norms((products + lookups).flatten(0, 1)).view(index.shape)
     is_first = first == torch.arange(index.shape[1], device=index.device)
     return others.squared_norms() + torch.where(is_first, squares, 0).sum(1)
 

@@ -1,4 +1,4 @@
-"""Arguments are normalized and checked here, one file per argument; later code trusts them."""
+"""Arguments are normalized and checked here; later code trusts them."""
 
 from persample.inputs.call import Call, normalize
 from persample.inputs.options import (
@@ -6,6 +6,8 @@ from persample.inputs.options import (
     NestedCallError,
     Outputs,
     Randomness,
+    TotalWeight,
+    check_averages,
     check_choices,
     check_chunk_size,
     check_loop,
@@ -16,7 +18,6 @@ from persample.inputs.options import (
     reductions,
 )
 from persample.inputs.params import check_params
-from persample.inputs.weights import TotalWeight, check_averages
 
 __all__ = [
     "Call",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from persample._torch import buffer_slots, flat_weights, module_slots, parameter_slots, set_flat_weights
 from persample.utils import trees
-from persample.utils.interrupts import undone
-from persample.utils.strides import storage_key
+from persample.utils.isolation import undone
+from persample.utils.numerics import storage_key
 
 T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -4,9 +4,10 @@ Values, rewards, discounts and logits are real floating tensors, actions integer
 promotion rules give for the floating arguments.
 """
 
+from persample.losses.action_values import double_q_learning, expected_sarsa, q_learning, sarsa
 from persample.losses.distributional import categorical_td_learning, quantile_regression_loss
 from persample.losses.gaussian import gaussian_entropy_loss, gaussian_log_prob, gaussian_policy_gradient_loss
-from persample.losses.multistep import q_lambda, retrace, sarsa_lambda
+from persample.losses.multistep import VTraceOutput, q_lambda, retrace, sarsa_lambda, vtrace_td_error_and_advantage
 from persample.losses.policy_gradient import (
     advantage_actor_critic_loss,
     categorical_importance_sampling_ratios,
@@ -16,7 +17,6 @@ from persample.losses.policy_gradient import (
     policy_gradient_loss,
     reinforce_loss,
 )
-from persample.losses.q_learning import double_q_learning, expected_sarsa, q_learning, sarsa
 from persample.losses.returns import (
     discounted_returns,
     lambda_returns,
@@ -24,7 +24,6 @@ from persample.losses.returns import (
     truncated_generalized_advantage_estimation,
 )
 from persample.losses.td import huber_loss, td_lambda, td_learning, td_loss
-from persample.losses.vtrace import VTraceOutput, vtrace_td_error_and_advantage
 from persample.utils.trees import stop_gradient
 
 __all__ = [

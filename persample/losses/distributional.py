@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.check import check_axes, check_not_negative, check_same, is_on, overridable
+from persample.losses.common import check_axes, check_not_negative, check_same, is_on, overridable
 from persample.losses.td import huber_loss
 from persample.utils.trees import stop_gradient
 

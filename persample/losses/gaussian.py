@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_rows, check_same, overridable
+from persample.losses.common import check_rows, check_same, over_time, overridable, padding, spread, unpadded
 from persample.losses.policy_gradient import score_loss
-from persample.losses.steps import over_time, padding, spread, unpadded
 
 
 @overridable

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.check import (
+from persample.losses.common import (
     check_actions,
     check_axes,
     check_not_negative,
@@ -16,10 +16,14 @@ from persample.losses.check import (
     check_same,
     check_steps,
     is_on,
+    over_time,
     overridable,
+    padding,
+    spread,
+    taken,
+    unpadded,
 )
 from persample.losses.returns import truncated_generalized_advantage_estimation
-from persample.losses.steps import over_time, padding, spread, taken, unpadded
 from persample.utils.trees import stop_gradient
 
 

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.errors import ArgumentError
-from persample.losses.check import check_axes, check_same, check_steps, is_on, overridable
+from persample.losses.common import check_axes, check_same, check_steps, is_on, overridable, padding, spread, unpadded
 from persample.losses.returns import lambda_returns
-from persample.losses.steps import padding, spread, unpadded
 from persample.utils.trees import stop_gradient
 
 

@@ -4,8 +4,8 @@ from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
-from persample.reductions.per_sample import Aux, Factored, Loss, Norm, Stack
-from persample.reductions.solve import Leverage, NaturalGradient
+from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack
+from persample.reductions.second_order import Leverage, NaturalGradient
 from persample.reductions.sums import ClippedMean, ClippedSum, Mean, Sum, WeightedSum
 
 __all__ = [

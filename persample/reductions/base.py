@@ -14,9 +14,8 @@ from persample.factors import Factor
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import AnyOf, Summed, divided
 from persample.utils import trees
-from persample.utils.digest import digest, name_of
-from persample.utils.dtypes import full_precision
-from persample.utils.trees import flatten, tree_map, unflatten
+from persample.utils.numerics import full_precision
+from persample.utils.trees import digest, flatten, name_of, tree_map, unflatten
 
 
 class Reduction:
@@ -120,7 +119,7 @@ class Reductions:
     Args:
         reductions: the reductions.
         keep_factored: whether engines keep factors even for reductions that return the gradients written out.
-        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``outputs.write_into`` writes straight into
+        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``pipeline.write_into`` writes straight into
             a previous result.
     """
 
@@ -131,7 +130,7 @@ class Reductions:
     @cached_property
     def required_ops(self) -> frozenset[str]:
         """The operations of ``persample.factors.Factor`` that ``lift`` calls."""
-        used = frozenset[str]().union(*(reduction.uses for reduction in self.reductions))
+        used = frozenset[str]().union(*[reduction.uses for reduction in self.reductions])
         return used - {"materialize"} if self.keep_factored else used
 
     def lift(self, gradients: Gradients) -> Any:

@@ -14,8 +14,8 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked, Summed
 from persample.reductions.base import Average
-from persample.reductions.per_sample import PerSample
-from persample.utils.dtypes import accumulate_dtype, as_real
+from persample.reductions.rows import PerSample
+from persample.utils.numerics import accumulate_dtype, as_real
 from persample.utils.tracing import untraced
 from persample.utils.trees import leaves_like, on_one_line, structure
 

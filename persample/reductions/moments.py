@@ -13,7 +13,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
 from persample.reductions.base import Average, Reduction
-from persample.utils.dtypes import accumulate_dtype, restore, widest
+from persample.utils.numerics import accumulate_dtype, restore, widest
 from persample.utils.trees import flatten, tree_map
 
 

@@ -15,7 +15,7 @@ from persample.factors import Factor
 from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
-from persample.utils.norms import root
+from persample.utils.numerics import root
 from persample.utils.trees import flatten, leaves_like, on_one_line, structure
 
 

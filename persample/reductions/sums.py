@@ -15,8 +15,7 @@ from persample.errors import ArgumentError
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, SumOverSamples
-from persample.utils.dtypes import accumulate_dtype
-from persample.utils.norms import root
+from persample.utils.numerics import accumulate_dtype, root
 from persample.utils.tracing import are_plain, is_hidden
 
 
@@ -32,7 +31,7 @@ class _ScaledSum(SumOverSamples):
     def sums(self, gradients: Gradients) -> Any:
         """Return the scaled sums of one chunk."""
         dtypes = gradients.spec.dtypes
-        sums = gradients.sums(self.scales(gradients), [accumulate_dtype(dtype) for dtype in dtypes])
+        sums = gradients.sums(self.scales(gradients), list(map(accumulate_dtype, dtypes)))
         return gradients.spec.tree([Summed(total, dtype) for total, dtype in zip(sums, dtypes, strict=True)])
 
 

@@ -1,14 +1,110 @@
-"""Vectorized environments by name, and an environment with known values."""
+"""Vectorized environments by name, and one with known values; checks of rollouts; one step of all environments.
+
+A step is the same for each of gymnasium's autoreset modes, which differ in the place of an episode's last and first
+observation (gymnasium 1.4, ``vector/sync_vector_env.py``): NEXT_STEP returns the last one, and the following step is a
+reset without valid action or reward; SAME_STEP returns the first one, and the last one in ``infos["final_obs"]``;
+DISABLED returns the last one and waits for ``reset(options={"reset_mask": …})``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import gymnasium
+import numpy as np
+import torch
 from gymnasium import error, spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.rl.check import Envs, check_count
+
+Envs = VectorEnv[Any, Any, Any]
+Policy = Callable[[Tensor, torch.Generator], Tensor]
+Network = Callable[[Tensor], Any]
+Progress = Callable[[int], object]
+
+_ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+def check_count(argument: str, count: int) -> None:
+    """Reject a count that is no positive int."""
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+        raise ArgumentError.about(argument, expected="a positive int", received=repr(count), fix="Use 1 or more.")
+
+
+def check_rollout(envs: object, discount: float, seed: int) -> None:
+    """Check the arguments that all rollouts share: environments, discount, seed."""
+    if not isinstance(envs, VectorEnv):
+        fix = "Use persample.rl.make_envs, or SyncVectorEnv([lambda: env]) for one environment."
+        raise ArgumentError.about("envs", expected="a gymnasium VectorEnv", received=type(envs).__name__, fix=fix)
+    if not 0 <= discount <= 1:
+        fix = "Use 1.0 for undiscounted rewards."
+        raise ArgumentError.about("discount", expected="a number from 0 to 1", received=repr(discount), fix=fix)
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        fix = "Pass any int; the same one gives the same batch."
+        raise ArgumentError.about("seed", expected="a non-negative int", received=repr(seed), fix=fix)
+    _check_autoreset(envs)
+    _check_space(
+        envs.single_observation_space, "observation", "Flatten it: make_envs(…, wrappers=[FlattenObservation])"
+    )
+    _check_space(envs.single_action_space, "action", "Wrap the environment in a TransformAction")
+
+
+def _check_space(space: spaces.Space[Any], kind: str, fix: str) -> None:
+    if not isinstance(space, _ARRAY_SPACES):
+        expected = f"a single array as {kind} (Box, Discrete, MultiDiscrete or MultiBinary)"
+        raise ArgumentError.about("envs", expected=expected, received=str(space), fix=f"{fix} (gymnasium.wrappers).")
+
+
+def _check_autoreset(envs: Envs) -> None:
+    # AsyncVectorEnv's workers (gymnasium 1.1, 1.4) forget to clear a pending autoreset when reset without shared
+    # memory: the first step after our seeded reset would be another reset, which no flag tells from a step.
+    if autoreset_mode(envs) is AutoresetMode.NEXT_STEP and getattr(envs.unwrapped, "shared_memory", True) is False:
+        fix = "Use shared_memory=True or autoreset_mode='SameStep': with this pair gymnasium resets one step too late."
+        received = "NextStep autoreset with shared_memory=False"
+        raise ArgumentError.about("envs", expected="environments that reset when told to", received=received, fix=fix)
+
+
+def autoreset_mode(envs: Envs) -> AutoresetMode:
+    """Return the autoreset mode of environments; reject those that do not name theirs."""
+    # In gymnasium 1.1 all environments of a class share their metadata, which names the mode of the newest;
+    # the attribute of SyncVectorEnv and AsyncVectorEnv belongs to each environment.
+    mode = getattr(envs.unwrapped, "autoreset_mode", envs.metadata.get("autoreset_mode"))
+    if mode not in [*AutoresetMode, *(known.value for known in AutoresetMode)]:
+        fix = "It says which steps are resets: let the environments set it to a gymnasium.vector.AutoresetMode."
+        raise ArgumentError.about("envs", expected="metadata['autoreset_mode']", received=repr(mode), fix=fix)
+    return AutoresetMode(mode)
+
+
+def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
+    """Check a policy's actions against the action space, and copy them to NumPy.
+
+    Returns:
+        The actions, ``[N, *act]``: float32 for floating Box spaces, else int64.
+
+    Raises:
+        ArgumentError: if shape, dtype or range do not fit the action space.
+    """
+    space = envs.action_space
+    expected = f"actions of shape {space.shape} from {envs.single_action_space}"
+    if not isinstance(actions, Tensor) or tuple(actions.shape) != space.shape:
+        received = f"shape {tuple(actions.shape)}" if isinstance(actions, Tensor) else type(actions).__name__
+        fix = (
+            "It is called as policy(observations, generator) and returns a tensor with one action per environment. "
+            "What returns logits or a distribution takes observations alone."
+        )
+        raise ArgumentError.about("policy", expected=expected, received=received, fix=fix)
+    continuous = np.issubdtype(space.dtype, np.floating)
+    chosen = actions.detach().to("cpu", torch.float32 if continuous else torch.int64).numpy().copy()
+    # Environments handle continuous actions out of bounds (many clip them); a discrete one is a mistake.
+    if not continuous and (actions.is_floating_point() or not space.contains(chosen.astype(space.dtype))):
+        received = f"{actions.dtype} actions {actions.tolist()}"
+        fix = "Return integers of this range: the network's number of outputs must be the number of actions."
+        raise ArgumentError.about("policy", expected=expected, received=received, fix=fix)
+    return chosen
 
 
 def make_envs(env_id: str, num_envs: int = 8, **kwargs: Any) -> Envs:
@@ -108,3 +204,99 @@ class RandomWalk(gymnasium.Env[Any, Any]):
 gymnasium.register(
     "persample/RandomWalk-v0", entry_point="persample.rl.environments:RandomWalk", max_episode_steps=1000
 )
+
+
+class State(NamedTuple):
+    """The state of a rollout: the policy's next observations, and the rows whose next step is only a reset."""
+
+    obs: NDArray[Any]
+    resets: NDArray[np.bool_]
+
+
+class Step(NamedTuple):
+    """One step of all environments, one row each; rows that are not ``real_t`` are invalid."""
+
+    obs_tm1: NDArray[Any]
+    a_tm1: NDArray[Any]
+    r_t: NDArray[np.float32]
+    discount_t: NDArray[np.float32]
+    obs_t: NDArray[Any]
+    done_t: NDArray[np.bool_]
+    real_t: NDArray[np.bool_]
+
+
+def start(envs: Envs, seed: int) -> tuple[State, torch.Generator]:
+    """Return the first state of environments that are reset, and the policy's generator, seeded."""
+    envs_seed, policy_seed = seeds(seed)
+    observed, _ = envs.reset(seed=envs_seed)
+    return State(_copy(envs, observed), np.zeros(envs.num_envs, bool)), torch.Generator().manual_seed(policy_seed)
+
+
+def seeds(seed: int) -> tuple[int, int]:
+    """Return independent seeds for the environments (31 bits) and the policy.
+
+    Environment i is seeded with the first seed plus i: without this derivation, the batches of seeds 0 and 1 would
+    share all but one of their environments.
+    """
+    envs_seed, policy_seed = np.random.SeedSequence(int(seed)).generate_state(2)
+    return int(envs_seed >> 1), int(policy_seed)
+
+
+def advance(
+    envs: Envs, policy: Policy, generator: torch.Generator, state: State, discount: float
+) -> tuple[State, Step]:
+    """Return the state after one action in each environment, with finished environments reset, and the step."""
+    with torch.no_grad():
+        a_tm1 = checked_actions(envs, _acted(policy, torch.tensor(state.obs), generator))
+    observed, r_t, terminated, truncated, infos = envs.step(a_tm1.astype(envs.action_space.dtype))
+    obs_t, done = _copy(envs, observed), np.asarray(terminated) | np.asarray(truncated)
+    discount_t = np.where(terminated, 0, discount).astype(np.float32)
+    mode, following = autoreset_mode(envs), State(obs_t, np.zeros_like(done))
+    if mode is AutoresetMode.NEXT_STEP:
+        following = State(obs_t, done)
+    elif mode is AutoresetMode.SAME_STEP:
+        obs_t = _with_final(obs_t, done, infos)
+    elif done.any():
+        following = restart(envs, following, done)
+    return following, Step(state.obs, a_tm1, np.array(r_t, np.float32), discount_t, obs_t, done, ~state.resets)
+
+
+def _acted(policy: Policy, obs: Tensor, generator: torch.Generator) -> Tensor:
+    try:
+        return policy(obs, generator)
+    except RuntimeError as error:
+        if "dtype" in str(error) or "scalar type" in str(error):
+            fix = "Pass a function that converts them, such as lambda o: network(o.double())."
+            error.args = (f"{error}\nObservations are of {obs.dtype}. {fix}",)
+        raise
+
+
+def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:
+    """Return the state after new episodes have begun in some environments, given by a mask ``[N]``."""
+    observed, _ = envs.reset(options={"reset_mask": mask.copy()})
+    obs = _copy(envs, observed)
+    if not np.array_equal(obs[~mask], state.obs[~mask], equal_nan=True):
+        fix = "Leave out max_steps, and limit the episodes in the environments (max_episode_steps=…)."
+        received = f"{envs}, where others changed as well"
+        expected = "environments that reset only those in options['reset_mask']"
+        raise ArgumentError.about("envs", expected=expected, received=received, fix=fix)
+    return State(obs, state.resets & ~mask)
+
+
+def _with_final(obs_t: NDArray[Any], done: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[Any]:
+    if done.any() and "final_obs" not in infos:
+        fix = "Without it the end of an episode is lost: use autoreset_mode='NextStep'."
+        expected, received = "infos['final_obs'] at the end of an episode (SameStep autoreset)", f"keys {sorted(infos)}"
+        raise ArgumentError.about("envs", expected=expected, received=received, fix=fix)
+    obs_t = obs_t.copy()
+    for row in np.flatnonzero(done):
+        obs_t[row] = infos["final_obs"][row]
+    return obs_t
+
+
+def _copy(envs: Envs, observed: Any) -> NDArray[Any]:
+    # Always copy: environments may return a buffer that their next step overwrites.
+    kind = envs.single_observation_space.dtype
+    if np.issubdtype(kind, np.floating):
+        return np.array(observed, np.float32)
+    return np.array(observed, np.uint8 if kind == np.uint8 else np.int64)

@@ -9,9 +9,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from persample.rl.check import Envs, Network, Policy, Progress, check_count, check_rollout
+from persample.rl.environments import (
+    Envs,
+    Network,
+    Policy,
+    Progress,
+    Step,
+    advance,
+    check_count,
+    check_rollout,
+    restart,
+    start,
+)
 from persample.rl.policies import as_policy
-from persample.rl.stepping import Step, advance, restart, start
 
 # One step of one episode: observation, action, reward, discount.
 Row = tuple[Any, Any, Any, Any]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.rl.check import Envs
+from persample.rl.environments import Envs
 
 # gymnasium's toy environments: table[s][a] lists (probability, next state, reward, terminated).
 Table = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]

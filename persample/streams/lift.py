@@ -12,19 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from persample import inputs, pipeline
-from persample.engines import (
-    ENGINES,
-    PROGRAMS,
-    Asked,
-    FlatParams,
-    Total,
-    empty,
-    lift_compiled,
-    merge_compiled,
-    repeated,
-)
+from persample.engines.compiled import PROGRAMS, Asked, FlatParams, Total, lift_compiled, merge_compiled, repeated
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
+from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Call
 from persample.merge import AnyOf
 from persample.processes import Processes

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from persample.inputs import Call, check_params
-from persample.inputs.loss import NotConnectedError
+from persample.inputs.call import NotConnectedError
 from persample.processes import Processes
-from persample.streams.accumulator import Accumulator, Partial
+from persample.streams.accumulator import Accumulator, Order, Partial, merge_ranks
 from persample.streams.batches import Batch, no_batch, numbered
 from persample.streams.lift import BatchLift
-from persample.streams.ranks import Order, merge_ranks
 from persample.streams.sink import SinkRun
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from persample._torch import engine_run_backward, run_by
 from persample.errors import LossError
 from persample.utils import trees
-from persample.utils.strides import storage_key
+from persample.utils.numerics import storage_key
 from persample.utils.tracing import untraced
 
 _OUTSIDE = (

@@ -1,7 +1,13 @@
-"""Traces: tensors without values, and the state of a trace that the traced code may read."""
+"""Traces, tensors without values; and what a thread keeps as long as one call.
+
+The state of a trace, and ``flags``, cannot be arguments, because the user's loss or torch's own code runs between the
+code that sets them and the code that reads them. Each context restores the previous value of a flag;
+``isolation.isolated`` does so if a signal interrupts it.
+"""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +34,7 @@ from persample._torch import (
 )
 
 _REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
+flags = threading.local()
 
 
 @dataclass(frozen=True)
@@ -191,3 +198,35 @@ def untraced() -> Iterator[None]:
     """Compute with real tensors inside of a trace, and with tensors of their own inside of the caller's transforms."""
     with disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
+
+
+@contextmanager
+def inside(function: str, owner: Any = None) -> Iterator[None]:
+    """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there.
+
+    Args:
+        function: the name of the function, for error messages.
+        owner: the ``ParamTree`` whose tensors the function must leave alone; None if there is none.
+
+    Raises:
+        Exception: a refusal that was raised inside, even if the function, or torch, caught it.
+    """
+    before = getattr(flags, "inside", None), getattr(flags, "owner", None), None
+    flags.inside, flags.owner, flags.refusal = function, owner, None
+    try:
+        yield
+    finally:
+        refusal = flags.refusal
+        flags.inside, flags.owner, flags.refusal = before
+        if refusal is not None:
+            raise refusal
+
+
+def is_inside() -> str | None:
+    """Return the name of the user's function that runs in this thread, or None."""
+    return getattr(flags, "inside", None)
+
+
+def owner_inside() -> Any:
+    """Return the owner of the tensors that the function of ``is_inside`` must leave alone, or None."""
+    return getattr(flags, "owner", None)

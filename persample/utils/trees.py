@@ -7,11 +7,14 @@ dataclasses, TensorDicts.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from persample import _torch
 
@@ -267,3 +270,25 @@ def stop_gradient(tree: Any) -> Any:
     # Not ``map_tensors``, whose cache torch.compile warns of when a loss calls this function.
     leaves, spec = _torch.tree_flatten(tree)
     return _torch.tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
+def as_array(x: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as an array; bfloat16, which NumPy does not have, as the integers of the same bits."""
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def digest(tree: Any) -> str:
+    """Return a hash of the names, dtypes, shapes and numbers of the tensors of a tree."""
+    hashed = hashlib.sha256()
+    for name, leaf in zip(paths(tree, ""), flatten(tree)[0], strict=True):
+        facts = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor | np.ndarray) else type(leaf).__name__
+        hashed.update(f"{name} {facts}\n".encode())
+        if isinstance(leaf, Tensor | np.ndarray):
+            hashed.update((as_array(leaf) if isinstance(leaf, Tensor) else leaf).tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def name_of(function: Any) -> str:
+    """Return the import path of a function, or that of the class of another callable."""
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -1,7 +1,7 @@
 """Rules for functions that ``torch.func.vmap`` cannot batch, batches wrongly, or batches in a loop over samples.
 
-There is one file per family of functions, as in the reference of torch: ``linear.py``, ``normalization.py``,
-``recurrent.py``, …; a rule for ``F.grid_sample`` would go to ``vision.py``. Each of these files has ``RULES``,
+There is one file per family of functions: ``products.py``, ``nn_functional.py``, ``recurrent.py``, …; a rule for
+``F.grid_sample`` would go to ``nn_functional.py``. Each of these files has ``RULES``,
 from a function of torch to its replacement: a composition of functions that vmap batches well. Some files also have
 ``FIRST_DERIVATIVE_RULES``: replacements with a hand-written gradient, for losses that are differentiated only once.
 """
@@ -16,30 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import missing
-from persample.vmap_rules import (
-    activation,
-    attention,
-    autograd,
-    distances,
-    einsum,
-    embedding,
-    indexing,
-    linear,
-    linear_algebra,
-    losses,
-    memory_layout,
-    normalization,
-    recurrent,
-    vision,
-)
-from persample.vmap_rules.derivatives import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
-from persample.vmap_rules.effects import is_pure, refuse_writes
-from persample.vmap_rules.refusals import is_refusal, swallowed
+from persample.vmap_rules import attention, effects, indexing, nn_functional, products, recurrent
+from persample.vmap_rules.effects import is_pure, is_refusal, refuse_writes, swallowed
+from persample.vmap_rules.levels import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
 
-_FILES = (
-    *(activation, attention, autograd, distances, einsum, embedding, indexing),
-    *(linear, linear_algebra, losses, memory_layout, normalization, recurrent, vision),
-)
+_FILES = attention, effects, indexing, nn_functional, products, recurrent
 
 
 def _table(name: str) -> dict[Any, Callable[..., Any]]:
@@ -48,8 +29,6 @@ def _table(name: str) -> dict[Any, Callable[..., Any]]:
 
 _RULES, _FIRST_DERIVATIVE_RULES = _table("RULES"), _table("FIRST_DERIVATIVE_RULES")
 MISSING = missing(_RULES)  # names of functions that the installed torch does not have
-
-
 RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 
 
@@ -59,7 +38,7 @@ class VmapRules(TorchFunctionMode):
     The replacements are exact: results and gradients equal those of torch, up to the order of summation.
 
     Args:
-        differentiated_by: who differentiates the loss; see ``derivatives.py``.
+        differentiated_by: who differentiates the loss; see ``levels.py``.
 
     Examples:
         >>> import torch
@@ -109,7 +88,7 @@ class VmapRules(TorchFunctionMode):
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the rule of a function that writes into nothing that the loss must leave alone, or the function."""
         if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
-            kwargs = memory_layout.without_image_format(args[0], kwargs)
+            kwargs = effects.without_image_format(args[0], kwargs)
         if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
@@ -121,4 +100,4 @@ class VmapRules(TorchFunctionMode):
             return function(*args, **kwargs)
 
 
-__all__ = ["MISSING", "RULED", "DifferentiatedBy", "SecondDerivativeError", "VmapRules"]
+__all__ = ["MISSING", "RULED", "DifferentiatedBy", "SecondDerivativeError", "VmapRules", "nn_functional"]

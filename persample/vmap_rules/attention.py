@@ -18,10 +18,10 @@ from persample._torch import (
     nested_tensor_from_mask_left_aligned,
     temporarily_clear_interpreter_stack,
 )
-from persample.utils.dtypes import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
-from persample.vmap_rules.kernel_call import call_kernel
+from persample.vmap_rules.levels import call_kernel
 
 
 def _attention(

@@ -1,21 +1,40 @@
-"""Functions of torch with effects beyond their result: they read or change a tensor's state, or write into tensors."""
+"""Functions of torch with effects beyond their result, and access to tensors past autograd.
+
+They read or change a tensor's state, write into tensors, or read memory, whose strides, formats and storage differ from
+those of one sample. A loss that catches an error that torch raises because of vmap goes on with other numbers.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from traceback import extract_tb
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn, stack
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import OpOverload, backward_hooks_getter, private_reads, schema
+from persample._torch import (
+    OpOverload,
+    TransformType,
+    backward_hooks_getter,
+    is_batchedtensor,
+    make_dual,
+    peek_interpreter_stack,
+    private_reads,
+    schema,
+    temporarily_clear_interpreter_stack,
+)
 from persample.errors import LossError
-from persample.utils.flags import flags, is_inside, owner_inside
-from persample.utils.strides import storage_key
+from persample.utils.numerics import storage_key
+from persample.utils.origin import raised_since, user_line
+from persample.utils.tracing import flags, is_inside, is_traced, owner_inside
+from persample.utils.trees import flatten
+from persample.vmap_rules.levels import is_batched, unwrapped
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
@@ -153,3 +172,157 @@ def _write_options(func: Any) -> Mapping[str, int]:
     code = func.__code__
     positions = {name: place for place, name in enumerate(code.co_varnames[: code.co_argcount])}
     return positions if positions.keys() & {"inplace", "max_norm"} else {}
+
+
+_OF_VMAP = re.compile(
+    "vmap|functorch|torch.func|[Bb]atching rule|Batched|doesn't have storage|detach views in-place|got a batched tensor"
+)
+
+
+def is_refusal(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function of torch might not have raised an error if it were called for one sample."""
+    said = str(error)
+    if isinstance(error, LossError) or (isinstance(error, RuntimeError) and _OF_VMAP.search(said)):
+        return True
+    operands = flatten((args[func is Tensor.__getitem__ :], kwargs))[0]
+    batched = [x for x in operands if isinstance(x, Tensor) and is_batched(x)]
+    if isinstance(error, IndexError):  # the index of one sample
+        return "Dimension" not in said and any(not x.is_floating_point() for x in batched)
+    # The matrix of one sample; no kernel for batches; torch's loop over samples, whose results differ in size.
+    by_sample = isinstance(error, NotImplementedError) or re.search(r"\(Batch element|stack expects each tensor", said)
+    return bool(by_sample and batched) and func is not stack
+
+
+def swallowed(refusal: Exception, error: BaseException | None) -> LossError | None:
+    """Return what is wrong if a loss caught a refusal and went on; ``error`` is what it raised in the end, or None."""
+    is_interrupt = error is not None and not isinstance(error, Exception)
+    if is_interrupt or refusal in raised_since(None, error):
+        return None
+    line = user_line(extract_tb(refusal.__traceback__))
+    return LossError(
+        f"An error was caught that one sample alone might not raise{line}: the loss would "
+        "go on with other numbers. Use torch.where or a mask, without an error to catch, or pass engine='loop', which "
+        f"takes any loss that autograd takes. The error was: {refusal}"
+    )
+
+
+_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def without_image_format(x: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keyword arguments of a call, without a memory format that needs 4 or 5 axes if vmap adds another.
+
+    The values of the result do not depend on the format.
+
+    Args:
+        x: the first argument of the call.
+        options: the keyword arguments, ``memory_format`` among them.
+    """
+    rank = _RANKS.get(options["memory_format"])
+    if rank is None or not isinstance(x, Tensor) or x.ndim != rank or not is_batched(x):
+        return options
+    return {name: option for name, option in options.items() if name != "memory_format"}
+
+
+def _as_strided(
+    function: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002
+    size: Any,
+    stride: Any,
+    storage_offset: int | None = None,
+) -> Tensor:
+    if is_batched(input) and (storage_offset is not None or not input.is_contiguous()):
+        raise _rejected(function)
+    return function(input, size, stride, storage_offset)
+
+
+def _of_plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(x, Tensor) and is_batched(x) for x in (*args, *kwargs.values())):
+        raise _rejected(function)
+    return function(*args, **kwargs)
+
+
+def _of_contiguous(function: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    if is_batched(input) and not input.is_contiguous():
+        raise _rejected(function)
+    return function(input, *args, **kwargs)
+
+
+def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
+    # The batch axis may lie between the two numbers of a pair.
+    return torch.view_as_complex(input if input.stride()[-1:] == (1,) or not is_batched(input) else input.contiguous())
+
+
+def _rejected(function: Any) -> LossError:
+    return LossError(
+        f"loss_fn: {function.__name__} reads memory by strides or sizes, but under vmap a sample has no memory of its "
+        "own: that of the batch holds all samples. Use an index, unfold, narrow or reshape (as_strided on a contiguous "
+        "tensor, without storage_offset, is accepted), or pass engine='loop'."
+    )
+
+
+_OF_PLAIN: set[Any] = {
+    *(torch.as_strided_scatter, Tensor.as_strided_scatter, torch.as_strided_, Tensor.as_strided_),
+    Tensor.storage_offset,
+}
+_OF_CONTIGUOUS: set[Any] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Tensor.dim_order}
+
+
+_data = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _detached_data(x: Tensor, *rest: Any) -> Tensor:
+    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
+
+
+def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
+    # linearize traces the function to a graph in which parameters are constants: their gradients would be zeros.
+    top = peek_interpreter_stack()
+    if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
+        raise LossError(
+            "loss_fn calls torch.func.linearize (or traces a forward derivative), which treats the parameters as "
+            "constants. Use torch.func.jvp, or pass engine='loop'."
+        )
+    return make_dual(tensor, tangent, level=level)
+
+
+def _set_data(*_: Any) -> None:
+    # torch would put a wrapper into the object, which outlives the wrapper's level and crashes when it is read.
+    raise refusal("a tensor (x.data = y)")
+
+
+def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Any:
+    if not _is_shared_leaf(x):
+        return Tensor.__deepcopy__(x, memo)  # type: ignore[no-untyped-call]
+    if id(x) not in memo:
+        with temporarily_clear_interpreter_stack():
+            values = unwrapped(x).detach().clone()
+            memo[id(x)] = nn.Parameter(values) if x.requires_grad else values
+    return memo[id(x)]
+
+
+def _untyped_storage(x: Tensor) -> UntypedStorage:
+    return unwrapped(x).untyped_storage() if _is_shared_leaf(x) else Tensor.untyped_storage(x)  # pickle reads it
+
+
+def _is_shared_leaf(x: Tensor) -> bool:
+    """Return whether all samples share a tensor that no operation made, as parameters and buffers."""
+    return x.is_leaf and not is_batched(x) and not is_traced(unwrapped(x))
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    **{
+        function: functools.partial(_as_strided, function)
+        for function in (torch.as_strided, Tensor.as_strided, torch.as_strided_copy)
+    },
+    **{function: functools.partial(_of_plain, function) for function in _OF_PLAIN},
+    **{function: functools.partial(_of_contiguous, function) for function in _OF_CONTIGUOUS},
+    torch.view_as_complex: _view_as_complex,
+    # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
+    Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
+    _data: _detached_data,
+    SETS_DATA: _set_data,
+    make_dual: _dual,
+    Tensor.__deepcopy__: _deepcopy,
+    Tensor.untyped_storage: _untyped_storage,
+}

@@ -1,4 +1,4 @@
-"""``engine="compiled"``: Dynamo captures the loss, the pipeline is traced to one flat graph, Inductor compiles it."""
+"""Engines of captured losses: Dynamo captures, the pipeline is traced to one flat graph, which runs, or is compiled."""
 
 from persample.engines.compiled.engine import compiled, lift_compiled, merge_compiled
 from persample.engines.compiled.graph import Compilation
@@ -6,7 +6,10 @@ from persample.engines.compiled.packing import Total
 from persample.engines.compiled.programs import clear_cache, compilations_of
 from persample.engines.compiled.repeated import Asked, FlatParams, repeated
 
+PROGRAMS = ("traced", "compiled")  # the engines of captured losses
+
 __all__ = [
+    "PROGRAMS",
     "Asked",
     "Compilation",
     "FlatParams",

@@ -42,11 +42,11 @@ from persample.engines.compiled.graph import Capture, Captured, History, Marker,
 from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
 from persample.errors import CompileLimitWarning
 from persample.inputs.batch import check_kind
-from persample.utils.interrupts import after_imports, in_one_thread, undone
+from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
 from persample.vmap_rules.indexing import getitem_unread
-from persample.vmap_rules.losses import gaussian_nll_loss
+from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
 MOST_CAPTURES = 64

@@ -18,7 +18,7 @@ from persample.inputs.batch import check_kind
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
-from persample.utils.strides import storage_key
+from persample.utils.numerics import storage_key
 
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 

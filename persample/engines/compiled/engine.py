@@ -15,13 +15,13 @@ from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError
-from persample.engines.vmap import eager, unfactored
+from persample.engines.uncompiled import eager, unfactored
 from persample.errors import LossError
 from persample.inputs.call import Call
-from persample.outputs import is_apart
+from persample.pipeline import is_apart
 from persample.reductions.base import Reductions
 from persample.utils import trees
-from persample.utils.dtypes import full_precision
+from persample.utils.numerics import full_precision
 
 
 def compiled(

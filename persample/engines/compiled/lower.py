@@ -25,7 +25,7 @@ from persample.engines.compiled.checking import Checked
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
 from persample.engines.compiled.straight import Run, returns_memory, straight, writes
 from persample.errors import CompilerWarning, TorchVersionError
-from persample.utils.heap import keep_freed_memory
+from persample.utils.numerics import keep_freed_memory
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten

@@ -17,9 +17,7 @@ from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.straight import Run, straight
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
-from persample.outputs import memory
-from persample.utils.dtypes import full_precision
-from persample.utils.heap import keep_freed_memory
+from persample.utils.numerics import full_precision, keep_freed_memory, memory
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

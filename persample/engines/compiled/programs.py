@@ -18,7 +18,7 @@ from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import Format, TraceError
 from persample.errors import LossError, RecompilationWarning, TorchVersionError
-from persample.utils.interrupts import after_imports, in_one_thread
+from persample.utils.isolation import after_imports, in_one_thread
 
 _MOST_FAMILIES = 64
 _MOST_PROGRAMS = 16

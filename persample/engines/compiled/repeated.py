@@ -32,7 +32,7 @@ from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
 from persample.inputs.modules import trained_parameters
 from persample.inputs.params import are_hooked
-from persample.outputs import is_apart
+from persample.pipeline import is_apart
 from persample.reductions import Reduction
 from persample.utils import trees
 

@@ -15,12 +15,12 @@ from persample import pipeline
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
 from persample.engines.compiled.packing import Outline, Total, pack
 from persample.engines.compiled.trace import Format
-from persample.engines.vmap import eager
+from persample.engines.uncompiled import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
 from persample.factors.cost_model import Budget
 from persample.inputs.call import Call
-from persample.outputs import write_into
+from persample.pipeline import write_into
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.utils import trees

@@ -18,8 +18,8 @@ from persample.engines.compiled.packing import Outline, pack
 from persample.engines.compiled.straight import simplify
 from persample.errors import TorchVersionError
 from persample.utils import trees
+from persample.utils.numerics import is_folded
 from persample.utils.origin import is_users
-from persample.utils.strides import is_folded
 from persample.utils.tracing import Trace, any_exception, without_warnings
 
 

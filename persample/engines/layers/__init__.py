@@ -1,6 +1,236 @@
-"""Losses made of linear and recurrent layers, convolutions and embeddings: each is computed once for all samples."""
+"""Per-sample gradients of a loss with layers: one vmap, and one backward pass of plain autograd.
 
-from persample.engines.layers.engine import gradients, unsuited
-from persample.engines.layers.shared import NotLayersError
+``vmap(vjp(loss_fn))`` sends every operation through two transforms, in both directions. Here the loss runs under one
+vmap. Linear and recurrent layers, convolutions and embeddings record their inputs and output gradients, which are the
+factors of their weights. What the loss computes of parameters alone is a parameter of the rest. Any other function is
+given small parameters as one copy per sample; one of large parameters and samples is left to ``vmap(vjp(loss_fn))``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from persample._torch import (
+    add_batch_dim,
+    lazy_load_decompositions,
+    multi_head_attention_by,
+    remove_batch_dim,
+    transforms,
+    vmap_increment_nesting,
+)
+from persample.engines.layers.functions import LOSSES, loss_of_rows
+from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
+from persample.engines.layers.recorder import LayerRecorder
+from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams, Vmap
+from persample.errors import LossError, TorchVersionError
+from persample.factors.cost_model import Plan
+from persample.gradients import Gradients
+from persample.inputs.call import Call, NotConnectedError
+from persample.inputs.options import NestedCallError
+from persample.utils.isolation import raise_interrupt
+from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
+from persample.utils.origin import is_users
+from persample.utils.tracing import is_traced, is_wrapped
+from persample.utils.trees import map_tensors, tree_map
+from persample.vmap_rules import RULED, VmapRules
+from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
+from persample.vmap_rules.levels import unwrapped
+
+# Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
+_SINGLE_PRECISION = {
+    *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
+    *(F.hinge_embedding_loss, F.poisson_nll_loss, F.adaptive_avg_pool3d, torch.trace, Tensor.trace),
+}
+# Functions whose results have memory of their own: what a loss may write into, such as masks.
+_MAKERS = {
+    *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "eye", "arange", "clone", "triu", "tril"),
+}
+
+
+class LayerGuard(VmapRules):
+    """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
+
+    Such functions read autograd's state or memory, register hooks, or write into tensors that the loss did not compute.
+
+    Args:
+        interceptor: computes the functions that the loss calls with shared parameters.
+        leaves: the tensors and constants of the sample.
+    """
+
+    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
+        super().__init__(differentiated_by="autograd")
+        self._interceptor, self._leaves = interceptor, leaves
+        self._made: dict[int, Tensor] = {}  # by address, kept alive: tensors of the loss's own that all samples share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            if not is_pure(func) or kwargs:
+                self._check_effects(func, args, kwargs)
+            params = self._interceptor.params
+            is_used = not params.shared.keys().isdisjoint(map(id, args))
+            if kwargs or not LISTS.isdisjoint(map(type, args)):
+                is_used = is_used or params.are_among((*args, *kwargs.values()))
+            # Without grad mode, results are constants, whatever a parameter is used for.
+            is_used = is_used and torch.is_grad_enabled()
+            if is_used and func is F.multi_head_attention_forward:  # of layers, which torch calls without any mode
+                return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
+            if is_used or func in WITHIN_A_DERIVATIVE:
+                return self._interceptor.call(func, args, kwargs)
+            if func in LOSSES:
+                result = loss_of_rows(self._interceptor.vmap, func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
+                args, kwargs = map_tensors(in_single_precision, (args, kwargs))
+                with full_precision(params.plain[0].device):
+                    return self.replaced(func, args, kwargs)
+            if func is F.linear:  # perhaps with a copy of a vector as its bias
+                return self._interceptor.linear(*args, **kwargs)
+            result = self.replaced(func, args, kwargs) if kwargs or func in RULED else func(*args)
+        except Exception as error:
+            if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
+                self._refusal = self._refusal or error
+            raise
+        if type(result) is Tensor and not is_wrapped(result) and getattr(func, "__name__", "") in _MAKERS:
+            self._made[storage_key(result)] = result
+        return result
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        refusal = self._refusal
+        try:
+            super().__exit__(kind, error, trace)
+        except LossError as swallowed:
+            raise NotLayersError(str(swallowed)) from error
+        if isinstance(refusal, NotLayersError) and isinstance(error, Exception) and error is not refusal:
+            raise NotLayersError("the loss caught a refusal") from error
+
+    def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
+        params, written = self._interceptor.params, written_tensors(func, args, kwargs)
+        # nn.GRU on a GPU asks for the places of its weights.
+        reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
+        if reads or not all(map(self._is_computed, written)):
+            raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
+
+    def _is_computed(self, x: Tensor) -> bool:
+        """Return whether the loss computed a tensor itself, and not the caller or autograd."""
+        if not self._interceptor.has_one_each(x):
+            return storage_key(x) in self._made
+        given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
+        return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
+
+
+def unsuited(call: Call) -> str:
+    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried.
+
+    Args:
+        call: the chunk, not empty.
+    """
+    if call.differentiated or transforms():
+        return "the caller differentiates or batches the call"
+    if any(call.params_batched):
+        return "each sample has parameters of its own"
+    if not all(map(Tensor.is_floating_point, call.params)):
+        return "a parameter is complex"
+    if is_traced(call.params[0]) and _enters_transforms(call.loss.fn):
+        return "the loss enters transforms of torch.func"
+    return ""
+
+
+def _enters_transforms(captured: Any) -> bool:
+    """Return whether a captured loss enters transforms, by operations: a refusal would leave it between them."""
+    graph = getattr(getattr(captured, "capture", None), "graph", None)
+    return graph is not None and any("nesting" in str(node.target) for node in graph.graph.nodes)
+
+
+def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Compute the gradients of all samples at once.
+
+    Args:
+        call: the chunk, not empty.
+        required_ops: the operations of ``Factor`` that the reductions call.
+
+    Returns:
+        The gradients.
+
+    Raises:
+        NotLayersError: if the loss does what is not known here, or if torch raises a ``RuntimeError`` or a warning: its
+            types for what autograd or vmap cannot do, which may differ under ``vmap(vjp)``.
+        LossError: if the loss depends on no parameter, or returns no scalar.
+        Exception: what the loss itself raises, and any other error of torch's (an index out of range).
+    """
+    handled = sys.exc_info()[1]
+    in_trace = is_traced(call.params[0])
+    try:
+        return _gradients(call, required_ops)
+    except (LossError, TorchVersionError):
+        raise
+    except NestedCallError as error:  # under vmap(vjp) the call inside of the loss can be differentiated
+        raise NotLayersError(str(error)) from error
+    except (RuntimeError, ValueError, Warning) as error:
+        raise_interrupt(error, handled)
+        # A captured graph raises no errors of the user's, and those of torch's about views are ValueErrors in a trace.
+        if not in_trace and (isinstance(error, ValueError) or is_users(error, handled)):
+            raise
+        raise NotLayersError(str(error)) from error
+
+
+def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
+    params, recorder, losses, aux, has_aux = _forward(call, call.plan(required_ops))
+    if not losses.requires_grad:
+        raise NotConnectedError
+    layers, copies = len(recorder.outputs), len(params.expanded)
+    grads = _differentiated(losses, [*recorder.outputs, *params.expanded.values(), *params.plain])
+    of_layers, of_copies, of_plain = grads[:layers], grads[layers : layers + copies], grads[layers + copies :]
+    # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
+    if [grad for grad in of_plain if grad is not None]:
+        raise NotLayersError("a parameter of a layer has another use")
+    with full_precision(losses.device):
+        recorder.add(of_layers, losses.shape)
+        for place, grad in zip(params.expanded, of_copies, strict=True):
+            if grad is not None:
+                recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
+        if not recorder:
+            raise NotLayersError("no parameter has a gradient")
+        if params.computed:
+            recorder.pull_back(params)
+        factors = [recorder.factor(place) for place in range(len(call.params))]
+    return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights)
+
+
+def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the losses ``[B]``; those of ``[B, K]`` with a first axis of K, by one backward pass."""
+    if losses.ndim == 1:
+        return torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    size, count = losses.shape
+    units = torch.eye(count, dtype=losses.dtype, device=losses.device).unsqueeze(1).expand(count, size, count)
+    return torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
+
+
+def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Any, bool]:
+    """Return the parameters, the recorder, the losses with their graph, aux, and whether the loss returned any."""
+    lazy_load_decompositions()  # of operations for vmap, once
+    with torch.enable_grad(), vmap_increment_nesting(call.size, call.randomness) as level:
+        pairs = zip(call.leaves, call.leaves_batched, strict=True)
+        leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
+        vmap = Vmap(level, call.size)
+        params = SharedParams(call.params, vmap)
+        recorder = LayerRecorder(params.plain, call.size, plan)
+        with LayerGuard(LayerInterceptor(params, vmap, recorder), leaves):
+            value, (aux, has_aux) = call.loss(params.given, leaves)
+        penalty = params.get(value)  # a loss of parameters alone
+        value = value if penalty is None else params.copy(penalty)
+        losses = remove_batch_dim(value, level, call.size, 0)
+        if has_aux:  # perhaps the user's own tensors, so copied
+            aux = tree_map(lambda x: remove_batch_dim(x, level, call.size, 0).detach().clone(), aux)
+    return params, recorder, losses, aux, has_aux
+
 
 __all__ = ["NotLayersError", "gradients", "unsuited"]

@@ -15,22 +15,24 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
-from persample.engines.layers.convolutions import Geometry, geometry_of, transposed_geometry_of
-from persample.engines.layers.pointwise import is_pointwise
+from persample.engines.layers.functions import (
+    Geometry,
+    geometry_of,
+    is_pointwise,
+    scanned_sequences,
+    transposed_geometry_of,
+)
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
-from persample.engines.layers.recurrences import scanned_sequences
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
-from persample.utils.dtypes import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
-from persample.vmap_rules.batched import batch_first, unwrapped
-from persample.vmap_rules.einsum import linear_einsum
-from persample.vmap_rules.embedding import embedding_bag
-from persample.vmap_rules.linear import linear
-from persample.vmap_rules.recurrent import recurrent_rule
-from persample.vmap_rules.recurrent_cells import Cell
-from persample.vmap_rules.recurrent_scan import unrolled
+from persample.vmap_rules.indexing import embedding_bag
+from persample.vmap_rules.levels import batch_first, unwrapped
+from persample.vmap_rules.products import linear, linear_einsum
+from persample.vmap_rules.recurrent import recurrent_rule, unrolled
+from persample.vmap_rules.recurrent_steps import Cell
 
 # Functions are given copies of matrices of up to so many numbers for all samples: more work than products with one
 # matrix, and less than that of the transforms of ``vmap(vjp)``.
@@ -120,7 +122,8 @@ class LayerInterceptor:
             flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
             with temporarily_clear_interpreter_stack():
                 recorded = torch.is_grad_enabled() and (param is not None or bias_place is not None)
-                flat = _with_gradient(flat) if recorded and not flat.requires_grad else flat
+                if recorded and not flat.requires_grad:
+                    flat = flat.detach().requires_grad_()  # so that the output has a gradient
                 out = F.linear(flat, matrix, plain_bias)
                 if recorded:
                     place, transposed = (None, False) if param is None else param[1:]
@@ -165,7 +168,8 @@ class LayerInterceptor:
         with temporarily_clear_interpreter_stack():
             images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
             recorded = torch.is_grad_enabled()
-            images = _with_gradient(images) if recorded and not images.requires_grad else images
+            if recorded and not images.requires_grad:
+                images = images.detach().requires_grad_()
             # By the function that the loss calls, which refuses what torch refuses.
             out = func(images, weight.detach(), plain_bias, *settings, **named)
             if recorded:
@@ -299,11 +303,6 @@ class LayerInterceptor:
                 return True
             x = get_unwrapped(x)
         return False
-
-
-def _with_gradient(inputs: Tensor) -> Tensor:
-    """Return the inputs of a layer so that its output has a gradient."""
-    return inputs.detach().requires_grad_()
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002

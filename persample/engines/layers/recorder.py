@@ -1,4 +1,10 @@
-"""The factors of layer parameters: a layer's gradient is Σ signal × input; the signals are gradients of its output."""
+"""The factors of parameters: a layer's gradient is Σ signal × input; the signals are gradients of its output.
+
+What the loss computes of parameters alone (scaled, masked, merged or normalized weights, penalties) is a parameter of
+the rest of the loss. Where it is a sum of products with numbers and matrices (``W / 2``, ``W + B A``), the gradients of
+the parameters are sums of products again, of signals or inputs times those. Others are written out, one per sample, and
+pass through the graph of the computation in one batched backward pass.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import vmap
 from torch.nn.functional import pad
 
-from persample._torch import version
-from persample.engines.layers.convolutions import Geometry
-from persample.engines.layers.shared import Part
+from persample._torch import node_outputs, saved_by, version
+from persample.engines.layers.functions import Geometry
+from persample.engines.layers.shared import Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
-from persample.utils.dtypes import as_real, autocast
+from persample.utils.numerics import as_real, autocast
+
+_MOST = 32  # nodes of a graph, which are passed once for each path
 
 
 class LayerParams(NamedTuple):
@@ -77,7 +87,7 @@ class LayerRecorder:
                 raise RuntimeError("the inputs of a layer have been modified by an inplace operation")
             use(self, *settings, inputs, as_real(grad))
 
-    def add_part(self, part: Part, factor: Factor) -> bool:
+    def _add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
         if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
             return False
@@ -89,17 +99,9 @@ class LayerRecorder:
         self._factors[part.of].append(replace(factor, left=left, right=right, param_shape=shape))
         return True
 
-    def add_factor(self, place: int, factor: Factor) -> None:
-        """Add gradients of a parameter."""
-        self._factors[place].append(factor)
-
     def add_written_out(self, place: int, grads: Tensor) -> None:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
         self._factors[place].append(Dense(as_real(grads), outputs=self.sizes[1:]))
-
-    def __contains__(self, place: int) -> bool:
-        """Return whether the parameter at a place has gradients."""
-        return place in self._factors
 
     def __bool__(self) -> bool:
         """Return whether any parameter has gradients."""
@@ -114,10 +116,6 @@ class LayerRecorder:
         if isinstance(total, Dense) or not total.reason_to_write_out(self._plan):
             return total
         return Dense(total.materialize(), outputs=total.outputs)
-
-    def total(self, place: int) -> Factor:
-        """Return the sum of what was added to the gradients of a parameter, as it was added."""
-        return sum_factors(self._factors[place])
 
     def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
@@ -165,3 +163,95 @@ class LayerRecorder:
         """Return ``[B·n, …]`` as ``[B, n, …]``; of K outputs as ``[B, 1, n, …]``."""
         x = x.reshape(self.sizes[0], -1, *x.shape[1:])
         return x if len(self.sizes) == 1 else x.unsqueeze(1)
+
+    def pull_back(self, params: SharedParams) -> None:
+        """Add the gradients of computed parameters to those of the parameters that they were computed of."""
+        found: dict[int, Factor] = {}
+        for place in [place for place in params.computed if place in self._factors]:
+            total = sum_factors(self._factors[place])
+            if place in params.parts and self._add_part(params.parts[place], total):
+                continue  # of a sliced, split or reshaped parameter: products stay
+            products = _products(params.computed[place].grad_fn, total)
+            if products is None:
+                found[place] = total
+            for variable, factor in products or ():
+                self._factors[next(k for k, x in enumerate(params.plain) if x is variable)].append(factor)
+        if found:
+            self._write_out(found, params)
+
+    def _write_out(self, found: dict[int, Factor], params: SharedParams) -> None:
+        values, given = [params.computed[place] for place in found], params.plain[: len(params.given)]
+        signals = [factor.materialize() for factor in found.values()]
+        used: list[int] = []
+
+        def of_one(*signals: Tensor) -> list[Tensor]:
+            with torch.no_grad():
+                grads = torch.autograd.grad(values, given, signals, allow_unused=True)
+            used[:] = [place for place, grad in enumerate(grads) if grad is not None]
+            return [grads[place] for place in used]
+
+        grads = vmap(of_one if len(self.sizes) == 1 else vmap(of_one))(*signals)
+        for place, grad in zip(used, grads, strict=True):
+            self.add_written_out(place, grad)
+
+
+def _products(node: Any, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
+    """Return the gradients of the leaves of a graph, or None where they are no sums of products."""
+    if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
+        return None
+    found: list[tuple[Tensor, Outer]] = []
+    stack = [(node, factor)]
+    for _ in range(_MOST):
+        if not stack:
+            return found
+        node, factor = stack.pop()
+        if hasattr(node, "variable"):
+            found.append((node.variable, factor))
+        elif node.name() not in _LINEAR:
+            return None
+        else:
+            steps = _LINEAR[node.name()](saved_by(node))
+            for (parent, place), step in zip(node.next_functions, steps, strict=False):
+                if parent is not None:
+                    pulled = None if step is None else step(factor)
+                    output = node_outputs(parent)[place]
+                    if pulled is None or (pulled.param_shape, pulled.dtype) != (tuple(output.shape), output.dtype):
+                        return None  # or broadcast, or of another dtype
+                    stack.append((parent, pulled))
+    return None
+
+
+_Step = Callable[[Outer], Outer]
+
+
+def _times(number: Any, *, divided: bool = False) -> _Step | None:
+    if isinstance(number, Tensor) and number.ndim:
+        return None
+    return lambda x: replace(x, left=x.left / number if divided else x.left * number)
+
+
+def _of_product(saved: Any) -> Sequence[_Step]:
+    left, right = saved("self"), saved("mat2")
+
+    def of_left(x: Outer) -> Outer:
+        return replace(x, right=x.right @ right.mT, param_shape=(x.param_shape[0], len(right)))
+
+    def of_right(x: Outer) -> Outer:
+        return replace(x, left=x.left @ left, param_shape=(left.shape[1], x.param_shape[1]))
+
+    return of_left, of_right
+
+
+def _as_it_is(x: Outer) -> Outer:
+    return x
+
+
+# From what a node of a graph has saved to what the gradient of each of its arguments is, of the gradient of its result.
+_LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
+    "AddBackward0": lambda saved: (_as_it_is, _times(saved("alpha"))),
+    "SubBackward0": lambda saved: (_as_it_is, _times(-saved("alpha"))),
+    "NegBackward0": lambda _saved: (_times(-1),),
+    "MulBackward0": lambda saved: (_times(saved("other")), _times(saved("self"))),
+    "DivBackward0": lambda saved: (_times(saved("other"), divided=True), None),
+    "MmBackward0": _of_product,
+}

@@ -1,7 +1,7 @@
 """Diagnostics of policy gradients from per-sample gradients: variance, baselines, agreement, batch size."""
 
+from persample.rl.diagnostics.scores import leave_one_out, reward_to_go, total_reward
 from persample.rl.diagnostics.variance import EpisodeGradients, episode_gradients, estimator_variances, optimal_baseline
-from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
 
 __all__ = [
     "EpisodeGradients",

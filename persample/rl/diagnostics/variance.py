@@ -12,8 +12,16 @@ from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.per_sample import per_sample_grads
 from persample.reductions import CosineSimilarity, NoiseScale, NoiseScaleEstimate, Norm, SecondMoment
-from persample.rl.diagnostics.scores import LogProbFn, WeightedByAux, check_enough, score_batch, score_fn
-from persample.rl.diagnostics.weights import leave_one_out, reward_to_go, total_reward
+from persample.rl.diagnostics.scores import (
+    LogProbFn,
+    WeightedByAux,
+    check_enough,
+    leave_one_out,
+    reward_to_go,
+    score_batch,
+    score_fn,
+    total_reward,
+)
 from persample.rl.rollouts import Episodes
 from persample.utils.trees import tree_map
 

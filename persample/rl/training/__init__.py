@@ -1,13 +1,10 @@
 """Training with per-sample gradients: TD(0), REINFORCE with a baseline, actor-critic, natural policy gradients."""
 
-from persample.rl.training.a2c import A2C
 from persample.rl.training.algorithm import Algorithm, Batch
 from persample.rl.training.checkpoint import load_checkpoint, save_checkpoint
-from persample.rl.training.config import TrainingConfig
-from persample.rl.training.npg import NPG
-from persample.rl.training.reinforce import Reinforce
+from persample.rl.training.episodic import A2C, NPG, Reinforce
 from persample.rl.training.td0 import TD0
-from persample.rl.training.trainer import Trainer, evaluate
+from persample.rl.training.trainer import Trainer, TrainingConfig, evaluate
 
 __all__ = [
     "A2C",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from persample.errors import ArgumentError
 from persample.inputs import Engine
-from persample.rl.check import Envs
-from persample.rl.networks import ActorCritic, actor_critic
+from persample.rl.environments import Envs
+from persample.rl.policies import ActorCritic, actor_critic
 from persample.rl.rollouts import Episodes
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from persample.errors import ArgumentError
 from persample.losses import td_loss
-from persample.rl.check import Envs
-from persample.rl.networks import count_actions, linear, mlp
+from persample.rl.environments import Envs
+from persample.rl.policies import count_actions, linear, mlp
 from persample.rl.rollouts import collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 from persample.rl.training.algorithm import Batch, check_numbers

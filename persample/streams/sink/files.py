@@ -1,14 +1,18 @@
-"""Files that are either whole or not there, and tensors as NumPy's format stores them."""
+"""Files that are either whole or not there: growing ``.npy`` files of rows, one a sample, and the index of a folder."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
+import math
 import os
+import reprlib
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import SinkError
+from persample.utils.trees import as_array
 
 _BLOCK = 2**24  # bytes that are read at a time
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO, None}  # from opening a link, a directory, a socket, a pipe
@@ -114,3 +119,220 @@ def altered(path: Path, expected: str, received: str) -> SinkError:
         f"sink: {str(path)!r} was altered or cut short: expected {expected}, received {received}. Restore the file, "
         "or remove the folder and compute it again."
     )
+
+
+class Column:
+    """The rows of one tensor of the results.
+
+    Args:
+        path: the file.
+        dtype: the dtype of the rows.
+        shape: the shape of one row.
+        count: how many rows are known to be whole; those after them are cut off.
+        crc: the CRC-32 of these rows.
+
+    Raises:
+        SinkError: if the file does not hold these rows.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], count: int = 0, crc: int = 0) -> None:
+        self.path, self.dtype, self.shape, self.count, self.crc = path, dtype, shape, count, crc
+        self._like = as_array(torch.empty(0, *shape, dtype=dtype, device="cpu"))
+        self._start = len(header(self._like, 0))
+        self._file: BinaryIO | None = None
+
+    @classmethod
+    def of(cls, folder: Path, record: dict[str, Any]) -> Column:
+        """Return the column that a record of the index describes."""
+        dtype = getattr(torch, record["dtype"])
+        return cls(folder / record["file"], dtype, tuple(record["shape"]), record["count"], record["crc32"])
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the index says of the column."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        facts = {"file": self.path.name, "dtype": dtype, "shape": list(self.shape)}
+        return {**facts, "count": self.count, "crc32": self.crc}
+
+    @property
+    def _length(self) -> int:
+        return self.count * self._like.dtype.itemsize * math.prod(self.shape)
+
+    def append(self, rows: Tensor) -> None:
+        """Write more rows.
+
+        Args:
+            rows: ``[n, *shape]``.
+        """
+        if self._file is None:
+            self._file = self._opened()
+        data = as_array(rows).tobytes()
+        self._file.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+        self.count += len(rows)
+
+    def _opened(self) -> BinaryIO:
+        file = opened(self.path, "w+b")
+        file.truncate(self._start + self._length)  # what came after the last commit is computed again
+        file.seek(self._start + self._length)
+        return file
+
+    def flush(self) -> None:
+        """Let the rows reach the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; what a full disk does not take of it was not committed."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def finish(self) -> None:
+        """Write the header, with which the file is an ordinary ``.npy`` file, and close it."""
+        if self._file is None:
+            self._file = self._opened()
+        self._file.seek(0)
+        self._file.write(header(self._like, self.count))
+        self.flush()
+        self.close()
+
+    def check(self, *, whole: bool = True, contents: bool = True) -> None:
+        """Compare the file with the record.
+
+        Args:
+            whole: whether the file is finished: it has its header, and ends after the recorded rows.
+            contents: whether to compare the checksum of the rows.
+
+        Raises:
+            SinkError: if it differs.
+        """
+        expected = self._start + self._length
+        with opened(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < expected or (whole and size > expected):
+                raise altered(self.path, f"{expected} bytes", f"{size}")
+            if file.read(self._start) != header(self._like, self.count) and whole:
+                rows = f"{self.count} rows of shape {list(self.shape)}, {self.dtype}"
+                raise altered(self.path, rows, "another header")
+            if contents and (crc := checksum(file, self._length)) != self.crc:
+                raise altered(self.path, f"the checksum {self.crc}", f"{crc}")
+
+    def mapped(self) -> Tensor:
+        """Return the rows of a finished file, mapped into memory; writes to the tensor do not reach the file."""
+        shape = (self.count, *self.shape)
+        if not self._length:
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
+        with opened(self.path) as file:
+            memory = np.memmap(file, self._like.dtype, mode="c", offset=self._start, shape=shape)
+        return as_tensor(memory, self.dtype)
+
+
+NAME = "index.json"
+_FORMAT = "persample results 2"
+_SEAL = b',\n "crc32": '  # what stands before the checksum, the last field
+
+
+@dataclass
+class Index:
+    """What ``index.json`` says, beside its own checksum.
+
+    Args:
+        asked: what was computed: parameters, reductions, options.
+        batches: how many batches are whole; 0 of the results of several processes.
+        samples: how many samples they had.
+        weight: the sum of the samples' weights.
+        last_batch: a checksum of the last of them, with its weights.
+        rows: for each tensor with rows of samples, its file, dtype, shape of a row, number of rows and checksum.
+        values: the same for each tensor that is one result for all samples.
+        checkpoint: the file with the sums so far and its checksum; None when all is done.
+        finished: whether all is done.
+        format: the version of this format.
+    """
+
+    asked: dict[str, Any]
+    batches: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    last_batch: str = ""
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    checkpoint: dict[str, Any] | None = None
+    finished: bool = False
+    format: str = _FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Replace the index of a folder, at once."""
+        body = json.dumps(asdict(self), indent=1).encode().removesuffix(b"\n}")
+        write_whole(folder / NAME, body + _seal(body))
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """Return the index of a folder.
+
+        Raises:
+            SinkError: if it is no such index.
+        """
+        path = folder / NAME
+        try:
+            found = _parsed(path)
+        except (OSError, ValueError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            fix = "Pass a folder that accumulate(sink=…) has written. numpy.load reads its .npy files without an index."
+            raise SinkError(f"sink: {str(path)!r} is no index of results ({reason}). {fix}") from error
+        return cls(**found)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with opened(path) as file:
+        data = file.read()
+    body = data[: max(data.rfind(_SEAL), 0)]
+    if data != body + _seal(body):
+        raise ValueError("its checksum is not that of its contents: altered, cut short, or of an older version")
+    found: dict[str, Any] = json.loads(data)
+    del found["crc32"]
+    _check(found)
+    return found
+
+
+def _seal(body: bytes) -> bytes:
+    """Return the end of an index, with the checksum of all that comes before."""
+    return _SEAL + b"%d\n}\n" % zlib.crc32(body)
+
+
+def _check(index: dict[str, Any]) -> None:
+    """Reject an index with other fields, or other values in them, than are written."""
+    _check_fields(index, _INDEX | {"checkpoint": type(index.get("checkpoint"))})
+    is_over, values = index["finished"] or not index["batches"], index["values"].values()
+    if index["format"] != _FORMAT or not math.isfinite(index["weight"]) or is_over != (index["checkpoint"] is None):
+        raise ValueError(f"expected {_FORMAT!r}, a finite weight, and a checkpoint until all is done")
+    if not is_over:
+        _check_fields(index["checkpoint"], _CHECKPOINT, f"sums-{index['batches']:08d}.npz")
+    for prefix, records in (("rows", index["rows"].values()), ("value", values)):
+        for place, record in enumerate(records):
+            _check_fields(record, _COLUMN, f"{prefix}-{place:04d}.npy")
+    if any(record["count"] != 1 for record in values):
+        raise ValueError("expected one result for all samples")
+
+
+def _check_fields(found: Any, types: dict[str, type], file: str | None = None) -> None:
+    """Reject anything but a dict of these types, the file with this name, and sizes that a tensor may have."""
+    kinds = {name: type(x) for name, x in found.items()} if isinstance(found, dict) else type(found)
+    if kinds != types:
+        raise ValueError(f"expected fields {types}, received {reprlib.repr(kinds)}")
+    numbers, shape = [x for x in found.values() if type(x) is int], found.get("shape", [])
+    sizes = [max(x, 1) if type(x) is int and x >= 0 else 0 for x in (*shape, found.get("count", 0))]
+    if min(numbers) < 0 or not 0 < math.prod(sizes) < 2**59 or len(sizes) > 64:
+        raise ValueError(f"expected sizes of tensors, received {reprlib.repr(found)}")
+    if found.get("file") != file or found.get("dtype", "bool") not in DTYPES:
+        raise ValueError(f"expected the file {file!r} of a dtype of NumPy's, received {reprlib.repr(found)}")
+
+
+_INDEX = {"asked": dict, "batches": int, "samples": int, "weight": float, "last_batch": str, "rows": dict}
+_INDEX |= {"values": dict, "finished": bool, "format": str}
+_COLUMN = {"file": str, "dtype": str, "shape": list, "count": int, "crc32": int}
+_CHECKPOINT = {"file": str, "size": int, "crc32": int}

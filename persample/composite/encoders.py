@@ -1,0 +1,257 @@
+"""The encoders of one call, each with its samples; their batch norms, which couple samples, and their buffers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from persample._torch import BatchNormBase
+from persample.errors import ArgumentError, LossError
+from persample.inputs.call import Call, normalize
+from persample.merge import merge
+from persample.processes import Processes, merged
+from persample.utils import trees
+from persample.utils.numerics import accumulate_dtype
+
+RULES = ("refuse", "chunk", "full")
+_SIGNATURE = inspect.signature(F.batch_norm)
+CHOOSE = (
+    "Pass batched=True, reduce=Sum() and batch_norm='chunk' or batch_norm='full' for the sum over the samples. What is "
+    "asked of each sample (clipping, norms) has no meaning there, since statistics of the batch make its output depend "
+    "on all others: for that call .eval() on the batch norm (running statistics), or replace it by GroupNorm."
+)
+_CHECKPOINTS = (
+    "encode_fn checkpoints activations: their recomputation in the backward pass would not find the statistics and the "
+    "buffers of the forward pass. With batch_norm='chunk' and 'full' leave checkpointing off; chunk_size bounds memory."
+)
+
+
+class TrainModeBatchNorm(TorchFunctionMode):
+    """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            bound = _SIGNATURE.bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            if bound.arguments["training"]:
+                return self.normalize(**bound.arguments)
+        return func(*args, **(kwargs or {}))
+
+    def normalize(self, **arguments: Any) -> Tensor:
+        """Return the result of ``F.batch_norm``, from its arguments by name."""
+        raise NotImplementedError
+
+
+class _Rejecting(TrainModeBatchNorm):
+    def normalize(self, **_: Any) -> Tensor:
+        raise LossError(
+            "encode_fn normalizes with the statistics of a chunk (batch norm in train mode, or without running "
+            "statistics): its results depend on chunk_size. Use .eval(), or choose with batch_norm='chunk' or 'full'."
+        )
+
+
+def refuse_batch_statistics(params: Any) -> None:
+    """Reject modules that normalize with the statistics of their batch.
+
+    Args:
+        params: the user's parameters.
+
+    Raises:
+        ArgumentError: if there is such a module; the message lists the choices.
+    """
+    for module in trees.flatten(params)[0]:
+        for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
+            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None):
+                mode = "in train mode" if part.training else "without running statistics"
+                raise ArgumentError.about(
+                    "params",
+                    expected="an encoder that treats every sample alike, whatever the chunk it is in",
+                    received=f"{name!r} ({type(part).__name__}) {mode}",
+                    fix=CHOOSE,
+                )
+
+
+def guarded(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
+    """Return an encoder of chunks that raises an error where it breaks the rule.
+
+    Args:
+        fn: the user's encoder.
+        rule: "refuse" rejects batch norm in train mode outside of the modules in ``params``; "chunk" and "full" reject
+            checkpoints, which would recompute activations from other statistics and buffers.
+    """
+    return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
+
+
+def _without_batch_statistics(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def encode(*args: Any) -> Any:
+        with _Rejecting():
+            return fn(*args)
+
+    return encode
+
+
+def _without_checkpoints(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def encode(*args: Any) -> Any:
+        try:
+            with disable_saved_tensors_hooks(_CHECKPOINTS):
+                return fn(*args)
+        except RuntimeError as error:
+            if str(error) != _CHECKPOINTS:
+                raise
+            raise LossError(_CHECKPOINTS) from error
+
+    return encode
+
+
+@dataclass(frozen=True)
+class BufferUpdate:
+    """The value of one buffer after chunks that each started from its value before the call.
+
+    Args:
+        weight: the number of samples of the chunks.
+        value: of a floating buffer the mean over these samples, of any other the value after the last chunk.
+    """
+
+    weight: int
+    value: Tensor
+
+    def merge(self, other: BufferUpdate) -> BufferUpdate:
+        """Return the update of the chunks of both."""
+        weight = self.weight + other.weight
+        if not (self.weight and other.weight and self.value.is_floating_point()):
+            return replace(other if other.weight else self, weight=weight)
+        mean = self.value + (other.value - self.value) * (other.weight / weight)
+        return BufferUpdate(weight, torch.where(self.value == other.value, self.value, mean))  # ∞ − ∞ is NaN
+
+
+class BufferRecorder:
+    """Records the buffers of the modules among the parameters after each chunk of the first pass."""
+
+    def __init__(self) -> None:
+        self._updates: list[BufferUpdate] = []
+
+    def recorded(self, chunk: Call) -> Call:
+        """Return a chunk whose encoder records the buffers after its forward pass.
+
+        Args:
+            chunk: the samples; the encoder takes all of them at once.
+        """
+        fn = chunk.loss.fn
+
+        def encode(params: Any, *sample: Any) -> Any:
+            z = fn(params, *sample)
+            modules = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, nn.Module)]
+            updates = [_update(chunk.size, buffer) for buffer in _buffers(modules)]
+            self._updates = merge(self._updates, updates) if self._updates else updates
+            return z
+
+        return replace(chunk, loss=replace(chunk.loss, fn=encode))
+
+    def write(self, modules: Sequence[nn.Module], processes: Processes) -> None:
+        """Write the updates of all processes into the modules' own buffers.
+
+        Args:
+            modules: the modules among the parameters.
+            processes: the processes that the samples are spread over.
+        """
+        for buffer, update in zip(_buffers(modules), merged(self._updates, processes), strict=True):
+            value = update.value.to(buffer.dtype)
+            if update.weight and not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _update(size: int, buffer: Tensor) -> BufferUpdate:
+    value = buffer.detach().clone()
+    return BufferUpdate(size, value.to(accumulate_dtype(value.dtype)) if value.is_floating_point() else value)
+
+
+def _buffers(modules: Sequence[nn.Module]) -> list[Tensor]:
+    return list(nn.ModuleList(modules).buffers())
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One encoder f and its samples.
+
+    Args:
+        call: f (``call.loss.returned`` returns z), its parameters, and the samples x₁ … xₙ.
+        chunk_size: how many samples are encoded at a time, or None for all.
+        mode: "eager" (vmap), "loop" (one sample at a time), or "batched" (f takes chunks).
+        batch_norm: "refuse", "chunk" or "full".
+    """
+
+    call: Call
+    chunk_size: int | None
+    mode: str
+    batch_norm: str
+
+    @property
+    def is_one_plain_chunk(self) -> bool:
+        """Whether f takes all samples in one call, so that plain autograd computes the gradients."""
+        whole = self.chunk_size is None or self.call.size <= self.chunk_size
+        return self.mode == "batched" and self.batch_norm == "refuse" and whole and self.call.size > 0
+
+    def chunks(self) -> Iterator[Call]:
+        """Return the samples in chunks."""
+        return self.call.chunks(self.chunk_size)
+
+    def calling(self, fn: Callable[..., Any]) -> Encoder:
+        """Return the encoder with another function in place of f."""
+        return replace(self, call=replace(self.call, loss=replace(self.call.loss, fn=fn)))
+
+
+def build_encoders(
+    encode_fn: Any,
+    params: Any,
+    inputs: Any,
+    *,
+    in_dims: Any,
+    keep_batch_dim: bool,
+    chunk_size: int | None,
+    mode: str,
+    batch_norm: str,
+) -> tuple[list[Encoder], trees.TreeSpec]:
+    """Return the encoders of a call of ``composite_grads`` and the structure of their container.
+
+    Raises:
+        ArgumentError: if an argument is of the wrong form.
+    """
+    functions, container = trees.flatten(encode_fn)
+    batches = trees.leaves_like(inputs, container)
+    if batches is None or not functions:
+        expected = f"the inputs of every encoder in the structure of encode_fn, {container}"
+        fix = "Pass one batch of inputs for each encoder, under the same key or at the same place."
+        raise ArgumentError.about("inputs", expected=expected, received=f"{trees.structure(inputs)}", fix=fix)
+    if batch_norm == "refuse":
+        refuse_batch_statistics(params)
+    shared: dict[str, Any] = {
+        "weights": None,
+        "in_dims": in_dims,
+        "keep_batch_dim": keep_batch_dim,
+        "randomness": "different",
+        "batch_statistics": batch_norm != "refuse",
+    }
+    names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
+    encoders = []
+    for fn, batch, (called, given) in zip(functions, batches, names, strict=True):
+        call = normalize(fn, params, batch, (), called=called, given=given, **shared)
+        encoder = Encoder(call, chunk_size, mode, batch_norm)
+        if mode == "batched":
+            _refuse_params_of_samples(call, in_dims)
+            encoder = encoder.calling(guarded(fn, batch_norm))
+        encoders.append(encoder)
+    return encoders, container
+
+
+def _refuse_params_of_samples(call: Call, in_dims: Any) -> None:
+    if any(call.params_batched):
+        fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
+        raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)

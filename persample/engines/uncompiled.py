@@ -1,0 +1,304 @@
+"""The engines that compile nothing: vmap over vjp or layers, plain autograd sample after sample, and B = 0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from persample import naive
+from persample._torch import FakeTensorMode, import_dynamo, transforms
+from persample.engines import layers
+from persample.engines.diagnosis import add_hint, diagnosed
+from persample.errors import SAY_RANDOMNESS, LossError, TorchVersionError
+from persample.gradients import Gradients
+from persample.inputs.call import Call, NotConnectedError
+from persample.pipeline import Engine
+from persample.utils import rng, trees
+from persample.utils.isolation import after_imports
+from persample.utils.origin import is_users
+from persample.utils.trees import tree_map
+from persample.vmap_rules import SecondDerivativeError, VmapRules
+from persample.vmap_rules.effects import guarded
+
+
+def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Compute the gradients of all samples at once.
+
+    ``engines/layers`` computes losses made of layers, which need one transform instead of two.
+
+    Args:
+        call: the chunk, not empty.
+        required_ops: the operations of ``Factor`` that the reductions call.
+
+    Raises:
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
+    """
+    return factored(call, required_ops)[0]
+
+
+def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
+    """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
+    reason = layers.unsuited(call)
+    if not reason:
+        start = rng.snapshot() if call.randomness != "error" else None
+        try:
+            return layers.gradients(call, required_ops), ""
+        except layers.NotLayersError as error:
+            reason = str(error)
+        except (ValueError, IndexError, TypeError) as error:
+            add_hint(call, error)
+            raise
+        if start is not None:
+            rng.rewind(start)
+    # Outside of the block above, so that the error of a loss that is wrong is its own.
+    return unfactored(call, required_ops), reason
+
+
+def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Compute the gradients of all samples at once, written out, of any loss that vmap can batch.
+
+    Args:
+        call: the chunk, not empty.
+        required_ops: ignored.
+
+    Raises:
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
+    """
+    if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
+        after_imports(import_dynamo)
+    grads, losses, aux, has_aux = batched_gradients(call)
+    facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
+    return Gradients.dense(grads, **facts)
+
+
+def batched_gradients(
+    call: Call, rules: AbstractContextManager[Any] | None = None
+) -> tuple[list[Tensor], Tensor, Any, bool]:
+    """Differentiate the loss of all samples at once.
+
+    Args:
+        call: the chunk, not empty.
+        rules: the context that the loss runs in; None for ``VmapRules``.
+
+    Returns:
+        The gradients of each parameter, ``[B, *shape]`` (``[B, K, *shape]`` of K outputs), the losses, aux, and whether
+        the loss returned aux.
+
+    Raises:
+        LossError: if the loss depends on no parameter, or vmap cannot batch it.
+    """
+    has_aux = one_by_one = False
+    forward_mode = VmapRules() if rules is None else rules
+
+    def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
+        nonlocal has_aux, one_by_one
+        with forward_mode:
+            value, (aux, has_aux) = call.loss(params, leaves)
+        if not value.requires_grad:  # under vjp: no path from params to the loss
+            raise NotConnectedError
+        one_by_one = value.ndim > 0 and _uses_factorizations(value)
+        return value, aux
+
+    def one(params: list[Tensor], leaves: list[Any]) -> tuple[list[Tensor], Tensor, Any]:
+        value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
+        with nullcontext() if call.differentiated else torch.no_grad():
+            grads = _pulled_back(backward, value, one_by_one=one_by_one)
+        return grads, value, aux[0]
+
+    start = rng.snapshot() if call.randomness != "error" else None
+    with diagnosed(call, batched=True):
+        try:
+            grads, losses, aux = vmapped(one, call)
+        except SecondDerivativeError:
+            if start is not None:
+                rng.rewind(start)
+            forward_mode = VmapRules(differentiated_by="any")
+            grads, losses, aux = vmapped(one, call)
+    return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
+
+
+def _pulled_back(backward: Callable[..., Any], value: Tensor, *, one_by_one: bool) -> list[Tensor]:
+    """Return the gradients of a loss; of a vector those of each of its numbers, by one backward pass if that is right.
+
+    Args:
+        backward: the function that ``vjp`` returned.
+        value: the loss.
+        one_by_one: whether each number of a vector takes a backward pass of its own.
+    """
+    if value.ndim == 0:
+        return backward(torch.ones_like(value), retain_graph=False)[0]
+    units = torch.eye(len(value), dtype=value.dtype, device=value.device)
+    if one_by_one:
+        rows = [backward(unit, retain_graph=True)[0] for unit in units]
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+    return vmap(lambda unit: backward(unit, retain_graph=False)[0])(units)
+
+
+def _uses_factorizations(value: Tensor) -> bool:
+    """Return whether a value depends on a solution or determinant, whose backward pass torch batches wrongly twice.
+
+    Under two levels of vmap without grad mode, torch 2.13 gives arbitrary numbers.
+    """
+    seen, stack = set[Any](), [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith(("Linalg", "LuSolve", "TriangularSolve")):
+            return True
+        seen.add(node)
+        stack.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
+    """Call a function for all samples at once.
+
+    Args:
+        one: from the parameters and the leaves of one sample to a tree of tensors.
+        call: the chunk, not empty.
+
+    Returns:
+        What the function returns, every tensor with a leading batch axis.
+    """
+    given = [*call.params, *call.leaves]
+    split = [*call.params_batched, *call.leaves_batched]
+
+    def of_row(*rows: Tensor) -> Any:
+        row = iter(rows)  # values that all samples share are not passed through vmap
+        values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
+        return one(values[: len(call.params)], values[len(call.params) :])
+
+    return vmap(of_row, randomness=call.randomness)(*[x for x, batched in zip(given, split, strict=True) if batched])
+
+
+def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Compute the gradients one sample at a time.
+
+    Args:
+        call: the chunk, not empty. Random operations are rejected under "error", replayed for every sample under
+            "same", and left alone under "different".
+        required_ops: ignored.
+
+    Raises:
+        LossError: if the loss draws random numbers under "error".
+    """
+    losses, returned, grads = zip(*_rows(call), strict=True)
+    stacked = _stacked_losses(losses)
+    columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
+    lead = stacked.shape[1:]  # [K] of K outputs
+    return Gradients.dense(
+        [
+            torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
+            for x, shape, column in columns
+        ],
+        spec=call.loss.spec,
+        losses=stacked,
+        aux=_stacked([aux for aux, _ in returned]),
+        has_aux=returned[0][1],
+        weights=call.weights,
+        # No generator, where Python closes one early: an interrupt that comes then is lost.
+        connected={g is None for row in grads for g in row} != {True},
+    )
+
+
+def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
+    loss, start = call.loss, rng.snapshot()
+    for i in rng.replayed(range(call.size), call.randomness):
+        with diagnosed(call, batched=False):
+            params, leaves = call.at(i)
+            options: dict[str, Any] = {"like": loss.params.tensors, "create_graph": call.differentiated}
+            row = loss.params.unchanged(partial(naive.value_and_grad, guarded(loss), params, leaves, **options))
+        if call.randomness == "error" and rng.moved_since(start):
+            raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
+        yield row
+
+
+def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
+    sizes = sorted({len(loss) for loss in losses if loss.ndim})
+    if len(sizes) > 1:
+        raise LossError(
+            f"loss_fn: expected as many outputs from every sample (outputs='rows'), received {sizes}. Return vectors "
+            "of one length, padded with zeros."
+        )
+    return torch.stack(list(losses))
+
+
+def _stacked(aux: list[Any]) -> Any:
+    try:
+        return tree_map(lambda *leaves: torch.stack(leaves), *aux)
+    except (RuntimeError, ValueError) as error:
+        raise LossError(
+            "loss_fn: expected aux of the same structure and shapes from every sample, received aux that differ. "
+            f"Return the same from each, padded where it is shorter. torch said: {error}"
+        ) from error
+
+
+def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
+    """Return gradients with no rows; a fake sample shows the shapes.
+
+    Args:
+        call: a call without samples.
+        required_ops: ignored.
+    """
+    value, (aux, has_aux) = of_fake_sample(call.loss, call)
+    return Gradients.dense(
+        [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
+        spec=call.loss.spec,
+        losses=no_rows(value),
+        aux=trees.tree_map(no_rows, aux),
+        has_aux=has_aux,
+        weights=call.weights,
+    )
+
+
+def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], call: Call) -> Any:
+    """Call a function with the parameters and the leaves of a made-up sample.
+
+    Args:
+        function: a function of parameters and leaves.
+        call: the call that defines the shapes and dtypes of the sample.
+
+    Returns:
+        The result of the function. Its tensors may be fake: only shapes, dtypes and devices are meaningful.
+    """
+    params = _one(call.params, call.params_batched)
+    if not transforms():  # under which torch refuses to make leaves
+        params = [param.requires_grad_() for param in params]
+    with torch.enable_grad():  # for losses that differentiate something themselves
+        return _fake_call(function, params, _one(call.leaves, call.leaves_batched))
+
+
+def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+    rows = [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
+    return trees.map_tensors(torch.Tensor.detach, rows)  # new tensor objects, so that requires_grad_ spares the user's
+
+
+def no_rows(x: Tensor) -> Tensor:
+    """Return a tensor of zero rows of the shape of ``x``."""
+    return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
+
+
+def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    handled = sys.exc_info()[1]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = trees.map_tensors(mode.from_tensor, (list(params), list(leaves)))
+            return guarded(function)(*fakes)
+    except (LossError, TorchVersionError):
+        raise
+    except Exception as error:
+        if is_users(error, handled):
+            raise
+        return function(params, leaves)  # fake tensors have no values to read: the loss runs on zeros instead
+
+
+# "auto" begins as "eager"; ``fallback.py`` goes on.
+ENGINES: dict[str, Engine] = {"eager": eager, "auto": eager, "loop": loop}

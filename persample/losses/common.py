@@ -1,0 +1,291 @@
+"""What all losses share: checks of arguments, which would broadcast silently; entries by action, padding, reduction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from persample.errors import ArgumentError
+
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
+_ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
+_MIXING = "0 is for single TD errors, 1 for whole returns."
+_FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
+_TRUTHS = {*_FRACTIONS, "mask_t", "w_t"}  # where truth values are meant as 0 and 1: ~terminated
+
+
+def is_tensor(name: str, value: Any) -> bool:
+    """Return whether an argument is a tensor rather than a number: a mask in the place of rewards would count as one.
+
+    Anything else is rejected (None is only for ``mask_t``), as are truth values in the place of numbers, a mask without
+    an axis of time, and a number that is no discount or no λ.
+
+    Examples:
+        >>> is_tensor("r_t", torch.zeros(2)), is_tensor("r_t", 1.0)
+        (True, False)
+    """
+    if isinstance(value, Tensor):
+        if value.dtype is torch.bool and name not in _TRUTHS:
+            fix = f"Are {name} and mask_t swapped? If not, convert it with .float(), or .long() for actions."
+            raise ArgumentError.about(name, expected="numbers", received="torch.bool", fix=fix)
+        if name == "mask_t" and value.ndim == 0:
+            fix = "Is it a length? Pass torch.arange(T) < length."
+            raise ArgumentError.about(name, expected="one entry per time step", received="shape []", fix=fix)
+        return True
+    if name == "mask_t" and value is None:
+        return False
+    if (
+        name == "mask_t"
+        or not isinstance(value, int | float | np.number)
+        or (isinstance(value, bool) and name not in _TRUTHS)
+    ):
+        fix = f"Convert it with torch.as_tensor({name})."
+        raise ArgumentError.about(name, expected="a tensor", received=_described(value), fix=fix)
+    if name in _FRACTIONS and not 0 <= value <= 1:
+        fix = _FRACTIONS[name]
+        raise ArgumentError.about(name, expected="a number from 0 to 1", received=repr(value), fix=fix)
+    return False
+
+
+def is_on(name: str, option: bool) -> bool:
+    """Return an option; reject anything but a bool: options are often mistaken for the place of a mask."""
+    if not isinstance(option, bool):
+        fix = "Pass options by name, and a mask as mask_t=."
+        raise ArgumentError.about(name, expected="a bool", received=_described(option), fix=fix)
+    return option
+
+
+def check_same(**values: Any) -> None:
+    """Check that all tensors have one shape; a number or a 0-d tensor applies to all entries."""
+    first, common = "", None
+    for name, value in values.items():
+        if not is_tensor(name, value) or value.ndim == 0:
+            continue
+        if common is not None and value.shape != common:
+            raise _refused(name, f"shape [] or {list(common)}, as of {first}", value)
+        first, common = first or name, value.shape
+
+
+def check_steps(name: str, steps: Tensor, **values: Any) -> None:
+    """Check that each argument has one entry per time step, as ``steps``, the argument ``name``; or is a number."""
+    if not is_tensor(name, steps) or steps.ndim == 0:
+        raise _refused(name, "a sequence, shape [T]", steps)
+    for other, value in values.items():
+        if is_tensor(other, value) and value.ndim and value.shape != steps.shape:
+            number = "" if other == "mask_t" else "a number or shape [] or "
+            raise _refused(other, f"{number or 'shape '}{list(steps.shape)}, as of {name}", value)
+
+
+def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
+    """Return the axis of time, not negative, which only the caller knows if there are several.
+
+    Examples:
+        >>> import torch
+        >>> time_axis("r_t", torch.zeros(2, 3), -1)
+        1
+    """
+    count = steps.ndim
+    if time_dim is None and count > 1:
+        fix = "Which axis is time? Pass time_dim=1 for episodes as rows, [E, T], or time_dim=0 for time first."
+        raise ArgumentError.about(name, expected="shape [T]", received=f"shape {list(steps.shape)}", fix=fix)
+    axis = 0 if time_dim is None else time_dim
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -count <= axis < count:
+        expected, fix = f"an axis of {name}, from {-count} to {count - 1}", "Pass 1 for [E, T], 0 for [T]."
+        raise ArgumentError.about("time_dim", expected=expected, received=repr(time_dim), fix=fix)
+    return axis % count
+
+
+def check_rows(name: str, rows: Tensor, **values: Any) -> None:
+    """Check that each argument has one entry per row of a table, the argument ``name``, or is None or a number."""
+    if not is_tensor(name, rows) or rows.ndim == 0:
+        raise _refused(name, "one number per action on the last axis", rows)
+    for other, value in values.items():
+        if is_tensor(other, value) and value.ndim and value.shape != rows.shape[:-1]:
+            raise _refused(other, f"shape {list(rows.shape[:-1])}, one entry per row of {name}", value)
+
+
+def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
+    """Check that actions are integers, one per row of a table, the argument ``name``."""
+    check_rows(name, rows, **actions)
+    for other, a in actions.items():
+        if not isinstance(a, Tensor):
+            fix = "Convert them with torch.as_tensor()."
+            raise ArgumentError.about(other, expected="a tensor of integers", received=repr(a), fix=fix)
+        if a.is_floating_point() or a.is_complex():
+            fix = "Actions are indices: convert them with .long(); for continuous actions there are gaussian losses."
+            raise ArgumentError.about(other, expected="integers", received=f"{a.dtype}", fix=fix)
+        if a.shape != rows.shape[:-1]:
+            raise _refused(other, f"shape {list(rows.shape[:-1])}, one action per row of {name}", a)
+
+
+def check_axes(count: int, **values: Any) -> None:
+    """Check that tensors have the number of axes of one sample."""
+    for name, value in values.items():
+        if is_tensor(name, value) and value.ndim != count:
+            raise _refused(name, "a vector" if count else "one number", value)
+
+
+def check_not_negative(name: str, value: float, fix: str) -> None:
+    """Check that a number is not negative; tensors are not checked."""
+    if not isinstance(value, Tensor) and not value >= 0:
+        raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)
+
+
+def _refused(name: str, expected: str, value: Any) -> ArgumentError:
+    received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else _described(value)
+    return ArgumentError.about(name, expected=expected, received=received, fix=_ONE_SAMPLE)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
+
+
+def overridable(loss: _Loss) -> _Loss:
+    """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
+
+    The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
+
+    Args:
+        loss: a function of tensors.
+
+    Returns:
+        The overridable function.
+
+    Examples:
+        >>> import torch
+        >>> class Named(torch.overrides.TorchFunctionMode):
+        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+        ...         print(func.__name__)
+        ...         return func(*args, **(kwargs or {}))
+        >>> @overridable
+        ... def loss(v):
+        ...     return v.square().sum()
+        >>> x = torch.ones(2)
+        >>> with Named():
+        ...     value = loss(x)
+        loss
+    """
+
+    @functools.wraps(loss)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function(args):
+            return handle_torch_function(whole, args, *args, **kwargs)
+        return loss(*args, **kwargs)
+
+    return whole  # type: ignore[return-value]
+
+
+def taken(rows: Tensor, a: Tensor) -> Tensor:
+    """Return the entry of the taken action from each row, ``[*]``: of rows ``[*, A]`` and actions ``[*]``.
+
+    Examples:
+        >>> taken(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
+        tensor([2., 3.])
+    """
+    return rows.gather(-1, a.long().unsqueeze(-1)).squeeze(-1)
+
+
+def spread(x: Tensor | float, like: Tensor) -> Tensor:
+    """Expand a value to one entry per step.
+
+    Args:
+        x: a number, or a tensor with the first axes of ``like`` (broadcasting would use the last axes).
+        like: the steps, ``[T, *]``.
+
+    Returns:
+        The entries, ``[T, *]``, in the wider dtype of both.
+
+    Examples:
+        >>> spread(torch.tensor([1.0, 2.0]), torch.zeros(2, 3))
+        tensor([[1., 1., 1.],
+                [2., 2., 2.]])
+    """
+    if isinstance(x, Tensor):
+        if x.shape == like.shape and x.dtype == like.dtype:
+            return x
+        x = x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)) if x.ndim else x
+    return torch.ones_like(like) * x
+
+
+def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
+    """Return which steps are real.
+
+    Args:
+        mask_t: True (or non-zero) at real steps, of the first axes of ``like``; None if all are.
+        like: the steps, ``[T, *]``.
+
+    Returns:
+        The mask, ``[T, *]``, bool.
+
+    Examples:
+        >>> real_steps(torch.tensor([1, 0]), torch.zeros(2))
+        tensor([ True, False])
+    """
+    if mask_t is not None and mask_t.shape == like.shape:
+        return mask_t.bool()
+    every = torch.ones_like(like, dtype=torch.bool)
+    return every if mask_t is None else spread(mask_t.bool(), every)
+
+
+def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return the mask of ``real_steps``; None if all are real: without padding, losses need half of the operations."""
+    return None if mask_t is None else real_steps(mask_t, like)
+
+
+def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
+    """Overwrite padding before use: a product with 0 would keep its NaN in the gradient.
+
+    Args:
+        mask: True at real steps, ``[*]``; None if all are.
+        x: entries of the steps, ``[*]``, or rows of them, ``[*, A]``.
+        fill: the new content of padding.
+
+    Returns:
+        The entries, in the shape of ``x``.
+
+    Examples:
+        >>> unpadded(torch.tensor([True, False]), torch.tensor([1.0, torch.nan]))
+        tensor([1., 0.])
+    """
+    if mask is None:
+        return x
+    if mask.ndim < x.ndim:  # contiguous: repeating an expanded tensor twice takes torch four times as long
+        mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)).expand_as(x).contiguous()
+    return torch.where(mask, x, fill)
+
+
+def over_time(loss_t: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Reduce the losses of the steps.
+
+    Args:
+        loss_t: one loss per step, 0 at padding, ``[T]``.
+        mask: True at real steps, ``[T]``; None if all are.
+        reduction: "sum", "mean" over real steps (0 if there are none) or "none".
+
+    Returns:
+        The loss, ``[]``; ``[T]`` for "none".
+
+    Raises:
+        ArgumentError: if ``reduction`` is unknown.
+
+    Examples:
+        >>> over_time(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([True, True, False]), "mean")
+        tensor(1.5000)
+    """
+    if reduction not in ("sum", "mean", "none"):
+        fix = "'sum' is the REINFORCE estimator."
+        raise ArgumentError.about("reduction", expected="'sum', 'mean' or 'none'", received=repr(reduction), fix=fix)
+    if reduction == "none":
+        return loss_t
+    total = loss_t.sum(-1)
+    if reduction == "sum":
+        return total
+    return total / (max((1, *loss_t.shape[-1:])) if mask is None else mask.sum(-1).clamp(min=1))

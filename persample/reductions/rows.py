@@ -1,0 +1,137 @@
+"""One row per sample: the gradients, as tensors or factors, their norms, the losses and aux."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from persample.errors import LossError
+from persample.gradients import Gradients
+from persample.merge import Stacked
+from persample.reductions.base import Reduction
+from persample.utils.numerics import accumulate_dtype, widest
+from persample.utils.trees import tree_map
+
+
+class PerSample(Reduction):
+    """A reduction with one row per sample: chunks are concatenated."""
+
+    def finish(self, merged: Any) -> Any:
+        """Return the rows of all samples."""
+        return tree_map(Stacked.finish, merged)
+
+
+@dataclass(frozen=True)
+class Stack(PerSample):
+    """The per-sample gradients themselves: a tree like the parameters with leaves ``[B, *shape]``.
+
+    Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. ``reduce=None`` means the same.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Stack())
+        tensor([1., 2.])
+    """
+
+    returns_rows = True
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the factors."""
+        pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
+        return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
+
+
+@dataclass(frozen=True)
+class Factored(Reduction):
+    """The per-sample gradients in the form in which they are stored: a tree of factors, one per parameter.
+
+    A factor has the methods ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``, ``dot`` and more
+    (``persample.factors.Factor``), and serves contractions that no reduction computes. Complex parameters appear as
+    pairs of reals. Factors may share memory with the batch, and with ``Stack()`` in the same call: clone a tensor
+    before you overwrite it.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([1.0, 2.0]), Factored()).gram()
+        tensor([[1., 2.],
+                [2., 4.]])
+    """
+
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the factors."""
+        return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
+
+    def finish(self, merged: Any) -> Any:
+        """Return the factors of all samples."""
+        return tree_map(Stacked.concatenated, merged)
+
+
+@dataclass(frozen=True)
+class Norm(PerSample):
+    """‖gᵢ‖: Euclidean norms over all parameters, ``[B]``, in the parameters' real dtype, float32 at least.
+
+    Args:
+        per_param: return a tree like the parameters instead, with the norms ``[B]`` of each parameter.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]), Norm())
+        tensor([5., 0.])
+    """
+
+    per_param: bool = False
+    uses: ClassVar[frozenset[str]] = frozenset({"squared_norms"})
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the norms."""
+        dtypes = gradients.spec.dtypes
+        if not self.per_param:
+            return Stacked(gradients.norms, widest(dtypes))
+        pairs = zip(gradients.norms_per_param, dtypes, strict=True)
+        return gradients.spec.tree([Stacked(norms, accumulate_dtype(dtype)) for norms, dtype in pairs])
+
+
+@dataclass(frozen=True)
+class Loss(PerSample):
+    """ℓᵢ: the losses, ``[B]``, in the dtype the loss returns.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(2.0), torch.tensor([1.0, 3.0]), Loss())
+        tensor([2., 6.])
+    """
+
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the losses."""
+        return Stacked(gradients.losses)
+
+
+@dataclass(frozen=True)
+class Aux(PerSample):
+    """The auxiliary outputs that the loss returns beside its value, stacked: leaves ``[B, *]``.
+
+    Raises:
+        LossError: (when used) if the loss returns no aux.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> per_sample_grads(lambda w, x: (w * x, {"x": x}), torch.tensor(2.0), torch.tensor([1.0, 3.0]), Aux())
+        {'x': tensor([1., 3.])}
+    """
+
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return the stacked aux."""
+        if not gradients.has_aux:
+            raise LossError("Aux(): expected loss_fn to return (loss, aux), received a loss alone. Return both.")
+        return tree_map(Stacked, gradients.aux)

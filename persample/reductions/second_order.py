@@ -1,0 +1,299 @@
+"""Linear systems in the Fisher matrix of the per-sample gradients, solved in the space of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from numbers import Real
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError, LossError
+from persample.factors import Factor
+from persample.factors.linear_system import float64_gram, solve, solve_weighted
+from persample.gradients import Gradients, weighted_sums
+from persample.merge import AnyOf, Stacked
+from persample.reductions.base import Reduction
+from persample.utils.numerics import accumulate_dtype, restore, widest
+from persample.utils.tracing import is_hidden, is_recorded
+from persample.utils.trees import flatten, unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class _Solve(Reduction):
+    """A solution of (F + λI) x = b with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ."""
+
+    damping: float | Tensor
+    minimum_norm: bool = field(init=False, repr=False)  # λ = 0 has a compiled program of its own
+    uses: ClassVar[frozenset[str]] = frozenset({"gram", "weighted_sum"})
+    live: ClassVar[tuple[str, ...]] = ("damping",)
+    divides_by_weight = True
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.damping, Real) and not isinstance(self.damping, bool)
+        number |= isinstance(self.damping, Tensor) and self.damping.ndim == 0 and not self.damping.is_complex()
+        hidden = is_hidden(self.damping)
+        if not number or not (hidden or 0 <= self.damping < torch.inf):
+            expected, fix = "a finite number >= 0", "Pass λ, in the units of the squared gradients."
+            raise ArgumentError.about("damping", expected=expected, received=repr(self.damping), fix=fix)
+        object.__setattr__(self, "minimum_norm", not hidden and bool(self.damping == 0))
+
+    def _solved(
+        self, matrix: Tensor, n: Tensor, right: Tensor, dtypes: Sequence[torch.dtype], scale: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        """Return the solution of (K + nλI) X = B, and whether λ counted as 0."""
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return solve(matrix, n * self._on(matrix), right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
+
+    def _on(self, x: Tensor) -> Tensor:
+        """Return λ on the device of a float64 tensor, a number without a copy from the CPU."""
+        return self.damping.to(x) if isinstance(self.damping, Tensor) else x.new_full((), float(self.damping))
+
+    def _is_recorded(self, *tensors: Tensor) -> bool:
+        return any(is_recorded(x) for x in (*tensors, self.damping) if isinstance(x, Tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class NaturalGradient(_Solve):
+    """(F + λI)⁻¹ (1/n) Σ wᵢ vᵢ gᵢ with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ: the mean gradient, preconditioned.
+
+    Returns a tree like the parameters, in their dtypes. F, the empirical Fisher matrix, is never formed: with the rows
+    √wᵢ gᵢ of a matrix G, the result is Gᵀ (GGᵀ/n + λI)⁻¹ (√w∘v) / n, one Gram matrix and one weighted sum of the same
+    factors. The system is ``[B, B]``, in float64. λ = 0 gives the solution of minimum norm. The relative error is about
+    eps · ‖F + λI‖ / λ for the eps of the parameters' dtype. Weights must not be negative and must not sum to 0. Pairs
+    span chunks, so the factors of all samples are kept until the end.
+
+    Source: Amari, "Natural Gradient Works Efficiently in Learning" (1998); solved for the samples as in Ren, Goldfarb,
+    "Efficient Subsampled Gauss-Newton and Natural Gradient Methods for Training Neural Networks" (2019).
+
+    Args:
+        damping: λ >= 0, a number or 0-d tensor.
+        targets: the vᵢ, a tensor ``[B]`` or B numbers (``[B, K]`` for losses with K outputs, over which F adds up,
+            too), or a function from one sample's aux to its vᵢ (under ``torch.vmap``); ones by default. The compiled
+            engine takes the function for a constant: define it once, not in every call.
+        per_param: solve for each parameter by itself, as if F were block-diagonal.
+        centered: subtract the mean from gradients and targets, as if F were their covariance matrix.
+
+    Raises:
+        ArgumentError: if ``damping`` is negative or not finite, or ``targets`` are not B real numbers.
+        LossError: (when used) if ``targets`` is a function and the loss returns no aux.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> x = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, NaturalGradient(0.5))
+        tensor([0.4000, 0.5000])
+    """
+
+    targets: Tensor | Sequence[float] | Callable[[Any], Tensor] | None = None
+    per_param: bool = False
+    centered: bool = False
+    live: ClassVar[tuple[str, ...]] = ("damping", "targets")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "targets", _as_tensor(self.targets))
+        known = self.targets is None or callable(self.targets)
+        if not known and not (isinstance(self.targets, Tensor) and _is_real(self.targets)):
+            received = self.targets if not isinstance(self.targets, Tensor) else _described(self.targets)
+            raise self._rejected(
+                "a real tensor [B] ([B, K] of K outputs), or a function of one sample's aux", f"{received}"
+            )
+
+    @staticmethod
+    def _rejected(expected: str, received: str) -> ArgumentError:
+        return ArgumentError.about("targets", expected=expected, received=received, fix="Pass one number per sample.")
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return factors, weights, and targets that are read from aux."""
+        pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
+        return {
+            "factors": gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs]),
+            "weights": _weights(gradients),
+            "is_weighted": AnyOf(gradients.weights is not None),
+            "targets": Stacked(self._from_aux(gradients) if callable(self.targets) else _ones(gradients)),
+        }
+
+    def _from_aux(self, gradients: Gradients) -> Tensor:
+        if not gradients.has_aux:
+            raise LossError(
+                "NaturalGradient(targets): expected loss_fn to return (loss, aux), from which the function reads the "
+                "targets, received a loss alone. Return both."
+            )
+        device = gradients.losses.device
+        targets = torch.vmap(lambda aux: torch.as_tensor(self.targets(aux), device=device))(gradients.aux)  # type: ignore[operator, misc]
+        if targets.shape != gradients.losses.shape or targets.is_complex():
+            count = gradients.losses.shape[1:].numel()
+            expected = "one real number" if gradients.losses.ndim == 1 else f"a real tensor [{count}]"
+            raise self._rejected(f"a function that returns {expected}", f"one that returns {_described(targets)}")
+        return targets.double()
+
+    def finish(self, merged: Any) -> Any:
+        """Return the solution in the dtypes of the parameters."""
+        leaves, structure = flatten(merged["factors"])
+        factors, dtypes = [leaf.concatenated() for leaf in leaves], [leaf.dtype for leaf in leaves]
+        weights, targets = merged["weights"].finish(), merged["targets"].finish()
+        if isinstance(self.targets, Tensor):
+            if self.targets.shape != factors[0].sizes:
+                raise self._rejected(f"shape {list(factors[0].sizes)}", f"shape {list(self.targets.shape)}")
+            targets = self.targets.to(weights)
+        is_weighted = merged["is_weighted"].value
+        if is_weighted:
+            unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
+            targets = torch.where(unused, 0, targets)
+        groups = [[x] for x in zip(factors, dtypes, strict=True)]
+        groups = groups if self.per_param else [[x for group in groups for x in group]]
+        sums = [total for group in groups for total in self._sums(group, weights, targets, is_weighted)]
+        return unflatten([restore(x, dtype) for x, dtype in zip(sums, dtypes, strict=True)], structure)
+
+    def _sums(
+        self, group: Sequence[tuple[Factor, torch.dtype]], weights: Tensor, targets: Tensor, is_weighted: bool
+    ) -> list[Tensor]:
+        factors, dtypes = zip(*group, strict=True)
+        is_plain = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
+        if is_plain and not self.minimum_norm:
+            coefficients = self._plain_coefficients(factors, weights, targets)
+        else:
+            coefficients = self._coefficients(factors, weights, targets, dtypes, is_weighted)
+        # Of more samples than parameters, targets have a part that no update fits. It cancels in the sum, and what
+        # rounding leaves of it is divided by λ.
+        is_tall = targets.numel() > sum(prod(factor.shape) for factor in factors)
+        wide = [torch.float64 if is_tall else accumulate_dtype(dtype) for dtype in dtypes]
+        sums = weighted_sums(factors, [coefficients.view(targets.shape)] * len(factors), wide)
+        return [total.sum(0) for total in sums] if targets.ndim > 1 else sums
+
+    def _coefficients(
+        self,
+        factors: Sequence[Factor],
+        weights: Tensor,
+        targets: Tensor,
+        dtypes: Sequence[torch.dtype],
+        is_weighted: bool,
+    ) -> Tensor:
+        root, n = weights.sqrt(), weights.sum()
+        each = _of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
+        gram = float64_gram(factors, each if is_weighted else None, lower=not self.centered)
+        right = each * targets.flatten()
+        scale = None
+        if self.centered:
+            scale = gram.trace()  # of which the centered matrix has the rounding errors
+            gram, right = _centered(_centered(gram, root, root, n).T, root, root, n), _centered(right, root, root, n)
+        solution = self._solved(gram, n, right[:, None], dtypes, scale)[0][:, 0]
+        if self.centered:  # again: what rounding adds along √w is divided by λ, and the gradients are not centered
+            solution = _centered(solution, root, root, n)
+        return each * solution
+
+    def _plain_coefficients(self, factors: Sequence[Factor], weights: Tensor, targets: Tensor) -> Tensor:
+        """Return the same for λ > 0 without √w, which has no derivative where a weight is 0."""
+        gram, ones, n = float64_gram(factors), torch.ones_like(weights), weights.sum()
+        each, right = _of_each(weights, targets.shape).flatten(), targets.flatten()
+        if self.centered:
+            gram = _centered(_centered(gram, ones, weights, n).T, ones, weights, n)
+            right = _centered(right, ones, weights, n)
+        solution = solve_weighted(gram, each, n, self._on(gram), right[:, None])[:, 0]
+        return each * (_centered(solution, ones, weights, n) if self.centered else solution) / n
+
+
+def _of_each(weights: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``weights [B]`` in a shape ``[B]``, or ``[B, K]`` of K outputs."""
+    return weights if len(shape) == 1 else weights[:, None].expand(*shape)
+
+
+def _centered(x: Tensor, along: Tensor, by: Tensor, n: Tensor) -> Tensor:
+    """Return (I − abᵀ/n) x: of rows √wᵢ hᵢ, √wᵢ (hᵢ − h̄) for a = b = √w; of rows hᵢ, hᵢ − h̄ for a = 1 and b = w.
+
+    Of K outputs each is centered by itself.
+    """
+    rows = x.reshape(len(along), x.numel() // len(along))
+    return (rows - torch.outer(along, (by @ rows) / n)).view(x.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Leverage(_Solve):
+    """gᵢᵀ (F + λI)⁻¹ gᵢ / n with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ: the influence of each sample on itself, ``[B]``.
+
+    At λ = 0 (the pseudo-inverse of F) a sample of weight 1 has a leverage from 0 to 1, and they sum to the rank of F.
+    The result is real, in float32 at least; a sample of weight 0 is scored, but does not count in F.
+
+    Source: Hoaglin, Welsch, "The Hat Matrix in Regression and ANOVA" (1978); with ridge: Alaoui, Mahoney, "Fast
+    Randomized Kernel Ridge Regression with Statistical Guarantees" (2015).
+
+    Args:
+        damping: λ >= 0, a number or 0-d tensor.
+
+    Raises:
+        ArgumentError: if ``damping`` is negative or not finite.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 9.0]])
+        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, Leverage(0.0))
+        tensor([0.5000, 0.5000, 1.0000])
+    """
+
+    uses: ClassVar[frozenset[str]] = frozenset({"gram"})
+
+    def lift(self, gradients: Gradients) -> Any:
+        """Return factors and weights."""
+        pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
+        return {"factors": [Stacked(factor, dtype) for factor, dtype in pairs], "weights": _weights(gradients)}
+
+    def finish(self, merged: Any) -> Tensor:
+        """Return the leverages."""
+        dtypes = [leaf.dtype for leaf in merged["factors"]]
+        factors = [leaf.concatenated() for leaf in merged["factors"]]
+        gram = float64_gram(factors)
+        weights, shape = merged["weights"].finish(), factors[0].sizes
+        n = weights.sum()
+        weights = _of_each(weights, shape).flatten()
+        if not self.minimum_norm and self._is_recorded(gram, weights):
+            return self._plain_scores(gram, weights, n).view(shape).to(widest(dtypes))
+        counts, root = weights != 0, weights.sqrt()
+        seen = torch.where(counts[:, None], root[:, None] * gram, 0)  # a sample of weight 0 may be NaN
+        solution, is_undamped = self._solved(torch.where(counts, seen * root, 0), n, seen, dtypes)
+        if is_undamped:
+            scores = solution.square().sum(0)
+        else:  # samples that do not count by the formula of Sherman, Morrison and Woodbury, whose difference cancels
+            others = (gram.diagonal() - (seen * solution).sum(0)).clamp_min(0) / (n * self.damping)
+            scores = torch.where(counts, solution.diagonal() / root, others)
+        return scores.view(shape).to(widest(dtypes))
+
+    def _plain_scores(self, gram: Tensor, weights: Tensor, n: Tensor) -> Tensor:
+        """Return the scores for λ > 0 without √w, which has no derivative where a weight is 0."""
+        unknown = (weights == 0) & ~gram.diagonal().isfinite()
+        known = gram.masked_fill(unknown | unknown[:, None], 0)
+        solution = solve_weighted(known, weights, n, self._on(gram), known)
+        return torch.where(unknown, torch.nan, solution.diagonal() / n)
+
+
+def _as_tensor(targets: Any) -> Any:
+    """Return a list or an array of numbers as a tensor, and anything else unchanged."""
+    if not isinstance(targets, list | tuple | np.ndarray):
+        return targets
+    try:
+        return torch.as_tensor(targets, dtype=None if isinstance(targets, np.ndarray) else torch.float64, device="cpu")
+    except (TypeError, ValueError):
+        return targets
+
+
+def _ones(gradients: Gradients) -> Tensor:
+    return torch.ones_like(gradients.losses, dtype=torch.float64)
+
+
+def _weights(gradients: Gradients) -> Stacked:
+    ones = gradients.losses.new_ones(len(gradients.losses), dtype=torch.float64)
+    return Stacked(ones if gradients.weights is None else gradients.weights)
+
+
+def _is_real(x: Tensor) -> bool:
+    return x.ndim in {1, 2} and not x.is_complex()
+
+
+def _described(x: Any) -> str:
+    return f"shape {list(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

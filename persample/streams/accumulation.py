@@ -1,0 +1,207 @@
+"""``accumulate``: the reductions of ``per_sample_grads`` over any number of batches and processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from persample import inputs
+from persample._torch import transforms
+from persample.engines.compiled import PROGRAMS
+from persample.errors import ArgumentError, WrapperWarning
+from persample.inputs import Engine, Outputs, Randomness, check_outside
+from persample.pipeline import owned
+from persample.processes import Processes, check_group
+from persample.reductions import Reduce
+from persample.reductions.base import Reductions, described
+from persample.streams.accumulator import ORDERS, Finished, Order
+from persample.streams.batches import numbered, shown
+from persample.streams.lift import BatchLift, RandomStream
+from persample.streams.sink import SinkRun
+from persample.streams.stream import Stream
+from persample.utils import trees
+from persample.utils.isolation import isolated
+
+
+def accumulate(
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
+    params: Any,
+    batches: Iterable[Any],
+    reduce: Reduce = None,
+    *,
+    weights: Any = None,
+    in_dims: tuple[Any, Any] = (None, 0),
+    keep_batch_dim: bool = False,
+    randomness: Randomness = "error",
+    outputs: Outputs = "scalar",
+    chunk_size: int | None = None,
+    memory: int | Literal["low"] | None = None,
+    engine: Engine = "eager",
+    group: Any = None,
+    order: Order = "interleaved",
+    progress: bool = False,
+    sink: str | Path | None = None,
+    resume: bool | None = None,
+    differentiable: bool = False,
+) -> Any:
+    """Compute what ``per_sample_grads`` computes for one batch, for the samples of many, on one or more processes.
+
+    The results are those of one big batch. Memory does not grow with the number of batches, except for what is asked
+    for each sample (``Stack``, ``Norm``, ``Gram``, …). Sums of batches are added up in float64, moments are merged
+    by Chan's formula.
+
+    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+
+    Args:
+        loss_fn: as in ``per_sample_grads``: the loss of one sample.
+        params: as in ``per_sample_grads``; the same for all batches. Of a ``DistributedDataParallel`` module the
+            module inside is used, and named in a warning.
+        batches: an iterable of batches: a ``DataLoader``, a generator, a list. Each is what ``per_sample_grads`` takes
+            as ``batch``, of any size, also of none. Each process of a group passes its own.
+        reduce: as in ``per_sample_grads``.
+        weights: None; a function from a batch to its weights, ``[B]`` or None; or an iterable with an entry for each
+            batch. What they mean is said in ``per_sample_grads``.
+        in_dims: as in ``per_sample_grads``, the same for all batches.
+        keep_batch_dim: as in ``per_sample_grads``.
+        randomness: as in ``per_sample_grads``; "same" means the same numbers for the samples of all batches. The losses
+            draw from a stream of their own, which torch's global generator seeds once.
+        outputs: as in ``per_sample_grads``.
+        chunk_size: the number of samples processed at a time; None for a whole batch.
+        memory: as in ``per_sample_grads``, for the samples of one chunk.
+        engine: as in ``per_sample_grads``.
+        group: a process group such as ``torch.distributed.group.WORLD``: each process goes through its own batches,
+            and all return the result for the samples of all. The reductions, their options, and names, shapes and
+            dtypes of the parameters must be the same on all; functions are compared by name. None for this process
+            alone.
+        order: how the samples of a data set are spread over the processes of a group, so that rows of results have its
+            order: "interleaved" if process r has samples r, r + world, …, as ``DistributedSampler`` gives them without
+            shuffling; "contiguous" if each has one piece, in the order of the ranks.
+        progress: show a bar on stderr, on the first process, in terminals and notebooks (needs ``rich``).
+        sink: a folder for results with rows of samples, instead of memory: new, or with the results of this run. Each
+            tensor is an ``.npy`` file there, and ``read_sink`` reads them back; the tensors that are returned are
+            mapped into memory. ``Gram`` and others that need all gradients at once cannot go there.
+        resume: go on with a run in ``sink`` that was ended, also by a signal, after the last batch that is whole there.
+            The files are the same as without the interruption, to the last bit. The batches must come as before.
+        differentiable: not supported for many batches; ``per_sample_grads`` gives the results of one a graph.
+
+    Returns:
+        As ``per_sample_grads``, for the samples of all batches: a result like ``reduce``.
+
+    Raises:
+        ArgumentError: if an argument is invalid. Errors in a batch name it.
+        SinkError: if the folder cannot be written to, or a file in it is not what was written.
+        LossError: if the loss fails in a way that is explained; if results of batches do not fit together; if another
+            process failed or ended. An error of the loss's own keeps its type; a note names the batch.
+
+    Examples:
+        >>> import torch
+        >>> from persample import Mean, Norm, accumulate
+        >>> batches = [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]])]
+        >>> accumulate(lambda w, x: w @ x, torch.zeros(2), batches, {"mean": Mean(), "norms": Norm()})
+        {'mean': tensor([1., 2.]), 'norms': tensor([5., 1., 1.])}
+
+        Samples that count differently, by a column of the batch:
+
+        >>> def loss(w, sample):
+        ...     return w @ sample["x"]
+        >>> batches = [{"x": torch.eye(2), "weight": torch.tensor([1.0, 3.0])}]
+        >>> accumulate(loss, torch.zeros(2), batches, Mean(), weights=lambda batch: batch["weight"])
+        tensor([0.2500, 0.7500])
+    """
+    check_group(group)
+    params = unwrapped(params)
+
+    def prepare() -> tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]:
+        check_constant(differentiable=differentiable)
+        inputs.check_options(
+            engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs
+        )
+        inputs.check_choices(order=(order, ORDERS))
+        wanted, container = inputs.reductions(reduce)
+        options = {
+            "in_dims": in_dims,
+            "keep_batch_dim": keep_batch_dim,
+            "randomness": randomness,
+            "outputs": outputs,
+            "memory": memory,
+        }
+        merges = engine in PROGRAMS and sink is None  # a folder takes rows, and the numbers of its sums, by batch
+        lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
+        processes = Processes(group, lift.device, "accumulate")
+        if sink is None:
+            return lift, container, processes, None
+        run = SinkRun(sink, lift, container, order, processes, resume=bool(resume))
+        return lift, container, processes, run
+
+    def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
+        lift, container, *_ = prepared
+        options = {"order": order, "randomness": randomness, "sink": repr(sink)}
+        return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
+
+    lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)
+    if run is not None and run.is_finished:
+        return run.of_finished(numbered(batches, weights))
+    stream = Stream(lift, order, processes, run)
+    with shown(batches, wanted=progress and processes.rank == 0) as advance:
+        stream.through(batches, weights, advance)
+
+    def finish() -> Any:
+        total = stream.merged()
+        if run is not None:
+            return run.finish(total)
+        pairs = zip(lift.wanted, total.leaves[0], strict=True)
+        results = [
+            leaves.value if isinstance(leaves, Finished) else Reductions([one]).finish([leaves], processes.device)[0]
+            for one, leaves in pairs
+        ]
+        return owned(trees.unflatten(results, container), ())
+
+    return isolated((), finish)  # without the modules: nothing of them is used any more
+
+
+def unwrapped(params: Any) -> Any:
+    """Return the parameters with the module inside of each ``DistributedDataParallel``.
+
+    Args:
+        params: the user's parameters.
+
+    Warns:
+        WrapperWarning: if there was one.
+    """
+    leaves, structure = trees.flatten(params)
+    if not any(isinstance(leaf, DistributedDataParallel) for leaf in leaves):
+        return params
+    warnings.warn(
+        "params: of a DistributedDataParallel module, accumulate uses the module inside, and names results by its "
+        "parameters. Its own reduction of gradients does not run: pass group= for results of all processes.",
+        WrapperWarning,
+        stacklevel=3,
+    )
+    inner = [leaf.module if isinstance(leaf, DistributedDataParallel) else leaf for leaf in leaves]
+    return trees.unflatten(inner, structure)
+
+
+def check_constant(*, differentiable: bool) -> None:
+    """Reject derivatives of the results, and transforms of the caller's, whose tensors do not outlive a batch.
+
+    Args:
+        differentiable: the argument.
+
+    Raises:
+        ArgumentError: if there is one.
+    """
+    fix = "Call per_sample_grads(…, differentiable=True) there, on one batch."
+    check_outside("accumulate", fix)
+    if around := transforms():
+        expected = "to be called outside of torch.func's transforms"
+        received = f"a call inside torch.func.{around[0]}"
+        raise ArgumentError.about("accumulate", expected=expected, received=received, fix=fix)
+    if differentiable:
+        expected = "False for a stream, which keeps none of its batches for a graph"
+        fix = "Call per_sample_grads(…, differentiable=True) for each batch."
+        raise ArgumentError.about("differentiable", expected=expected, received="True", fix=fix)

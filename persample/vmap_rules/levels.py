@@ -1,0 +1,237 @@
+"""The levels of ``torch.func``: what wraps a tensor, who differentiates a loss, and kernels called below all levels.
+
+``VmapRules`` is told who differentiates the loss:
+
+- ``"torch.func"``: one ``vjp`` or ``grad`` of ``torch.func``, around or inside of vmap;
+- ``"autograd"``: plain autograd, outside of all transforms;
+- ``"any"``: anyone, any number of times.
+
+Kernels with hand-written gradients serve a single reverse-mode derivative, on the plain tensors of all samples.
+``torch.func`` takes an ``autograd.Function`` through its levels one by one, in Python, and makes a class for every
+call: nearly a millisecond, where an operation of torch takes 20 µs. A loss that is differentiated once needs less: one
+autograd node, at the level of that derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from persample._torch import (
+    DisableFuncTorch,
+    GradInterpreter,
+    SingleLevelFunction,
+    TransformType,
+    add_batch_dim,
+    enable_single_level_autograd_function,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
+    retrieve_all_functorch_interpreters,
+    unwrap_dead_wrappers,
+    wrap_for_grad,
+)
+
+DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
+
+
+class SecondDerivativeError(RuntimeError):
+    """A hand-written gradient was differentiated again, for example by ``autograd.grad`` inside a loss.
+
+    That shows only in the backward pass. ``VmapRules(differentiated_by="any")`` serves such a loss.
+    """
+
+
+def reject_second_derivative() -> None:
+    """Raise an error if autograd records the backward pass that calls this function.
+
+    Raises:
+        SecondDerivativeError: if it does.
+    """
+    if torch.is_grad_enabled():
+        raise SecondDerivativeError
+
+
+def is_differentiated_once(by: DifferentiatedBy) -> bool:
+    """Return whether the transforms that are active now are vmaps and at most one derivative, which is not recorded.
+
+    Args:
+        by: who differentiates the loss.
+    """
+    if by == "any":
+        return False
+    levels = retrieve_all_functorch_interpreters()
+    grads = [level for level in levels if isinstance(level, GradInterpreter)]
+    if not all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels):  # forward mode
+        return False
+    if by == "autograd":
+        return not grads
+    return len(grads) == 1 and not grads[0].prev_grad_mode()
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return whether a vmap batches a tensor, so that its values may differ between samples.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the plain tensor inside of all wrappers, which holds the values of all samples.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Return whether autograd, or a derivative of torch.func at any level, differentiates a tensor.
+
+    Args:
+        x: a tensor.
+    """
+    while is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return x.requires_grad
+
+
+def batch_first(x: Tensor) -> Tensor:
+    """Return the tensor inside of the wrapper of a vmap, with the batch axis first.
+
+    Args:
+        x: a tensor that a vmap batches.
+    """
+    inside, axis = get_unwrapped(x), maybe_get_bdim(x)
+    return inside.movedim(axis, 0) if axis else inside
+
+
+# A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
+Kernel = Callable[..., tuple[Any, ...]]
+
+
+def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: int = 0, returned: int = 0) -> Any:
+    """Call a kernel whose gradient is hand-written; for rules of losses that are differentiated once.
+
+    Args:
+        kernel: the kernel. Its first result is returned; the others are for its gradient.
+        gradients: from (which tensors need a gradient, the gradients of the results that are returned or None, the
+            tensors, the results) to the gradients of the tensors. It is called once, so it may overwrite the results
+            that are not returned.
+        *tensors: the arguments of the kernel.
+        unneeded: how many of the first tensors are not passed to ``gradients``, so that they need not be saved.
+        returned: how many results are returned and not passed to ``gradients``; 0 for the first, which is passed.
+
+    Returns:
+        The first result of the kernel, or as many as ``returned`` says.
+    """
+    grads = (x.level() for x in retrieve_all_functorch_interpreters() if isinstance(x, GradInterpreter))
+    level = next(grads, 0)  # 0: plain autograd differentiates
+    inner, batch_levels = samples_first(tensors, level)
+    if level:
+        inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
+    with enable_single_level_autograd_function():
+        out = _Node.apply(_Call(kernel, gradients, unneeded, returned, level), *inner)
+    results = batched(out[: returned or 1], batch_levels)
+    return results if returned else results[0]
+
+
+class _Call(NamedTuple):
+    kernel: Kernel
+    gradients: Kernel
+    unneeded: int
+    returned: int
+    level: int
+
+
+class _Node(SingleLevelFunction):
+    """A kernel call as one node of the graph, at the level of the one derivative."""
+
+    apply: Callable[..., tuple[Tensor, ...]]
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        out = _called_on_plain_tensors(call.kernel, tensors)
+        return tuple(wrap_for_grad(x, call.level) for x in out) if call.level else out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, *tensors = inputs
+        ctx.gradients, ctx.returned = call.gradients, call.returned or 1
+        ctx.save_for_backward(*tensors[call.unneeded :], *output[call.returned :])
+        ctx.mark_non_differentiable(*output[ctx.returned :])
+        ctx.set_materialize_grads(False)  # the results that are not returned have none
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        reject_second_derivative()
+        if ctx.gradients is None:  # a second backward pass inside the loss: saved results may be overwritten
+            raise SecondDerivativeError
+        needed = ctx.needs_input_grad[1:]
+        gradients, ctx.gradients = partial(ctx.gradients, needed), None
+        out = _called_on_plain_tensors(gradients, (*grads[: ctx.returned], *ctx.saved_tensors))
+        return None, *(x if wanted else None for x, wanted in zip(out, needed, strict=True))
+
+
+def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Call a function below all levels of torch.func, none of which differentiates it."""
+    with DisableFuncTorch():
+        plain, batch_levels = samples_first(tuple(x for x in tensors if x is not None), 0)
+        given = iter(plain)
+        out = function(*(None if x is None else next(given) for x in tensors))
+    return batched(out, batch_levels)
+
+
+def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
+    """Unwrap tensors from all levels above one; their batch axes come first, that of the outermost vmap before all."""
+    taken = [_unwrapped(x, above) for x in unwrap_dead_wrappers(tensors)]  # saved by a derivative that has ended
+    sizes = {level: size for _, axes in taken for level, (_, size) in axes.items()}
+    levels = sorted(sizes)
+    # Axes are moved only when all tensors are unwrapped: an operation on a wrapped one would need its level.
+    for done, level in enumerate(levels):
+        taken = [(_moved(x, axes.get(level), done, sizes[level]), axes) for x, axes in taken]
+    return tuple(x for x, _ in taken), levels
+
+
+def _unwrapped(x: Tensor, above: int) -> tuple[Tensor, dict[int, tuple[int, int]]]:
+    """Return the tensor inside of the levels above one, and for each vmap among them the batch axis and its size."""
+    axes = {}
+    while (level := maybe_get_level(x)) > above:
+        axis, x = maybe_get_bdim(x), get_unwrapped(x)
+        if axis >= 0:
+            axes[level] = axis, x.shape[axis]
+    return x, axes
+
+
+def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Tensor:
+    """Return a tensor with one batch axis at place ``done``: moved there, or expanded if the tensor has none."""
+    if axis is None:
+        return x.unsqueeze(done).expand(*x.shape[:done], size, *x.shape[done:])
+    return x.movedim(axis[0] + done, done) if axis[0] else x
+
+
+def batched(tensors: tuple[Any, ...], levels: list[int]) -> tuple[Any, ...]:
+    """Wrap tensors for vmaps, the first level for the first axis: the inverse of ``samples_first``."""
+
+    def wrapped(x: Any) -> Any:
+        for level in levels if x is not None else ():
+            x = add_batch_dim(x, 0, level)
+        return x
+
+    return tuple(map(wrapped, tensors))

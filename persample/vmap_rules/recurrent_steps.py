@@ -1,0 +1,225 @@
+"""The cells of recurrent layers, a step forward and a step back, and loops over time, also of a compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from persample._torch import aten_sigmoid_backward, aten_tanh_backward, scan
+from persample.utils.tracing import current_trace
+
+
+class Cell(NamedTuple):
+    """A cell h' = f(x, a, h, ...), elementwise: x are the gates of an input, a those of the state h.
+
+    Args:
+        step: (x, a, *state) → the next state, and what ``derivatives`` needs of this step; (x + a, *state) if x and a
+            are only read as their sum.
+        derivatives: (*states before each step, *what the steps kept), ``[T, N, ·]`` → derivatives, ``[T, N, ...]``.
+        back: (the own gradient of the h before a step, the gradients of the state after it, *its derivatives) → the
+            signals at the gates, those of a first; the gradients of the state before, without what a passes on to h.
+        at_inputs: all signals at the gates → those of x; None if x and a are only read as their sum.
+    """
+
+    step: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    derivatives: Callable[..., tuple[Tensor, ...]]
+    back: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    at_inputs: Callable[[Tensor], Tensor] | None = None
+
+
+def one_step(cell: Cell, x: Tensor, a: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+    """Return the state after one step.
+
+    Args:
+        cell: the cell.
+        x: the gates of the input.
+        a: the gates of the first tensor of the state.
+        *state: the state before.
+    """
+    after, _ = cell.step(x + a, *state) if cell.at_inputs is None else cell.step(x, a, *state)
+    return after
+
+
+def _gru(x: Tensor, a: Tensor, h: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
+    sizes = [2 * h.shape[-1], h.shape[-1]]
+    (x_rz, x_n), (a_rz, a_n) = x.split(sizes, -1), a.split(sizes, -1)
+    rz = torch.sigmoid(x_rz + a_rz)
+    r, z = rz.chunk(2, -1)
+    n = torch.tanh(torch.addcmul(x_n, r, a_n))
+    return (torch.lerp(n, h, z),), (rz, n, a_n)
+
+
+def _gru_derivatives(h: Tensor, rz: Tensor, n: Tensor, a_n: Tensor) -> tuple[Tensor, ...]:
+    r, z = rz.chunk(2, -1)
+    by_n = aten_tanh_backward(1 - z, n)
+    by_r, by_z = aten_sigmoid_backward(by_n * a_n, r), aten_sigmoid_backward(h - n, z)
+    return torch.stack([by_r, by_z, by_n * r, by_n], -2), z
+
+
+def _gru_back(own: Tensor, later: Sequence[Tensor], by_gates: Tensor, z: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    (g,) = later
+    return (by_gates * g.unsqueeze(-2)).reshape(len(g), -1), (torch.addcmul(own, g, z),)
+
+
+def _gru_at_inputs(signals: Tensor) -> Tensor:
+    r, z, _, n = signals.chunk(4, -1)
+    return torch.cat([r, z, n], -1)
+
+
+def _lstm(gates: Tensor, _h: Tensor, c: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    ifgo, g = torch.sigmoid(gates), torch.tanh(gates.chunk(4, -1)[2])  # one operation for all gates is the fastest
+    i, f, _, o = ifgo.chunk(4, -1)
+    c = torch.addcmul(f * c, i, g)
+    out = torch.tanh(c)
+    return (o * out, c), (ifgo, g, out)
+
+
+def _lstm_derivatives(_h: Tensor, c: Tensor, ifgo: Tensor, g: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    i, f, _, o = ifgo.chunk(4, -1)
+    by_i, by_f, by_o = map(aten_sigmoid_backward, (g, c, out), (i, f, o))
+    return torch.stack([by_i, by_f, aten_tanh_backward(i, g), by_o], -2), aten_tanh_backward(o, out), f
+
+
+def _lstm_back(
+    own: Tensor, later: Sequence[Tensor], by_gates: Tensor, by_c: Tensor, f: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    g_h, g_c = later
+    g_c = torch.addcmul(g_c, g_h, by_c)
+    return (by_gates * torch.stack([g_c, g_c, g_c, g_h], -2)).reshape(len(g_c), -1), (own, g_c * f)
+
+
+def _rnn(activation: Callable[[Tensor], Tensor], gates: Tensor, _h: Tensor) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    h = activation(gates)
+    return (h,), (h,)
+
+
+def _rnn_back(own: Tensor, later: Sequence[Tensor], by_gates: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    return later[0] * by_gates, (own,)
+
+
+GRU = Cell(_gru, _gru_derivatives, _gru_back, _gru_at_inputs)
+LSTM = Cell(_lstm, _lstm_derivatives, _lstm_back)
+RNN_TANH = Cell(partial(_rnn, torch.tanh), lambda _, h: (aten_tanh_backward(torch.ones_like(h), h),), _rnn_back)
+RNN_RELU = Cell(partial(_rnn, torch.relu), lambda _, h: (h,), lambda own, g, h: (torch.where(h <= 0, 0, g[0]), (own,)))
+
+
+# (state, the row of each sequence, *shared) → the next state, and what is kept of the step
+Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
+States = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+# Steps per turn of a program's loop. A turn costs about 10 µs at each call; a step, 0.4 s of compilation.
+_UNROLLED = 5
+# Up to so many steps there is no loop: Inductor calls the kernels of a program with a loop from Python, not from C++.
+_WITHOUT_LOOP = 20
+
+
+def repeated(
+    step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any, reverse: bool = False
+) -> States:
+    """Run a recurrence, under any transforms.
+
+    Args:
+        step: one step.
+        state: the state before the first step.
+        sequences: tensors ``[T, ...]``.
+        *shared: further arguments of all steps.
+        reverse: whether the steps run from the last row to the first.
+
+    Returns:
+        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
+    """
+    rows = list(zip(*(x.unbind(0) for x in sequences), strict=True))
+    kept = []
+    for row in reversed(rows) if reverse else rows:
+        state, of_step = step(state, row, *shared)
+        kept.append(of_step)
+    if reverse:
+        kept.reverse()
+    return tuple(state), tuple(torch.stack(column) for column in zip(*kept, strict=True))
+
+
+def looped(step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any) -> States:
+    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop.
+
+    Args:
+        step: one step.
+        state: the state before the first step.
+        sequences: tensors ``[T, ...]``.
+        *shared: further arguments of all steps.
+    """
+    whole = _steps_in_turns(sequences)
+    if not whole:
+        return repeated(step, state, sequences, *shared)
+    blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
+    state, kept = _loop(partial(repeated, step), state, blocks, shared)
+    state, rest = repeated(step, state, others, *shared)
+    return state, _joined(kept, rest)
+
+
+def looped_back(
+    step: Step,
+    state: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    *shared: Any,
+    prepare: Callable[..., Sequence[Tensor]],
+) -> States:
+    """Run steps from the last row to the first, as ``looped`` does.
+
+    Args:
+        step: one step.
+        state: the state before the step of the last row.
+        sequences: tensors ``[T, ...]``.
+        *shared: further arguments of all steps.
+        prepare: from a range of rows of the sequences to those whose rows the steps are given.
+
+    Returns:
+        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
+    """
+    whole = _steps_in_turns(sequences)
+    if not whole:
+        return repeated(step, state, prepare(*sequences), *shared, reverse=True)
+    blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
+
+    def turn(state: Sequence[Tensor], row: Sequence[Tensor], *given: Tensor) -> States:
+        rows = [x.index_select(0, row[0])[0] for x in given[: len(blocks)]]
+        return repeated(step, state, prepare(*rows), *given[len(blocks) :], reverse=True)
+
+    state, rest = repeated(step, state, prepare(*others), *shared, reverse=True)
+    # Loops go through their sequences forward. Each turn looks up its block, since flipped copies take longer.
+    places = torch.arange(len(blocks[0]) - 1, -1, -1, device=blocks[0].device).unsqueeze(1)
+    state, kept = _loop(turn, state, [places], (*blocks, *shared))
+    return state, _joined([_blocks(x).flip(0).flatten(0, 1) for x in kept], rest)
+
+
+def _steps_in_turns(sequences: Sequence[Tensor]) -> int:
+    """Return the number of steps in whole turns of a program's loop; 0 if the steps run one after the other."""
+    trace, length = current_trace(), len(sequences[0])
+    is_compiled = trace is not None and trace.compiles
+    return length // _UNROLLED * _UNROLLED if is_compiled and length > _WITHOUT_LOOP else 0
+
+
+def _blocks(x: Tensor) -> Tensor:
+    return x.unflatten(0, (-1, _UNROLLED))
+
+
+def _loop(turn: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], shared: Sequence[Any]) -> States:
+    def body(*args: Any) -> list[Tensor]:
+        groups = iter(args)
+        before, rows = ([next(groups) for _ in group] for group in (state, sequences))
+        after, kept = turn(before, rows, *groups)
+        return [*map(_copied, after), *kept]
+
+    results = scan(body, list(map(_copied, state)), sequences, tuple(shared))
+    return tuple(results[: len(state)]), tuple(x.flatten(0, 1) for x in results[len(state) :])
+
+
+def _joined(kept: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(map(torch.cat, zip(kept, rest, strict=True))) if rest else tuple(kept)
+
+
+def _copied(state: Tensor) -> Tensor:
+    """Return a contiguous copy: a loop requires equal strides of all states, and Inductor that rows share no memory."""
+    return state.clone(memory_format=torch.contiguous_format)
