@@ -156,8 +156,8 @@ class Opaque:
 
     def __call__(self, *args: Any) -> Tensor:
         """Return the result of the function."""
-        tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
-        is_node = FakeTensor in map(type, tensors) and not is_compiling()
+        first = args[0][0] if type(args[0]) is list else args[0]  # if one tensor is traced, all are
+        is_node = type(first) is FakeTensor and not is_compiling()
         result: Tensor = (self.operation if is_node else self._function)(*args)
         return result
 
