@@ -356,7 +356,8 @@ SETS_MODE = frozenset(  # functions in the graphs of Dynamo after which operatio
 LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_wrap_for_grad": 1, "_unwrap_for_grad": 1}
 
 
-_CAPTURE_SETTINGS = {
+_LOGS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")  # methods that write a log
+_CAPTURE_SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "trace_autograd_ops": True,
     "ignore_logging_functions": {warnings.warn, print},
@@ -384,13 +385,15 @@ set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
 
 
 def capture_settings(*, numbers_are_constants: bool = False) -> Any:
-    """Return a context in which Dynamo captures recurrent layers, passes prints and warnings over, and guards hooks.
+    """Return a context in which Dynamo captures recurrent layers, passes prints and logs over, and guards hooks.
 
     Args:
         numbers_are_constants: whether numbers and sizes that have changed are constants, too, rather than inputs.
     """
     numbers = {"automatic_dynamic_shapes": False, "specialize_float": True} if numbers_are_constants else {}
-    return private("torch._dynamo.config").patch({**_CAPTURE_SETTINGS, **numbers})
+    logs = {x for name, x in vars(logging.Logger).items() if name.startswith(_LOGS)}  # libraries add to them
+    ignored = {"ignore_logging_functions": _CAPTURE_SETTINGS["ignore_logging_functions"] | logs}
+    return private("torch._dynamo.config").patch({**_CAPTURE_SETTINGS, **numbers, **ignored})
 
 
 def dynamo_settings() -> dict[str, Any]:

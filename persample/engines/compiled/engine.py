@@ -133,8 +133,11 @@ def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> A
     with full_precision(task.call.params[0].device):
         try:
             results = program(captured.tensors)
-        except DoubtfulError:
-            return _eagerly(task)
+        except DoubtfulError as error:
+            results = _eagerly(task)  # raises the same, where the loss is at fault
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            return results
     if asked is not None and task.call.weights is None and (task.out is None) == (asked.out is None):
         remember(asked, captured, program)
     return results

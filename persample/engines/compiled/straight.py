@@ -151,7 +151,7 @@ def _is_needed(node: Node) -> bool:
 
 def owner(node: Node) -> Node:
     """Return the node whose memory a node's result is."""
-    while node.all_input_nodes and (node.target is operator.getitem or returns_memory(node)):
+    while node.all_input_nodes and _shares_memory(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -159,6 +159,10 @@ def owner(node: Node) -> Node:
 def returns_memory(node: Node) -> bool:
     """Return whether the result of a node may share memory with one of its arguments."""
     return isinstance(node.target, OpOverload) and any(x.alias_info is not None for x in schema(node.target).returns)
+
+
+def _shares_memory(node: Node) -> bool:
+    return node.target in {operator.getitem, aten_unsafe_view} or returns_memory(node)
 
 
 def _root(node: Node) -> Node:
@@ -200,7 +204,18 @@ def _form(x: Any) -> Any:
 
 
 def _is_last_use(node: Node) -> bool:
-    """Return whether nothing else reads the first argument of a node, whose result fits in its memory."""
+    """Return whether nothing reads the first argument of a node later, and the result fits in its memory."""
     first: Any = node.args[0]
-    is_own = isinstance(first, Node) and first.op == "call_function" and owner(first) is first
-    return is_own and len(first.users) == 1 and _form(first) is not None and _form(first) == _form(node)
+    if not isinstance(first, Node) or _form(first) is None or _form(first) != _form(node):
+        return False
+    own = owner(first)
+    may_write = (
+        own.op == "call_function" and own.target not in Opaque.functions and first.target is not operator.getitem
+    )
+    return may_write and _is_over(own, node)
+
+
+def _is_over(x: Node, node: Node) -> bool:
+    """Return whether a node is the last that reads the memory of another one."""
+    others = [user for user in x.users if user is not node]
+    return all(user < node and (not _shares_memory(user) or _is_over(user, node)) for user in others)
