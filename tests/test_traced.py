@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import weakref
@@ -145,6 +146,42 @@ def test_random_numbers_are_those_of_eager():
         found.append(per_sample_grads(loss, torch.ones(50), torch.ones(4, 50), ps.Stack(), **options))
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x, i: w.T[i] @ x,
+        lambda w, x, i: w[i][i] * x.sum(),
+        lambda w, x, i: w.reshape(-1)[i].exp() * x.sum(),
+        lambda w, x, i: (2 * w)[:, i, None].sum() * x.sum(),
+    ],
+)
+def test_an_index_that_the_loss_closes_over(loss):
+    """Of a tensor that depends on parameters alone, torch would read the value of a 0-d index."""
+    w, x, place = torch.randn(3, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64), torch.tensor(1)
+    own = lambda w, x: loss(w, x, place)
+    expected = per_sample_grads(own, w, x, engine="loop")
+    for engine in ("traced", "eager"):
+        assert_trees_close(per_sample_grads(own, w, x, engine=engine), expected, 1e-12)
+    place += 1
+    assert_trees_close(per_sample_grads(own, w, x, engine="traced"), per_sample_grads(own, w, x, engine="loop"), 1e-12)
+
+
+def test_logs_are_written_at_the_first_call_at_most(caplog):
+    log = logging.getLogger("traced")
+
+    def loss(w, x):
+        log.warning("of shape %s", x.shape)
+        log.info("seen")
+        return (w @ x) ** 2
+
+    w, x = torch.ones(3), torch.ones(4, 3)
+    expected = per_sample_grads(loss, w, x, ps.Norm(), engine="loop")
+    caplog.clear()
+    for _ in range(2):
+        assert torch.equal(per_sample_grads(loss, w, x, ps.Norm(), engine="traced"), expected)
+    assert len([record for record in caplog.records if record.name == "traced"]) <= 1
 
 
 def test_what_cannot_be_captured_is_refused():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.utils.numerics import is_autocast
-from persample.utils.tracing import holds
+from persample.utils.tracing import holds, is_traced
 from persample.vmap_rules.levels import call_kernel, is_batched, unwrapped
 
 
@@ -110,7 +110,7 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A0
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
     # torch reads the value of a 0-d index, which vmap forbids.
-    return getitem_unread(x, index, is_batched)
+    return getitem_unread(x, index, lambda part: is_batched(part) or is_traced(unwrapped(part)))
 
 
 def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:

@@ -209,10 +209,8 @@ def _is_last_use(node: Node) -> bool:
     if not isinstance(first, Node) or _form(first) is None or _form(first) != _form(node):
         return False
     own = owner(first)
-    may_write = (
-        own.op == "call_function" and own.target not in Opaque.functions and first.target is not operator.getitem
-    )
-    return may_write and _is_over(own, node)
+    is_own = own.op == "call_function" and own.target not in Opaque.functions
+    return is_own and first.target is not operator.getitem and _is_over(own, node)
 
 
 def _is_over(x: Node, node: Node) -> bool:
