@@ -20,8 +20,8 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from persample.errors import TorchVersionError
+
+T = TypeVar("T")
 
 
 class _Missing(type):
@@ -382,6 +384,22 @@ GlobalStateGuard = private("torch._C._dynamo.guards:GlobalStateGuard")  # the mo
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 frame_callback_state = private("torch._C._dynamo.eval_frame:get_eval_frame_callback", _unknown)
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
+_frame_actions = private("torch._C._dynamo.eval_frame:_FrameAction", SimpleNamespace(SKIP=None))
+_frame_strategy = private("torch._C._dynamo.eval_frame:_FrameExecStrategy", _unknown)
+_set_frame_strategy = private("torch._C._dynamo.eval_frame:set_code_exec_strategy", _unknown)
+
+
+def uncaptured(function: T) -> T:
+    """Mark a function as ``torch.compiler.disable`` does, without importing Dynamo.
+
+    A function of the caller's that is compiled calls it as it is: there is a graph break.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = _frame_actions.SKIP
+    strategy = None if skip is None else _frame_strategy(skip, skip)
+    if strategy is not None:
+        _set_frame_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
 
 
 def capture_settings(*, numbers_are_constants: bool = False) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
+from persample._torch import uncaptured
 from persample.engines.compiled import PROGRAMS, Compilation, compilations_of
 from persample.engines.uncompiled import eager, factored
 from persample.errors import ArgumentError
@@ -108,6 +109,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
+@uncaptured
 def explain(
     loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
     params: Any,

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from persample._torch import uncaptured
 from persample.inputs import Engine, Outputs, Randomness
 from persample.per_sample import per_sample_grads
 from persample.reductions.directions import FisherVectorProduct
 
 
+@uncaptured
 def fisher_vector_product(
     loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
     params: Any,

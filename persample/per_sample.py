@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs, pipeline
-from persample._torch import transforms
+from persample._torch import transforms, uncaptured
 from persample.engines.compiled import PROGRAMS, Asked, compiled, repeated
 from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
 from persample.engines.fallback import answered
@@ -23,6 +23,7 @@ from persample.utils.isolation import isolated
 from persample.utils.origin import fold
 
 
+@uncaptured
 def per_sample_grads(
     loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
     params: Any,

@@ -602,6 +602,31 @@ def test_aten_operators_that_functions_call():
     assert _torch.aten_local_scalar_dense in operators_of(x[0].item)
 
 
+def test_uncaptured():
+    frames = []
+
+    def backend(graph, _):
+        frames.append(graph)
+        return graph.forward
+
+    @_torch.uncaptured
+    def outer(x):
+        return inner(x).sin()
+
+    def inner(x):
+        return x.exp()
+
+    def step(x):
+        return outer(x.cos()).tan()
+
+    assert torch.equal(torch.compile(step, backend=backend)(torch.ones(2)), step(torch.ones(2)))
+    assert [[node.target for node in graph.graph.nodes if node.op == "call_method"] for graph in frames] == [
+        ["cos"],
+        ["tan"],
+    ]
+    torch._dynamo.reset()
+
+
 def test_aten_operators_by_value():
     x = torch.arange(4.0)
     assert _torch.aten_sigmoid_backward(x, x).tolist() == [0, 0, -4, -18]  # grad · σ (1 − σ)

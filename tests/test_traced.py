@@ -184,6 +184,29 @@ def test_logs_are_written_at_the_first_call_at_most(caplog):
     assert len([record for record in caplog.records if record.name == "traced"]) <= 1
 
 
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_inside_of_a_compiled_step(engine):
+    """Dynamo calls the library as it is, and captures what stands around the call."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(w, x):
+        return torch.tanh(w * x).sum()
+
+    def step(w, x):
+        return w.sin() - 0.1 * per_sample_grads(loss, w.sin(), x, ps.ClippedMean(0.5), engine=engine).cos()
+
+    w, x = torch.randn(3), torch.randn(4, 3)
+    assert torch.equal(torch.compile(step, backend=backend)(w, x), step(w, x))
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="per_sample_grads"):
+        torch.compile(step, backend=backend, fullgraph=True)(w, x)
+
+
 def test_what_cannot_be_captured_is_refused():
     with pytest.raises(ps.LossError, match=r"cannot be traced: .*A traced loss must not branch on values"):
         per_sample_grads(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from persample import inputs
+from persample._torch import uncaptured
 from persample.composite.encoders import CHOOSE, RULES, BufferRecorder, Encoder, build_encoders
 from persample.composite.gradient_caching import LossHead, build_loss_head, loss_and_gradients
 from persample.errors import ArgumentError
@@ -23,6 +24,7 @@ from persample.utils import trees
 from persample.utils.isolation import isolated
 
 
+@uncaptured
 def composite_grads(
     encode_fn: Any,
     loss_fn: Callable[..., Tensor],

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from persample import inputs
-from persample._torch import transforms
+from persample._torch import transforms, uncaptured
 from persample.engines.compiled import PROGRAMS
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
@@ -28,6 +28,7 @@ from persample.utils import trees
 from persample.utils.isolation import isolated
 
 
+@uncaptured
 def accumulate(
     loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
     params: Any,
