@@ -2,7 +2,7 @@
 
 Run as ``python -m benchmarks.compile_time``. Times are CPU seconds of one thread, those of the C++ compiler included:
 other programs on the machine matter little. Each cell is a process of its own, in which later calls alternate with the
-batch gradient. Compiled code is stored on disk: its first call is measured with an empty cache, and in a second process.
+batch gradient. Compiled code is stored on disk: the first call is measured with an empty cache and in a second process.
 """
 
 from __future__ import annotations
