@@ -7,6 +7,7 @@ INSTALLED := $(VENV)/.installed
 QUICK := imports public grid factors merge naive errors_arguments errors_loss explain layers_engine
 # The seeds of `make fuzz`, from and up to.
 EAGER ?= 0 5000
+TRACED ?= 0 2000
 COMPILED ?= 0 300
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
@@ -58,8 +59,9 @@ slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random
 cuda: $(INSTALLED) ## tests of a GPU, with a torch that sees one
 	$(PYTEST) -m cuda
 
-fuzz: $(INSTALLED) ## random programs against plain autograd; to go on: make fuzz EAGER='1200 5000' COMPILED='0 300'
+fuzz: $(INSTALLED) ## random programs against plain autograd; to go on: make fuzz EAGER='1200 5000' TRACED='0 2000' COMPILED='0 300'
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py eager $(EAGER)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py traced $(TRACED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py compiled $(COMPILED)
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)

@@ -31,6 +31,7 @@ QUICK: dict[str, tuple[str, ...]] = {"TD(0) MLP 64, B=256": ("clipped_mean",)}
 # The methods of the sweep: ours, and the libraries that users choose between.
 SWEEPING = (
     "persample eager",
+    "persample traced",
     "persample compiled",
     "torch.func",
     "Opacus hooks",

@@ -41,7 +41,7 @@ WORKLOADS = (
     "GRU policy, 32x50",
     "transformer tied, B=16",
 )
-OURS = "persample eager", "persample compiled"
+OURS = "persample eager", "persample traced", "persample compiled"
 METHODS = (*OURS, "torch.func", "Opacus ghost clipping", "JAX jit(vmap(grad))")
 # README's picture: of which curves, and what it calls them.
 CURVES, PICTURE = f"scaling-{QUANTITY}-batch", "memory"

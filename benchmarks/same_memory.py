@@ -25,7 +25,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     work = build("TD(0) MLP 256, B=256")
-    for engine in ("compiled", "eager"):
+    for engine in ("compiled", "traced", "eager"):
         call = work.loss_fn, work.model, work.batch, Stack()
         out = per_sample_grads(*call, engine=engine)
         turns: dict[str, Callable[[], object]] = {

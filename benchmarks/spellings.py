@@ -1,7 +1,7 @@
 """One network in many spellings: the time of ``ClippedMean`` in units of the batch gradient's.
 
-Run as ``python -m benchmarks.spellings [eager|compiled]``. Times are CPU seconds of one thread, medians of calls of all
-spellings and of the batch gradient that alternate, and of these the medians over three processes.
+Run as ``python -m benchmarks.spellings [eager|traced|compiled]``. Times are CPU seconds of one thread, medians of calls
+of all spellings and of the batch gradient that alternate, and of these the medians over three processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The time of ``accumulate``, in units of one call of ``per_sample_grads`` for each batch.
 
-Run as ``python -m benchmarks.streams [eager|compiled]``. Times are CPU seconds of one thread, medians of alternating
-passes, and of these the medians over three processes. The results of the single calls are thrown away: to merge them is
-part of what ``accumulate`` does in the same time. The goal is 1.05.
+Run as ``python -m benchmarks.streams [eager|traced|compiled]``. Times are CPU seconds of one thread, medians of
+alternating passes, and of these the medians over three processes. The results of the single calls are thrown away: to
+merge them is part of what ``accumulate`` does in the same time. The goal is 1.05.
 """
 
 from __future__ import annotations

@@ -77,15 +77,17 @@ def per_sample_grads(
         chunk_size: the number of samples processed at a time, which bounds memory; None for all.
         memory: the bytes that gradients written out for speed may take together; ``"low"`` for none beyond what their
             factors take; None for 256 MiB, beyond which each may take twice its factors. Does not change results.
-        engine: "eager" (``vmap``), "compiled" (the fastest, after seconds of compilation, which repeats when the loss
-            or the sizes change), or "loop" (plain autograd, one sample at a time; takes ``.item()``, branches on
-            values, and checkpoints, too), or "auto" ("eager", and for a loss that vmap cannot batch "loop", with a
-            ``FallbackWarning`` that says why). All engines give the same results.
+        engine: "eager" (``vmap``); "traced" (the same operations as a program without autograd and vmap, captured at
+            the first call, and again when the loss or the sizes change); "compiled" (that program, compiled: the
+            fastest, after seconds of compilation); "loop" (plain autograd, one sample at a time; takes ``.item()``,
+            branches on values, and checkpoints, too); "auto" ("eager", and for a loss that vmap cannot batch "loop",
+            with a ``FallbackWarning`` that says why). All engines give the same results.
         out: a previous result of the same call, to be overwritten and returned. Reuse it in loops, because fresh memory
             costs more than the gradients themselves.
         differentiable: give the results a graph for plain autograd, back to parameters, batch, weights, fields of
             reductions and what the loss closes over, where these require grad: for meta-gradients and gradient
-            penalties. Gradients are written out then, ``[B, *shape]``, operation by operation (also with "compiled").
+            penalties. Gradients are written out then, ``[B, *shape]``, operation by operation (with every engine but
+            "loop").
 
     Returns:
         A tree like ``params`` with leaves ``[B, *shape]`` if ``reduce`` is None; the result of the reduction; or a

@@ -11,7 +11,7 @@ import sys
 from random_shrinking import smallest
 from test_random_programs import outcomes
 
-EVERY = {"eager": 100, "compiled": 10}  # seeds between two lines of counts
+EVERY = {"eager": 100, "traced": 50, "compiled": 10}  # seeds between two lines of counts
 
 
 def fuzz(engine: str, start: int, stop: int) -> int:

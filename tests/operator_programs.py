@@ -1,4 +1,4 @@
-"""Programs made of torch's operator database: a loss that adds the losses of several operations, through Inductor."""
+"""Programs made of torch's operator database: a loss that adds the losses of several operations, captured."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def expected(case):
         return None
 
 
-def outcomes(several):
+def outcomes(several, engine):
     """What came of each case of one program, and of the halves of a program that is refused or not compiled."""
     importlib.import_module("persample.engines.compiled.lower")._warned.clear()
     try:
-        actual = measured(several, "compiled")
+        actual = measured(several, engine)
     except Exception as error:  # noqa: BLE001 - a crash, which is a finding
         if len(several) > 1:
             middle = len(several) // 2
-            return outcomes(several[:middle]) + outcomes(several[middle:])
+            return outcomes(several[:middle], engine) + outcomes(several[middle:], engine)
         if isinstance(error, LossError):
             return ["refused"]
         not_compiled = isinstance(error, RuntimeWarning) and str(error).startswith(NOT_COMPILED)
@@ -87,32 +87,32 @@ def outcomes(several):
     return ["agreed" if x <= 1e-9 else f"off by {x:g}" for x in off]
 
 
-def culprits(several, wrong):
+def culprits(several, wrong, engine):
     """The cases beside which one is wrong, found by halves; none if it is wrong alone."""
     others = [case for case in several if case is not wrong]
-    if outcomes([wrong])[0] != "agreed":
+    if outcomes([wrong], engine)[0] != "agreed":
         return []
     while len(others) > 1:
         halves = others[: len(others) // 2], others[len(others) // 2 :]
-        found = next((half for half in halves if outcomes([*half, wrong])[-1] != "agreed"), None)
+        found = next((half for half in halves if outcomes([*half, wrong], engine)[-1] != "agreed"), None)
         if found is None:
             break
         others = found
     return others
 
 
-def compare(programs):
-    """Compare compiled programs with the loop; print how many of their cases agreed."""
+def compare(programs, engine):
+    """Compare programs of an engine that captures with the loop; print how many of their cases agreed."""
     counts, apart, wrong = Counter(), {"refused": set(), "not compiled": set()}, []
     for several in programs:
-        for case, found in zip(several, outcomes(several), strict=True):
+        for case, found in zip(several, outcomes(several, engine), strict=True):
             counts[found if found in {"agreed", *apart} else "wrong"] += 1
             if found in apart:
                 apart[found].add(case.name)
             elif found != "agreed":
-                beside = [x.name for x in culprits(several, case)]
+                beside = [x.name for x in culprits(several, case, engine)]
                 shapes = [tuple(case.leaves[k].shape) for k in case.places]
                 wrong.append(f"{case.name} {case.roles} {shapes} {case.sample.kwargs} beside {beside}: {found}")
-    print(f"{len(programs)} programs, {dict(counts)}, {apart}")  # noqa: T201
+    print(f"{engine}: {len(programs)} programs, {dict(counts)}, {apart}")  # noqa: T201
     assert not wrong, "\n".join(wrong)
     assert counts["agreed"] > 5 * (counts["refused"] + counts["not compiled"])

@@ -241,8 +241,10 @@ WRONG_IN_TORCH = re.compile(
     r"linalg\.solve\(.*(jacfwd|hessian|jvp)|(layer|instance|batch)_norm\(.*(jacfwd|jacrev|hessian|jvp|vjp|grad)",
     re.DOTALL,
 )
-# torch.cov compares values in C++ on its way, which Dynamo cannot capture: an error of engine="compiled".
-UNCAPTURABLE = re.compile(r"torch\.(cov|corrcoef)\(")
+# Engines that capture refuse these: torch.cov compares values in C++ on its way, and the shapes of the results of
+# torch.linalg.lstsq and torch.combinations depend on values, as far as torch can tell.
+UNCAPTURABLE = re.compile(r"torch\.(cov|corrcoef|linalg\.lstsq|combinations)\(")
+CAPTURING = {"traced", "compiled"}
 
 
 def examine(seed: int, engine: str = "eager", *, small: bool = False) -> Outcome:
@@ -260,7 +262,7 @@ def judged(program: Program, call: Call, engine: str) -> Outcome:
 
     if WRONG_IN_TORCH.search(program.source):
         return said("thrown away", "wrong in torch")
-    if engine == "compiled" and UNCAPTURABLE.search(program.source):
+    if engine in CAPTURING and UNCAPTURABLE.search(program.source):
         return said("thrown away", "not captured by Dynamo")
     try:
         dense = oracle(program)
@@ -294,7 +296,7 @@ def runs(program: Program, call: Call, engine: str, loss: Any, dense: Any, expec
         given["batch"] = pytree.tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, given["batch"])
     result = ps.per_sample_grads(loss, reduce=call.reduce, engine=engine, **given, **call.options)
     wrong = disagreement(result, call.reduce, expected, program.rtol)
-    if wrong or not program.size or not (call.again or engine == "compiled"):
+    if wrong or not program.size or not (call.again or engine in CAPTURING):
         return wrong
     rng = random.Random(program.seed + 2)
     weights = call.options.get("weights")

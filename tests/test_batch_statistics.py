@@ -144,7 +144,7 @@ def test_every_reduction_warns(reduce, chunk_size):
         per_sample_grads(centred, model(), (X, A), reduce, keep_batch_dim=True, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("engine", ["compiled", "loop", "auto"])
+@pytest.mark.parametrize("engine", ["traced", "compiled", "loop", "auto"])
 def test_every_engine_warns(engine):
     wanted = {"loss": ps.Loss(), "mean": ps.ClippedMean(1.0), "gram": ps.Gram()}
     with pytest.warns(BatchStatisticsWarning, match=r"Tensor.mean, in centred .*`return \(\(a - a.mean"):

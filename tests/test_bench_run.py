@@ -458,7 +458,7 @@ def test_a_smoke_run_is_interrupted_and_goes_on(tmp_path):
     results = read(path)
     assert results.records[: len(before)] == before
     ours = {record.method: record for record in results.records if record.method.startswith("persample")}
-    assert ours.keys() == {"persample eager", "persample compiled"}
+    assert ours.keys() == {"persample eager", "persample traced", "persample compiled"}
     for record in ours.values():
         assert record.status == "ok"
         assert record.ratio == pytest.approx(record.median_s / record.unit_s, rel=5)

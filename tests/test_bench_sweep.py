@@ -57,7 +57,9 @@ def test_the_sweep_compares_ours_with_the_libraries_that_users_choose_between():
     assert [cell.key for cell in found] == [(name, "clipped_mean", method) for name in DRAWS for method in SWEEPING]
     assert {cell.workload for cell in swept(listed, quick=True)} == set(draws.QUICK)
     assert {cell.method.name for cell in swept(listed, only=["BackPACK"])} == {"BackPACK"}
-    assert set(SWEEPING) >= {name for name in load("torch") if name in {EAGER, COMPILED, "torch.func"}}
+    assert set(SWEEPING) >= {
+        name for name in load("torch") if name in {EAGER, "persample traced", COMPILED, "torch.func"}
+    }
 
 
 # The table.

@@ -24,7 +24,7 @@ def leaves(tree):
     return torch.utils._pytree.tree_leaves(tree)
 
 
-@pytest.mark.parametrize("name", ["eager", "loop", "compiled"])
+@pytest.mark.parametrize("name", ["eager", "loop", "traced", "compiled"])
 def test_out_is_written_again(name):
     out = per_sample_grads(loss, MODEL, X, WANTED, engine=name)
     places = [x.data_ptr() for x in leaves(out)]
@@ -35,7 +35,7 @@ def test_out_is_written_again(name):
     assert [x.data_ptr() for x in leaves(out)] == places
 
 
-@pytest.mark.parametrize("name", ["eager", "compiled"])
+@pytest.mark.parametrize("name", ["eager", "traced", "compiled"])
 def test_out_that_is_also_read(name):
     """The gradient of w·x is x: rows are written into the batch only after everything was read."""
     batch = X.clone()

@@ -33,7 +33,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "constructs.md"
 START, END = "<!-- table: python tests/test_constructs.py -->\n", "<!-- end of table -->\n"
 F64 = torch.float64
 B = 4
-ENGINES = ("eager", "compiled", "loop")
+ENGINES = ("eager", "traced", "compiled", "loop")
 
 
 class Refusal(NamedTuple):
@@ -45,7 +45,7 @@ class Refusal(NamedTuple):
 
 
 VALUES = Refusal("values", r"reads values of a sample")
-CAPTURE = Refusal("capture", r"cannot be compiled")
+CAPTURE = Refusal("capture", r"cannot be (traced|compiled)")
 WRITES = Refusal("writes", r"writes in place into its arguments, or into a tensor it closed over")
 WRITES_ROWS = Refusal("writes", r"writes per-sample values in place into a tensor that is the same for all samples")
 WROTE = Refusal("writes", r"wrote in place into")
@@ -99,9 +99,10 @@ def rows():
     return draw(B, 3, seed=2)
 
 
-def construct(group, name, *, params=vector, batch=rows, replay=None, eager=None, compiled=None, loop=None, **options):
-    """Put the decorated loss into the table; an engine that is not named takes it."""
-    refusals = {k: v for k, v in {"eager": eager, "compiled": compiled, "loop": loop}.items() if v}
+def construct(group, name, *, params=vector, batch=rows, replay=None, eager=None, captured=None, loop=None, **options):
+    """Put the decorated loss into the table; an engine that is not named takes it. Two engines capture a loss."""
+    refusals = dict(zip(ENGINES, (eager, captured, captured, loop), strict=True))
+    refusals = {engine: refusal for engine, refusal in refusals.items() if refusal}
     if replay:
         options["randomness"] = "different"
 
@@ -118,17 +119,17 @@ flow = functools.partial(construct, "Control flow")
 FLAG = {"squared": True}
 
 
-@flow("`if x.sum() > 0:` (a value of the sample)", eager=VALUES, compiled=VALUES)
+@flow("`if x.sum() > 0:` (a value of the sample)", eager=VALUES, captured=VALUES)
 def _(w, x):
     return w @ x if x.sum() > 0 else (w @ x) ** 2
 
 
-@flow("`if w.norm() > 1:` (a value of a parameter)", compiled=CAPTURE)
+@flow("`if w.norm() > 1:` (a value of a parameter)", captured=CAPTURE)
 def _(w, x):
     return w @ x if w.norm() > 1 else (w @ x) ** 2
 
 
-@flow("`if total > 0:`, computed from a closed-over tensor", compiled=CAPTURE)
+@flow("`if total > 0:`, computed from a closed-over tensor", captured=CAPTURE)
 def _(w, x):
     return (w * CLOSED) @ x if CLOSED.sum() > 0 else w @ x
 
@@ -151,7 +152,7 @@ def _(w, x):
     return total
 
 
-@flow("`while` on a value", eager=VALUES, compiled=VALUES)
+@flow("`while` on a value", eager=VALUES, captured=VALUES)
 def _(w, x):
     y = w @ x
     while y.abs() < 10:
@@ -159,7 +160,7 @@ def _(w, x):
     return y
 
 
-@flow("`if x.isnan().any():`", eager=VALUES, compiled=VALUES)
+@flow("`if x.isnan().any():`", eager=VALUES, captured=VALUES)
 def _(w, x):
     return w.sum() if x.isnan().any() else (w @ x) ** 2
 
@@ -216,7 +217,7 @@ def _(w, x):
     return (w @ x) ** 2 if bool(NUMBER) else w @ x
 
 
-@values("`vector.tolist()` of a closed-over tensor", compiled=CAPTURE)
+@values("`vector.tolist()` of a closed-over tensor", captured=CAPTURE)
 def _(w, x):
     return sum(a * b * c for a, b, c in zip(CLOSED.tolist(), w, x, strict=True))
 
@@ -224,7 +225,7 @@ def _(w, x):
 @values(
     "`if a.item() > 1:`, a number of the sample",
     eager=VALUES,
-    compiled=VALUES,
+    captured=VALUES,
     batch=lambda: (rows(), torch.tensor([1, 2, 1, 2])),
 )
 def _(w, x, a):
@@ -234,7 +235,7 @@ def _(w, x, a):
 @values(
     "`range(int(a))`, a number of the sample",
     eager=VALUES,
-    compiled=VALUES,
+    captured=VALUES,
     batch=lambda: (rows(), torch.tensor([1, 2, 1, 2])),
 )
 def _(w, x, a):
@@ -244,7 +245,7 @@ def _(w, x, a):
     return y
 
 
-@values("`x.tolist()` of the sample", eager=VALUES, compiled=VALUES)
+@values("`x.tolist()` of the sample", eager=VALUES, captured=VALUES)
 def _(w, x):
     return sum(a * b for a, b in zip(x.tolist(), w, strict=True))
 
@@ -259,7 +260,7 @@ def _(w, x):
     return (w * torch.from_numpy(ARRAY)) @ x
 
 
-@values("`x.unique()`, `x.nonzero()`", eager=VALUES, compiled=VALUES)
+@values("`x.unique()`, `x.nonzero()`", eager=VALUES, captured=VALUES)
 def _(w, x):
     return w @ x * x.unique().sum() * x.nonzero().sum()
 
@@ -305,12 +306,12 @@ def _(w, x, a):
     return q.gather(0, a[None]).sum() + q.index_select(0, a[None]).sum() ** 2 + q.take_along_dim(a[None]).sum()
 
 
-@indexing("`q[x > 0]` (a boolean mask)", eager=VALUES, compiled=VALUES)
+@indexing("`q[x > 0]` (a boolean mask)", eager=VALUES, captured=VALUES)
 def _(w, x):
     return (w * x)[x > 0].sum()
 
 
-@indexed("`x[:a]` (a slice of a length in the batch)", eager=VALUES, compiled=VALUES)
+@indexed("`x[:a]` (a slice of a length in the batch)", eager=VALUES, captured=VALUES)
 def _(w, x, a):
     return (w * x)[:a].sum() + w @ x
 
@@ -335,7 +336,7 @@ def _(w, x):
     return out.square().sum()
 
 
-@writing("masks, `out[x > 0] = 1`", eager=VALUES, compiled=VALUES)
+@writing("masks, `out[x > 0] = 1`", eager=VALUES, captured=VALUES)
 def _(w, x):
     out = x.new_zeros(3)
     out[x > 0] = 1.0
@@ -363,19 +364,19 @@ def _(w, x):
     return y.square().sum()
 
 
-@writing("into a parameter", eager=WROTE, compiled=WROTE, loop=WROTE)
+@writing("into a parameter", eager=WROTE, captured=WROTE, loop=WROTE)
 def _(w, x):
     with torch.no_grad():
         w.mul_(2)
     return w @ x
 
 
-@writing("into a leaf of the batch", eager=WRITES, compiled=WRITES, loop=WROTE)
+@writing("into a leaf of the batch", eager=WRITES, captured=WRITES, loop=WROTE)
 def _(w, x):
     return w @ x.mul_(2)
 
 
-@writing("into a closed-over tensor", eager=WRITES, compiled=WRITES)
+@writing("into a closed-over tensor", eager=WRITES, captured=WRITES)
 def _(w, x):
     SCRATCH.copy_(x)
     return (w * SCRATCH) @ x
@@ -413,7 +414,7 @@ writing("into a buffer, the same for all samples (`calls += 1`)", params=lambda:
 writing(
     "into a buffer, of the sample (`mean.copy_(x)`)",
     eager=WRITES_ROWS,
-    compiled=WRITES_ROWS,
+    captured=WRITES_ROWS,
     params=lambda: Counting(mean=True),
 )(squared_output)
 
@@ -460,7 +461,7 @@ def _(w, x):
 
 
 @random(
-    "a `torch.Generator` of your own", compiled=CAPTURE, replay=lambda w, x, noise: ((w + noise) * x).square().sum()
+    "a `torch.Generator` of your own", captured=CAPTURE, replay=lambda w, x, noise: ((w + noise) * x).square().sum()
 )
 def _(w, x):
     noise = torch.rand(3, generator=GENERATOR, dtype=F64)
@@ -515,14 +516,14 @@ def _(w, x):
     return (slope * x).square().sum()
 
 
-@autograd("the same with respect to a tensor that requires a gradient inside", eager=DERIVATIVES, compiled=DERIVATIVES)
+@autograd("the same with respect to a tensor that requires a gradient inside", eager=DERIVATIVES, captured=DERIVATIVES)
 def _(w, x):
     x = x.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(torch.tanh(w * x).sum(), x, create_graph=True)
     return (slope * w).square().sum()
 
 
-@autograd("`.backward()` inside", eager=DERIVATIVES, compiled=DERIVATIVES)
+@autograd("`.backward()` inside", eager=DERIVATIVES, captured=DERIVATIVES)
 def _(w, x):
     leaf = x.detach().clone().requires_grad_()
     leaf.square().sum().backward()
@@ -604,7 +605,7 @@ def linear():
 
 autograd("forward hooks of modules", params=hooked("register_forward_hook"))(squared_output)
 autograd(
-    "full backward hooks of modules", eager=NO_RULE, compiled=NO_RULE, params=hooked("register_full_backward_hook")
+    "full backward hooks of modules", eager=NO_RULE, captured=NO_RULE, params=hooked("register_full_backward_hook")
 )(squared_output)
 
 
@@ -698,7 +699,7 @@ modules("batch norm in eval mode", params=made(nn.BatchNorm2d, 2), batch=images,
 modules(
     "batch norm in train mode",
     eager=STATISTICS,
-    compiled=STATISTICS,
+    captured=STATISTICS,
     loop=STATISTICS,
     params=made(nn.BatchNorm2d, 2, train=True),
     batch=images,
@@ -733,7 +734,7 @@ modules("modules that read buffers", params=Counting)(squared_output)
 modules("modules that keep an activation (`self.kept = y`)", params=lambda: Counting(keep=True))(squared_output)
 
 
-@modules("a scripted module that the loss closes over", compiled=CAPTURE)
+@modules("a scripted module that the loss closes over", captured=CAPTURE)
 def _(w, x):
     return SCRIPTED(w * x).square().sum()
 
@@ -751,7 +752,7 @@ def _(w, x):
     return (w @ x - NET(x).sum()) ** 2
 
 
-@modules("`copy.deepcopy(model)` inside", compiled=CAPTURE, params=linear)
+@modules("`copy.deepcopy(model)` inside", captured=CAPTURE, params=linear)
 def _(model, x):
     return model(x).square().sum() + copy.deepcopy(model)(x).sum()
 
@@ -801,7 +802,7 @@ def _(w, x):
     return z
 
 
-@numerical("a Newton loop until `residual < eps`", eager=VALUES, compiled=VALUES)
+@numerical("a Newton loop until `residual < eps`", eager=VALUES, captured=VALUES)
 def _(w, x):
     z = (x * 0).sum() + 1.0
     while (z**3 + z - (w @ x).tanh()).abs() > 1e-12:
@@ -834,7 +835,7 @@ def _(w, x):
     return torch.tanh(w @ query) ** 2
 
 
-@numerical("`log_prob`, `entropy`, `kl_divergence` of distributions, with validation", compiled=CAPTURE)
+@numerical("`log_prob`, `entropy`, `kl_divergence` of distributions, with validation", captured=CAPTURE)
 def _(w, x):
     normal = torch.distributions.Normal(w, x.exp(), validate_args=True)
     choice = torch.distributions.Categorical(logits=w * x, validate_args=True)
@@ -872,7 +873,7 @@ models("a ResNet block, batch norm in eval mode", params=made(Residual), batch=i
 models(
     "a ResNet block, batch norm in train mode",
     eager=STATISTICS,
-    compiled=STATISTICS,
+    captured=STATISTICS,
     loop=STATISTICS,
     params=made(Residual, train=True),
     batch=images,
@@ -926,7 +927,7 @@ models("`nn.EmbeddingBag`", params=made(nn.EmbeddingBag, 5, 3, mode="sum"), batc
 models(
     "`nn.Embedding(sparse=True)`",
     eager=SPARSE_GRADIENTS,
-    compiled=SPARSE_GRADIENTS,
+    captured=SPARSE_GRADIENTS,
     loop=SPARSE_GRADIENTS,
     params=made(nn.Embedding, 5, 3, sparse=True),
     batch=bags,
@@ -934,7 +935,7 @@ models(
 models(
     "`nn.Embedding(max_norm=…)`",
     eager=BOUNDED_ROWS,
-    compiled=BOUNDED_ROWS,
+    captured=BOUNDED_ROWS,
     loop=BOUNDED_ROWS,
     params=made(nn.Embedding, 5, 3, max_norm=1.0),
     batch=bags,
@@ -964,7 +965,7 @@ def distributed():
     return nn.parallel.DistributedDataParallel(made(nn.Linear, 3, 2)())
 
 
-models("`DistributedDataParallel`", params=distributed, compiled=CAPTURE)(squared_output)
+models("`DistributedDataParallel`", params=distributed, captured=CAPTURE)(squared_output)
 models("the module inside, `model.module`", params=lambda: distributed().module)(squared_output)
 
 
@@ -1024,7 +1025,7 @@ def _(w, x):
         return (w @ x) ** 2
 
 
-@python("`try`/`except NameError` around a global that is not there", compiled=CAPTURE)
+@python("`try`/`except NameError` around a global that is not there", captured=CAPTURE)
 def _(w, x):
     try:
         return MISSING * (w @ x)
@@ -1046,7 +1047,7 @@ def _(w, x):
     return (w @ x) ** 2
 
 
-@python("a tensor appended to a list outside", compiled=CAPTURE)
+@python("a tensor appended to a list outside", captured=CAPTURE)
 def _(w, x):
     KEPT.append(w * x)
     return (w @ x) ** 2
@@ -1090,7 +1091,7 @@ def _(w, x):
     return sum(sine(part) for part in (power(a, 2) for a in w * x))
 
 
-@python("a class defined inside", compiled=CAPTURE)
+@python("a class defined inside", captured=CAPTURE)
 def _(w, x):
     class Scale:
         by = 3.0
@@ -1108,7 +1109,7 @@ def scale_of(n):
     return 1.0 / n
 
 
-@python("`per_sample_grads` inside, under `no_grad`", compiled=CAPTURE)
+@python("`per_sample_grads` inside, under `no_grad`", captured=CAPTURE)
 def _(w, x):
     with torch.no_grad():
         inner = per_sample_grads(lambda v, y: (v * y) ** 2, x.sum().detach(), torch.ones(2, dtype=F64))
@@ -1168,7 +1169,7 @@ def _(w, x):
         return (w.float()[None] @ x.float()[:, None]).sum().double()
 
 
-@data("sparse tensors, closed over", eager=NO_RULE, compiled=NO_RULE)
+@data("sparse tensors, closed over", eager=NO_RULE, captured=NO_RULE)
 def _(w, x):
     return (SPARSE @ (w * x)[:, None]).square().sum()
 
@@ -1176,13 +1177,17 @@ def _(w, x):
 SPARSE = torch.eye(3, dtype=F64).to_sparse()
 
 
-@data("`to_sparse()` of the sample", eager=NO_RULE, compiled=NO_RULE)
+@data("`to_sparse()` of the sample", eager=NO_RULE, captured=NO_RULE)
 def _(w, x):
     return (x[None].to_sparse() @ w[:, None]).square().sum()
 
 
 @data(
-    "a list of episodes of different lengths", batch=lambda: [draw(2, 3), draw(4, 3)], **dict.fromkeys(ENGINES, RAGGED)
+    "a list of episodes of different lengths",
+    batch=lambda: [draw(2, 3), draw(4, 3)],
+    eager=RAGGED,
+    captured=RAGGED,
+    loop=RAGGED,
 )
 def _(w, x, _):
     return (w * x).sum()
@@ -1195,7 +1200,7 @@ def _(w, x, mask):
     return torch.where(mask, (x @ w).tanh(), 0).sum()
 
 
-@data("nested tensors", eager=NO_RULE, compiled=NO_RULE)
+@data("nested tensors", eager=NO_RULE, captured=NO_RULE)
 def _(w, x):
     return torch.nested.as_nested_tensor([w * x, w[:2]]).to_padded_tensor(0.0).square().sum()
 
@@ -1288,10 +1293,10 @@ def _process_group():
 
 
 def cells():
-    """Every row with every engine; those that take ten seconds of compilation are slow."""
+    """Every row with every engine; those that take seconds to trace are slow."""
     for row in CONSTRUCTS:
         for engine in ENGINES:
-            slow = row.group == "Hugging Face" and engine == "compiled"
+            slow = row.group == "Hugging Face" and engine in {"traced", "compiled"}
             yield pytest.param(row, engine, marks=[pytest.mark.slow] if slow else [], id=f"{row.name}-{engine}")
 
 
@@ -1334,11 +1339,12 @@ def test_no_random_numbers_unless_asked_for():
             per_sample_grads(row.loss, row.params(), row.batch(), (Stack(), Aux()), engine=engine)
 
 
-def test_side_effects_happen_once_for_each_call_of_compiled_code():
+@pytest.mark.parametrize("engine", ["traced", "compiled"])
+def test_side_effects_happen_once_for_each_call_of_a_program(engine):
     row = next(row for row in CONSTRUCTS if "a counter outside" in row.name)
     before = COUNTS["calls"]
     for call in range(1, 5):
-        computed(row, "compiled", row.params())
+        computed(row, engine, row.params())
         assert COUNTS["calls"] == before + call
 
 
@@ -1389,7 +1395,7 @@ def table():
     """Return the table as Markdown."""
     lines = []
     for group in dict.fromkeys(row.group for row in CONSTRUCTS):
-        lines += [f"| **{group}** | eager | compiled | loop |", "| --- | --- | --- | --- |"]
+        lines += [f"| **{group}** | {' | '.join(ENGINES)} |", "| --- " * (len(ENGINES) + 1) + "|"]
         for row in (row for row in CONSTRUCTS if row.group == group):
             cells = [f"*{row.refusals[engine].name}*" if engine in row.refusals else "yes" for engine in ENGINES]
             lines.append(f"| {named(row)} | {' | '.join(cells)} |")

@@ -27,6 +27,7 @@ DEVICE = torch.device("cuda", 0)
 ENGINES = {
     "eager": {"engine": "eager"},
     "chunks": {"engine": "eager", "chunk_size": 2},
+    "traced": {"engine": "traced"},
     "compiled": {"engine": "compiled"},
     "compiled-chunks": {"engine": "compiled", "chunk_size": 2},
     "loop": {"engine": "loop"},
@@ -69,7 +70,7 @@ def known():
     return cases()
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled", "loop"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled", "loop"])
 @pytest.mark.parametrize("name", ["linear layers", "convolutions", "attention", "recurrent", "tensors"])
 def test_models(known, name, engine):
     loss, params, batch = known[name]
@@ -101,7 +102,7 @@ def test_recurrent_layers_by_functional_call(kind, engine):
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")  # torch does not join weights in bfloat16, and says so
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["linear layers", "convolutions", "recurrent"])
 def test_half_precision(known, name, dtype, engine):
@@ -115,7 +116,7 @@ def test_half_precision(known, name, dtype, engine):
         torch.testing.assert_close(x.double(), y.double(), rtol=8 * eps, atol=8 * eps * y.abs().max().item())
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_autocast(known, engine):
     _, params, batch = known["linear layers"]
     loss = lambda model, x: model(x).float().square().sum()
@@ -164,7 +165,7 @@ def test_options(known):
 def test_devices_do_not_mix(known):
     loss, params, batch = known["linear layers"]
     model, x = moved(params, DEVICE), batch.to(DEVICE)
-    for engine in ("eager", "compiled", "loop"):
+    for engine in ("eager", "traced", "compiled", "loop"):
         with pytest.raises(ps.LossError, match=r"mixes devices in one operation"):
             ps.per_sample_grads(loss, model, batch, ps.Mean(), engine=engine)
         with pytest.raises(ps.LossError, match=r"mixes devices in one operation"):
@@ -196,7 +197,7 @@ def test_streams_and_folders(known, tmp_path):
     model, x = moved(params, DEVICE), batch.to(DEVICE)
     wanted = {"rows": None, "norms": ps.Norm(), "mean": ps.Mean(), "spread": ps.Variance(), "gram": ps.Gram()}
     expected = ps.per_sample_grads(scalar, params, batch, wanted)
-    for engine in ("eager", "compiled"):
+    for engine in ("eager", "traced", "compiled"):
         assert_trees_close(
             fetched(ps.accumulate(scalar, model, list(x.split(2)), wanted, engine=engine)), expected, 1e-4
         )

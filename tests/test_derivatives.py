@@ -27,7 +27,7 @@ from persample import (
     per_sample_grads,
 )
 
-ENGINES = ["eager", "compiled", "loop"]
+ENGINES = ["eager", "traced", "compiled", "loop"]
 REDUCTIONS = {"Sum": Sum(), "Mean": Mean(), "Norm": Norm(), "Loss": Loss(), "ClippedMean": ClippedMean(1.0)}
 
 
@@ -156,8 +156,8 @@ def test_constants_that_are_meant_are_right(engine, data):
         return scale * f(w, xs[0])
 
     rows = per_sample_grads(f, w, xs, engine="loop")
-    if engine == "compiled":
-        with pytest.raises(LossError, match=r"(?s)cannot be compiled: .*engine='eager'"):
+    if engine in {"traced", "compiled"}:
+        with pytest.raises(LossError, match=rf"(?s)cannot be {engine}: .*engine='eager'"):
             per_sample_grads(scaled, w, xs, engine=engine)
     else:
         assert_trees_close(per_sample_grads(scaled, w, xs, engine=engine), norms.sum() * rows, rtol=1e-9)
@@ -167,7 +167,7 @@ def test_constants_that_are_meant_are_right(engine, data):
 ENSEMBLE = {**REDUCTIONS, "Stack": Stack(), "Gram": Gram(), "Variance": Variance(), "NoiseScale": NoiseScale()}
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 @pytest.mark.parametrize("reduce", ENSEMBLE)
 def test_vmap_around_a_call_is_an_ensemble(reduce, engine, data):
     _, xs = data

@@ -271,7 +271,7 @@ def test_tensors_that_are_no_block_of_numbers(kind, place):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of (nested|MaskedTensors)")
-@pytest.mark.parametrize("engine", ["eager", "loop", "auto", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "loop", "auto", "traced", "compiled"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["buffer", "frozen"])
 @pytest.mark.parametrize("kind", ["nested", "masked", "fake", "uninitialized"])
 def test_modules_that_hold_what_is_no_block_of_numbers(kind, frozen, engine):

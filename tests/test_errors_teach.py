@@ -17,7 +17,7 @@ from persample import ArgumentError, Gram, LossError, Mean, accumulate, per_samp
 from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
 from persample.utils.origin import LIBRARY
 
-ENGINES = ["eager", "compiled", "loop", "auto"]
+ENGINES = ["eager", "traced", "compiled", "loop", "auto"]
 IMAGES, CLASSES = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 1])
 MLP = nn.Linear(3, 1)
 

@@ -219,7 +219,7 @@ def test_products_take_longer_in_float64_on_a_cpu_than_on_a_gpu():
     assert cost_model.inner_products_are_faster(size._replace(device="cuda"))
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_memory_changes_storage_and_not_results(engine):
     w, x = torch.randn(32, 32, dtype=torch.float64), torch.randn(B, 12, 32, dtype=torch.float64)
     found = {}

@@ -352,7 +352,7 @@ def _norms_of_sums(signals, inputs, engine):
 
 
 @pytest.mark.usefixtures("_small_in_float32")
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_norms_of_sums_of_any_magnitude(engine):
     signals, inputs = _of_any_magnitude()
     exact = torch.einsum("bgto,bgti->boi", signals.double(), inputs.double()).square().sum((1, 2)).sqrt()
@@ -369,7 +369,7 @@ def _opposite(num_terms, live, difference):
 
 
 @pytest.mark.usefixtures("_small_in_float32")
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 @pytest.mark.parametrize("difference", [0.1, 0.2, 0.22, 0.3])
 @pytest.mark.parametrize(("num_terms", "live"), [(2, 2), (16, 2), (16, 16), (40, 2), (40, 40)])
 def test_norms_of_sums_that_cancel_a_little(num_terms, live, difference, engine):
@@ -381,7 +381,7 @@ def test_norms_of_sums_that_cancel_a_little(num_terms, live, difference, engine)
 
 
 @pytest.mark.usefixtures("_small_in_float32")
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_norms_of_sums_that_are_not_finite(value, engine):
     signals, inputs = _of_any_magnitude()

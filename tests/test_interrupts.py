@@ -132,18 +132,18 @@ def interrupted_within(seconds):
 
 
 def cases(programs=None):
-    """Name, module and call; of the compiled ones the first few, which take seconds each."""
+    """Name, module and call; of those with programs the chosen ones: first calls take up to seconds."""
     torch.manual_seed(0)
     xs = torch.randn(6, 5)
     for model in (Layers(), Everything()):
-        for engine in ("eager", "loop", "compiled"):
+        for engine in ("eager", "loop", "traced", "compiled"):
             for reduce in (Stack(), Norm(), ClippedMean(1.0)):
 
                 def call(model=model, engine=engine, reduce=reduce):
                     return per_sample_grads(lambda model, x: model(x), model, xs, reduce, engine=engine)
 
                 name = f"{type(model).__name__} {engine} {type(reduce).__name__}"
-                if engine != "compiled" or programs is None or name in programs:
+                if engine in {"eager", "loop"} or programs is None or name in programs:
                     yield name, model, call
         yield (
             f"{type(model).__name__} composite",
@@ -188,7 +188,7 @@ def assert_no_lock_is_held(call):
 
 
 def test_interrupts_leave_everything_whole():
-    assert len(run(150, seed=0, programs={"Layers compiled ClippedMean"})) > 10
+    assert len(run(150, seed=0, programs={"Layers traced ClippedMean", "Layers compiled ClippedMean"})) > 10
 
 
 def callers(frame):
@@ -421,6 +421,7 @@ print(call()[0].tolist())
         ("compiled", "torch._dynamo.symbolic_convert"),
         ("compiled", "torch._inductor.codecache"),
         pytest.param("auto", "sympy.printing", marks=pytest.mark.slow),
+        pytest.param("traced", "torch._dynamo.symbolic_convert", marks=pytest.mark.slow),
         pytest.param("compiled", "sympy.printing", marks=pytest.mark.slow),
         pytest.param("compiled", "torch._inductor.fx_passes.fuse_attention", marks=pytest.mark.slow),
     ],

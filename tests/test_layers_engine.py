@@ -1661,7 +1661,7 @@ def test_dropping_results_keeps_no_memory(monkeypatch):
     assert not [x for x in kept if x() is not None]
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_a_kernel_written_out_beside_products(engine):
     """The compiled program of one sample returned a tensor without memory."""
     generator = torch.Generator().manual_seed(0)

@@ -51,7 +51,9 @@ def test_memory_is_flat(engine, calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "calls"), [("eager", 10_000), ("loop", 10_000), ("compiled", 10_000)])
+@pytest.mark.parametrize(
+    ("engine", "calls"), [("eager", 10_000), ("loop", 10_000), ("traced", 10_000), ("compiled", 10_000)]
+)
 def test_memory_is_flat_in_a_long_run(engine, calls):
     assert_nothing_stays(ran(engine, calls), 12)
 
@@ -124,8 +126,8 @@ def test_eight_threads_with_different_losses(calls, monkeypatch):
 
     def work(number):
         for repeat in range(calls):
-            engine = ("eager", "compiled", "loop")[(number + repeat) % 3]
-            chunk_size = None if engine == "compiled" else (None, 4)[repeat % 2]
+            engine = ("eager", "traced", "compiled", "loop")[(number + repeat) % 4]
+            chunk_size = None if engine in {"traced", "compiled"} else (None, 4)[repeat % 2]
             found = per_sample_grads(losses[number], w, x, REDUCE, engine=engine, chunk_size=chunk_size)
             assert_trees_close(found, expected[number], 1e-9)
 
@@ -144,7 +146,7 @@ def test_four_threads_with_one_module(calls, monkeypatch):
 
     def work(number):
         for repeat in range(calls):
-            engine = ("eager", "compiled", "loop")[(number + repeat) % 3]
+            engine = ("eager", "traced", "compiled", "loop")[(number + repeat) % 4]
             if repeat % 4 == 3:
                 with pytest.raises(RuntimeError, match="shapes"):
                     per_sample_grads(squares, model, (batches[number][:, :2],), REDUCE, engine=engine)

@@ -1,4 +1,4 @@
-"""torch's operator database through Inductor, one operation in a program: its losses and gradients against the loop."""
+"""torch's operator database, traced and compiled, one operation in a program: losses and gradients against the loop."""
 
 import pytest
 from operator_programs import compare, differentiable_operations, learned_cases
@@ -10,6 +10,7 @@ PARTS = 6  # each of which ends before a test times out
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its samples
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_operation_alone(part):
+@pytest.mark.parametrize("engine", ["traced", "compiled"])
+def test_every_operation_alone(engine, part):
     operations = list(differentiable_operations())[part::PARTS]
-    compare(list(filter(None, (learned_cases(op, 1, "alone") for op in operations))))
+    compare(list(filter(None, (learned_cases(op, 1, "alone") for op in operations))), engine)

@@ -555,7 +555,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced", "compiled"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_wrong_losses(name, engine):
     loss, match = LOSSES[name]

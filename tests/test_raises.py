@@ -14,7 +14,7 @@ import persample as ps
 from persample import clear_cache, per_sample_grads, vmap_rules
 
 F64 = torch.float64
-ENGINES = ("eager", "compiled", "loop")
+ENGINES = ("eager", "traced", "compiled", "loop")
 MODELS = {
     "linear layers": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),  # the layers engine
     "matrices": lambda: {"w": torch.ones(2, 3, dtype=F64)},

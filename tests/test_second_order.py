@@ -140,7 +140,7 @@ def test_of_more_samples_than_parameters_the_part_of_the_targets_that_no_update_
     assert_trees_close(got, torch.linalg.solve(fisher, x.double().T @ v.double() / 200), 1e-6)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 @pytest.mark.parametrize("first_is_weighted", [True, False])
 def test_of_batches_some_may_have_weights(engine, first_is_weighted):
     work, v = build("mlp_td"), draw(10)
@@ -322,7 +322,7 @@ def test_under_the_callers_vmap(reduce, size):
         assert_trees_close(row, per_sample_grads(loss, each, x, reduce), 1e-9)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled", "loop"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled", "loop"])
 @pytest.mark.parametrize("workload", ["cnn_group_norm", "tied_weights", "complex_params"])
 def test_gram_of_two_losses(workload, engine):
     """Of factors against factors."""
@@ -432,7 +432,7 @@ def test_no_targets(targets, expected, received):
         ps.NaturalGradient(1.0, targets)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled", "loop"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled", "loop"])
 def test_targets_that_do_not_fit(engine):
     w, x = draw(3), draw(5, 3)
     with pytest.raises(ArgumentError, match=r"targets: expected shape \[5\], received shape \[4\]"):

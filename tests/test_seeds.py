@@ -16,7 +16,7 @@ from persample.cli.measure import peak_memory
 from persample.naive import backward_each, stack_mean_backward
 
 F64 = torch.float64
-ENGINES = ["eager", "compiled", "loop"]
+ENGINES = ["eager", "traced", "compiled", "loop"]
 
 
 def draw(*shape, seed=0):

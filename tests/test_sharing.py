@@ -201,7 +201,7 @@ def test_embeddings_with_sparse_gradients_are_refused():
         per_sample_grads(total, model, torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("engine", ["eager", "loop", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced", "compiled"])
 def test_tables_that_lookups_change_are_refused(engine):
     model = nn.EmbeddingBag(5, 2, max_norm=0.5)
     before = model.weight.detach().clone()
@@ -269,7 +269,7 @@ def test_stacks_of_which_one_does_not_fit_out_are_left_as_they_are():
         assert torch.equal(out["weight"], torch.full((4, 2, 3), 7.0))
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_out_with_a_negative_bit_has_the_right_sign(engine):
     out = torch.zeros(4, 3, dtype=torch.complex64).conj().imag
     assert out.is_neg()

@@ -175,7 +175,7 @@ def test_compiled_streams_of_losses_that_refuse_made_up_samples(monkeypatch):
     assert_trees_close(found, per_sample_grads(loss, w, x, ps.Mean()), 1e-9)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_batches_with_results_of_another_form(engine, monkeypatch):
     without_inductor(monkeypatch)
     loss = lambda w, x: (w[: x.shape[0]] @ x, {"a": x} if x.shape[0] == 3 else [x])
@@ -234,7 +234,7 @@ class TestSources:
         results["factors"], expected["factors"] = (one["factors"].materialize() for one in (results, expected))
         assert_trees_close(results, expected, 1e-9)
 
-    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
     def test_weights_that_are_filled_again(self, engine):
         x, weights = draw(6, 3, seed=3), draw(6, seed=5).abs()
 
@@ -376,7 +376,7 @@ class TestErrors:
         with pytest.raises(ArgumentError, match=message):
             accumulate(loss, draw(3), [(self.x, self.x[:, 0]), (self.x, self.x[:5, 0])], ps.Sum())
 
-    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
     @pytest.mark.parametrize("params", [{}, [nn.ReLU()], torch.ones(3, dtype=torch.int64), {"w": 1.0}])
     def test_parameters_are_checked_before_a_second_batch_is_read(self, params, engine):
         def batches():
@@ -501,7 +501,7 @@ class TestNumerics:
         self.check_sums(1_000_000, 100)
 
     @pytest.mark.parametrize("size", [1, 20_000])  # programs leave large sums to us
-    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
     def test_a_sum_that_float32_would_stop_at(self, engine, size, monkeypatch):
         """2²⁴ + 1 + 1 + … is 2²⁴ in float32."""
         without_inductor(monkeypatch)
@@ -510,7 +510,7 @@ class TestNumerics:
         result = accumulate(loss, torch.ones(size), x.split(1), ps.Sum(), engine=engine)
         assert (result == 2**24 + 64).all()
 
-    @pytest.mark.parametrize("engine", ["eager", "compiled"])
+    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
     def test_sums_that_cancel_and_means_of_large_numbers(self, engine, monkeypatch):
         without_inductor(monkeypatch)
         loss = lambda w, x: (w * x).sum()

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample import Norm, _torch, per_sample_grads
 
-ENGINES = ("eager", "loop", "compiled")
+ENGINES = ("eager", "loop", "traced", "compiled")
 W, X = torch.linspace(-1, 1, 3, dtype=torch.float64), torch.arange(12, dtype=torch.float64).view(4, 3).cos()
 
 

@@ -16,7 +16,7 @@ X = torch.linspace(-2, 3, 30, dtype=torch.float64).sin().reshape(5, 2, 3)
 
 
 @forward_mode
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
 def test_linearize_has_no_gradient_under_torch_func_and_is_refused(engine):
     def loss(w, x):
         return linearize(torch.sin, w)[1](w) @ x[:, 0]

@@ -1,4 +1,4 @@
-"""persample: eager and compiled, each with fresh results and with the storage of the previous call's (``out=``)."""
+"""persample: three engines, each with fresh results and with the storage of the previous call's (``out=``)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def prepare(work: Workload, quantity: str, *, engine: str, reuses: bool = False)
 METHODS = (
     Method("persample eager", "torch", partial(prepare, engine="eager"), shown_for=QUANTITIES),
     Method("persample eager, out=", "torch", partial(prepare, engine="eager", reuses=True), shown_for=("stack",)),
+    Method("persample traced", "torch", partial(prepare, engine="traced"), shown_for=QUANTITIES),
+    Method("persample traced, out=", "torch", partial(prepare, engine="traced", reuses=True), shown_for=("stack",)),
     Method("persample compiled", "torch", partial(prepare, engine="compiled"), shown_for=QUANTITIES),
     Method("persample compiled, out=", "torch", partial(prepare, engine="compiled", reuses=True), shown_for=("stack",)),
 )

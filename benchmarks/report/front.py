@@ -46,7 +46,9 @@ def first_calls(run: Results, methods: Iterable[str]) -> str:
         for method in methods
     }
     parts = [f"{seconds(times[0])} to {seconds(times[-1])} ({method})" for method, times in taken.items() if times]
-    return f"First calls took {' and '.join(parts)}; a compiled one includes compilation." if parts else ""
+    *most, last = parts or [""]
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"First calls took {listed}; a compiled one includes compilation." if parts else ""
 
 
 def processors(runs: Mapping[str, Results], quantity: str, methods: Iterable[str]) -> Grid:

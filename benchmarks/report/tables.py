@@ -59,14 +59,16 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str], metho
         results: of a run.
         quantity: what is computed.
         workloads: the rows; workloads that are not in the run are omitted.
-        methods: the columns; each compiled one of ours is followed by a column of its first calls.
+        methods: the columns, without those that the run does not have; each of ours that captures the loss is followed
+            by a column of its first calls.
 
     Returns:
         The table of times relative to one batch gradient.
     """
     found = {(r.method, r.workload): r for r in results.records if r.quantity == quantity and r.method not in LIMITS}
     shown = [workload for workload in workloads if any(w == workload for _, w in found)]
-    columns = [(method, first) for method in methods for first in ((False, True) if _compiles(method) else (False,))]
+    measured = [method for method in methods if any(m == method for m, _ in found)]
+    columns = [(method, first) for method in measured for first in ((False, True) if _captures(method) else (False,))]
     rows = []
     for workload in shown:
         best = _lowest(r for (_, w), r in found.items() if w == workload)
@@ -76,8 +78,8 @@ def short_table(results: Results, quantity: str, workloads: Sequence[str], metho
     return table(("workload", UNIT, *headings), rows, numbers=range(1, len(columns) + 2))
 
 
-def _compiles(method: str) -> bool:
-    return is_ours(method) and "compiled" in method
+def _captures(method: str) -> bool:
+    return is_ours(method) and ("traced" in method or "compiled" in method)
 
 
 def _short_cell(record: Record | None, best: float | None, first: bool) -> str:
