@@ -85,9 +85,11 @@ def simplify(module: GraphModule) -> None:
             *bias, x, weight = args
             node.target, node.args = F.linear, (x, weight.args[0], *bias)
     graph.eliminate_dead_code(_is_needed)
+    last_reads = {owner(x): node for node in graph.nodes for x in node.all_input_nodes}
     for node in graph.nodes:
-        if node.target in _IN_PLACE and _is_last_use(node):
+        if node.target in _IN_PLACE and (own := _memory_for(node, last_reads)) is not None:
             node.target = _IN_PLACE[node.target]
+            last_reads[own] = last_reads[node]
     module.recompile()
 
 
@@ -203,17 +205,11 @@ def _form(x: Any) -> Any:
     return value.shape, steps, value.dtype
 
 
-def _is_last_use(node: Node) -> bool:
-    """Return whether nothing reads the first argument of a node later, and the result fits in its memory."""
+def _memory_for(node: Node, last_reads: dict[Node, Node]) -> Node | None:
+    """Return the owner of the memory of a node's first argument, if nothing reads it later and the result fits in."""
     first: Any = node.args[0]
     if not isinstance(first, Node) or _form(first) is None or _form(first) != _form(node):
-        return False
+        return None
     own = owner(first)
-    is_own = own.op == "call_function" and own.target not in Opaque.functions
-    return is_own and first.target is not operator.getitem and _is_over(own, node)
-
-
-def _is_over(x: Node, node: Node) -> bool:
-    """Return whether a node is the last that reads the memory of another one."""
-    others = [user for user in x.users if user is not node]
-    return all(user < node and (not _shares_memory(user) or _is_over(user, node)) for user in others)
+    is_own = own.op == "call_function" and own.target not in Opaque.functions and first.target is not operator.getitem
+    return own if is_own and last_reads[own] is node else None
