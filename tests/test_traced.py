@@ -278,14 +278,15 @@ def test_memory_of_its_own_is_written_in_place():
         hidden = torch.tanh(x @ y)
         total = torch.zeros_like(x)
         total.index_add_(0, torch.arange(3), hidden)
-        return hidden.tanh(), hidden, torch.relu(x[0]), total + hidden
+        square = x.exp() @ y
+        return hidden.tanh(), hidden, torch.relu(x[0]), total + hidden, square + square.T
 
     x, y = torch.randn(3, 3), torch.randn(3, 3)
     graph = traced(function, x, y)
     aten = torch.ops.aten
     chosen = {aten.tanh_.default, aten.tanh.default, aten.relu.default, aten.add_.Tensor, aten.add.Tensor}
     assert [x for x in targets(graph) if x in chosen] == [
-        *(aten.tanh_.default, aten.tanh.default, aten.relu.default, aten.add_.Tensor)
+        *(aten.tanh_.default, aten.tanh.default, aten.relu.default, aten.add_.Tensor, aten.add.Tensor)
     ]
     before = x.clone()
     assert all(map(torch.equal, straight(graph)([x, y]), function(before, y)))

@@ -130,14 +130,17 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
 def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> Any:
     if task.out is not None and not is_apart(task.out, captured.read):
         return _computed(replace(task, out=None), asked)
+    doubt: DoubtfulError | None = None
     with full_precision(task.call.params[0].device):
         try:
             results = program(captured.tensors)
         except DoubtfulError as error:
-            results = _eagerly(task)  # raises the same, where the loss is at fault
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            return results
+            doubt = error
+    if doubt is not None:
+        results = _eagerly(task)  # raises the same, where the loss is at fault
+        if doubt.__cause__ is not None:
+            raise doubt.__cause__
+        return results
     if asked is not None and task.call.weights is None and (task.out is None) == (asked.out is None):
         remember(asked, captured, program)
     return results

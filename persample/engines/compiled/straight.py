@@ -89,7 +89,7 @@ def simplify(module: GraphModule) -> None:
     for node in graph.nodes:
         if node.target in _IN_PLACE and (own := _memory_for(node, last_reads)) is not None:
             node.target = _IN_PLACE[node.target]
-            last_reads[own] = last_reads[node]
+            last_reads[own] = last_reads.get(node, node)
     module.recompile()
 
 
@@ -212,4 +212,7 @@ def _memory_for(node: Node, last_reads: dict[Node, Node]) -> Node | None:
         return None
     own = owner(first)
     is_own = own.op == "call_function" and own.target not in Opaque.functions and first.target is not operator.getitem
-    return own if is_own and last_reads[own] is node else None
+    is_read_once = all(
+        x is first or owner(x) is not own for x in node.all_input_nodes
+    )  # x + x.T would read what it wrote
+    return own if is_own and is_read_once and last_reads[own] is node else None
