@@ -1,6 +1,8 @@
 # Everything starts here; see `make help`.
 PYTHON ?= python3
-VENV := .venv
+# Another torch than that of constraints.txt, in an environment of its own: make test TORCH=2.15.0
+TORCH ?=
+VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
@@ -23,11 +25,12 @@ help: ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@# Without torchvision, which only BackPACK's examples use: built for CUDA, it fails beside a torch for CPUs. Without
 	@# dattri's MIDI files, and the old attrs that dp-accounting pins and does not need.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-deps \
 		backpack-for-pytorch curvlinops-for-pytorch dattri dp-accounting
 	@touch $@
 
