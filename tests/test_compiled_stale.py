@@ -895,6 +895,19 @@ def _(patch):
     return lambda w, x: abs(-2.0) * (w @ x), lambda: patch.setitem(globals(), "abs", lambda x: 3.0)
 
 
+@gap("an attribute or a key that is added after the loss caught its absence; since torch 2.14 a global variable, too")
+def _(patch):
+    table = {}
+
+    def loss(w, x):
+        try:
+            return table["rate"] * (w @ x)
+        except KeyError:
+            return 2.0 * (w @ x)
+
+    return loss, lambda: table.update(rate=3.0)
+
+
 @gap("a module that is replaced in `sys.modules`, and imported inside of the loss")
 def _(patch):
     old, new = types.ModuleType("replaced_module"), types.ModuleType("replaced_module")
