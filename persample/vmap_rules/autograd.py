@@ -64,7 +64,7 @@ def _is_shared_leaf(x: Tensor) -> bool:
 
 RULES: dict[Any, Callable[..., Any]] = {
     _data: _detached_data,
-    SETS_DATA: _set_data,
+    **dict.fromkeys(SETS_DATA, _set_data),
     make_dual: _dual,
     Tensor.__deepcopy__: _deepcopy,
     Tensor.untyped_storage: _untyped_storage,
