@@ -217,9 +217,7 @@ def is_forward_mode() -> bool:
 
 engine_run_backward = private(  # torch.autograd.grad, but under modes
     "torch.autograd.graph:_engine_run_backward",
-    lambda outputs, units, retain, create, inputs, allow_unused, **_: torch.autograd.grad(
-        outputs, inputs, units, retain_graph=retain, create_graph=create, allow_unused=allow_unused
-    ),
+    lambda *args, **kwargs: torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs),  # noqa: PLW0108
 )
 
 
