@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test slow cuda fuzz lint bench bench-peers bench-report bench-summary docs
+.PHONY: help demo quick test slow cuda fuzz neighbours lint bench bench-peers bench-report bench-summary docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ cuda: $(INSTALLED) ## tests of a GPU, with a torch that sees one
 fuzz: $(INSTALLED) ## random programs against plain autograd; to go on: make fuzz EAGER='1200 5000' COMPILED='0 300'
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py eager $(EAGER)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py compiled $(COMPILED)
+
+neighbours: ## test beside other Pythons and neighbours, each in an environment of its own; write the table of docs/ecosystem.md
+	$(PYTHON) tests/neighbours.py
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
 	$(BIN)/python -m pytest $(wildcard benchmarks/test_*.py) --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
