@@ -19,10 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "ecosystem.md"
 NEIGHBOURS = ["torch", "numpy", "gymnasium", "torchrl", "tensordict", "transformers", "peft"]
-OTHERS = ["minari[hdf5]", "stable-baselines3", "pytest>=9", "hypothesis", "sybil"]
-TESTS = [
-    f"tests/test_{name}.py" for name in ("inputs", "grid", "ecosystem", "transformers", "public_models", "rollouts")
-]
+OTHERS = ["minari[hdf5]", "pillow", "stable-baselines3", "pytest>=9", "hypothesis", "sybil"]
+TESTS = [f"tests/test_{name}.py" for name in ("inputs", "ecosystem", "transformers", "rollouts")]
 ROWS = [
     ("3.10", "torch==2.13.0", "numpy<2"),
     ("3.11", "torch==2.13.0", "numpy<2"),
