@@ -1,6 +1,8 @@
 # Everything starts here; see `make help`.
 PYTHON ?= python3
-VENV := .venv
+# Another torch than that of constraints.txt, in an environment of its own: make test TORCH=2.15.0
+TORCH ?=
+VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
@@ -17,18 +19,19 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test slow cuda fuzz lint bench bench-peers bench-report bench-summary docs
+.PHONY: help demo quick test slow cuda fuzz neighbours lint bench bench-peers bench-report bench-summary docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@# Without torchvision, which only BackPACK's examples use: built for CUDA, it fails beside a torch for CPUs. Without
 	@# dattri's MIDI files, and the old attrs that dp-accounting pins and does not need.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-deps \
 		backpack-for-pytorch curvlinops-for-pytorch dattri dp-accounting
 	@touch $@
 
@@ -63,6 +66,9 @@ fuzz: $(INSTALLED) ## random programs against plain autograd; to go on: make fuz
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py eager $(EAGER)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py traced $(TRACED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py compiled $(COMPILED)
+
+neighbours: ## test beside other Pythons and neighbours, each in an environment of its own; write the table of docs/ecosystem.md
+	$(PYTHON) tests/neighbours.py
 
 bench: $(INSTALLED) ## time the methods side by side in one process (ratios hold within one run)
 	$(BIN)/python -m pytest $(wildcard benchmarks/test_*.py) --benchmark-only --benchmark-group-by=group --benchmark-columns=median,iqr,rounds

@@ -147,7 +147,6 @@ set_single_level_autograd_function_allowed = private("torch._C._functorch:set_si
 get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack", _unknown)
 push_function_mode = private("torch.overrides:_push_mode")
 pop_function_mode = private("torch.overrides:_pop_mode")
-len_torch_function_stack = private("torch._C:_len_torch_function_stack")
 get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _unknown)
 push_dispatch_mode = private(
@@ -155,7 +154,6 @@ push_dispatch_mode = private(
     lambda mode: torch._C._push_on_torch_dispatch_stack(mode),  # noqa: PLW0108 - asked for when it is needed
 )
 pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode", lambda: torch._C._pop_torch_dispatch_stack(None))
-len_torch_dispatch_stack = private("torch._C:_len_torch_dispatch_stack")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
 is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)
 set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
@@ -219,9 +217,7 @@ def is_forward_mode() -> bool:
 
 engine_run_backward = private(  # torch.autograd.grad, but under modes
     "torch.autograd.graph:_engine_run_backward",
-    lambda outputs, units, retain, create, inputs, allow_unused, **_: torch.autograd.grad(
-        outputs, inputs, units, retain_graph=retain, create_graph=create, allow_unused=allow_unused
-    ),
+    lambda *args, **kwargs: torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs),  # noqa: PLW0108
 )
 
 
@@ -257,7 +253,7 @@ if TYPE_CHECKING:
     SingleLevelFunction = torch.autograd.Function
 else:
     OpOverload = type(torch.ops.aten.add.Tensor)
-    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor", private("torch._subclasses:FakeTensor"))
+    FakeTensor = private("torch._subclasses.fake_tensor:FakeTensor")
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
@@ -341,7 +337,6 @@ tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: (tree_l
 tree_unflatten = private("torch.utils._pytree:tree_unflatten")
 tree_structure: Any = private("torch.utils._pytree:tree_structure", lambda *args: tree_flatten(*args)[1])
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
-keystr = private("torch.utils._pytree:keystr")
 
 
 # --- The compiler, which torch.compile alone makes public.

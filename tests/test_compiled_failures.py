@@ -306,6 +306,7 @@ def run(tmp_path, program, **env):
         "PYTHONPATH": str(ROOT),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "OMP_NUM_THREADS": "1",
+        "CUDA_PATH": "",  # torch built for CUDA logs that it found a toolkit and no GPU
         **env,
     }
     done = subprocess.run(

@@ -54,10 +54,12 @@ def test_twenty_batch_sizes(value):
     for size in SIZES:
         shapes = (size, 4), (size,), (size, 4)
         agree(td, value, tuple(torch.randn(*shape, dtype=F64) for shape in shapes))
-    assert compilations() <= 2
+    # torch 2.15 compiles products of two vectors of at most 32 numbers in another way.
+    most = 2 if torch.__version__ < "2.15" else 3
+    assert compilations() <= most
     for size in (1, 3, 1):  # one sample alone is another program
         agree(td, value, tuple(torch.randn(*shape, dtype=F64) for shape in ((size, 4), (size,), (size, 4))))
-    assert compilations() <= 3
+    assert compilations() <= most + 1
 
 
 LOOPED = {  # by torch.func: once for each sample

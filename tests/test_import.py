@@ -86,7 +86,8 @@ def test_no_setting_of_the_process_changes():
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another C library, with rules of its own")
 def test_freed_memory_goes_back_to_the_system_as_without_it():
     without, imported = printed(_READ, _MEMORY), printed(_READ, "import persample", _MEMORY)
-    assert without == imported == [1, True, True]
+    assert without[:2] == imported[:2] == [1, True]
+    assert without[2] <= imported[2]  # torch 2.15 built for CUDA may keep some of it without persample, too
 
 
 def test_a_second_import():

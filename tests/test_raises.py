@@ -187,6 +187,8 @@ def test_errors_of_torchs_that_a_loss_catches():
         return (w * x).sin().sum()
 
     w, x = torch.ones(3, dtype=F64), torch.eye(3, dtype=F64)
-    assert_trees_close(per_sample_grads(loss, w, x), x * torch.cos(x), 1e-9)
-    with pytest.raises(ps.LossError, match=r"cannot be compiled: .*size.* In two_shapes"):
-        per_sample_grads(loss, w, x, engine="compiled")
+    for engine in ("eager", "compiled") if torch.__version__ >= "2.14" else ("eager",):
+        assert_trees_close(per_sample_grads(loss, w, x, engine=engine), x * torch.cos(x), 1e-9)
+    if torch.__version__ < "2.14":  # later ones follow the error
+        with pytest.raises(ps.LossError, match=r"cannot be compiled: .*size.* In two_shapes"):
+            per_sample_grads(loss, w, x, engine="compiled")

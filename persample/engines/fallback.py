@@ -1,6 +1,6 @@
 """Calls that an optimization fails are answered without it; with ``engine="auto"``, those that vmap cannot take, too.
 
-So are calls for which the installed torch lacks a private name.
+So are calls for which the installed torch lacks a private name, or has a changed one.
 
 An answer comes from vmap under the rules of ``vmap_rules``, with gradients written out, or else from plain
 autograd, sample after sample. It never comes from vmap without those rules, which batches some operations wrongly. But
@@ -24,6 +24,7 @@ from torch.overrides import resolve_name
 
 from persample import _torch
 from persample.engines.compiled import PROGRAMS
+from persample.engines.newer_torch import changed
 from persample.engines.uncompiled import batched_gradients, eager, loop, unfactored
 from persample.errors import (
     ArgumentError,
@@ -64,6 +65,8 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
     handled = sys.exc_info()[1]
     start = None if call.randomness == "error" else rng.Streams.now()
     try:
+        if engine != "loop" and (name := changed(eager)):
+            raise TorchVersionError(f"{name} as known")  # noqa: TRY301 - answered below as a missing name
         return first()
     except Exception as error:
         raise_interrupt(error, handled)
@@ -138,7 +141,7 @@ def _otherwise(
             start.go_back()
             loop(next(call.chunks(1)), frozenset())  # raises the error if any way would
         for way in (eager, unfactored) if engine in PROGRAMS else (unfactored,):
-            if (result := tried(functools.partial(by, way))) is not None:
+            if not changed(way) and (result := tried(functools.partial(by, way))) is not None:
                 return result, _fault(error, call)
         is_batchable = isinstance(error, TorchVersionError) or (
             tried(lambda: batched_gradients(call, nullcontext())) is not None

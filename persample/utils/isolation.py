@@ -260,11 +260,11 @@ def _leave_forward_mode(before: tuple[int, int]) -> None:
         forward_ad.exit_dual_level()
 
 
-def _restored(push: Callable[[Any], None], pop: Callable[[], Any], size: Callable[[], int]) -> Callable[[Any], None]:
+def _restored(push: Callable[[Any], None], pop: Callable[[], Any], stack: Callable[[], Any]) -> Callable[[Any], None]:
     def write(modes: Sequence[Any]) -> None:
-        while size() > len(modes):
+        while len(stack()) > len(modes):
             pop()
-        for mode in modes[size() :]:  # torch takes a mode off while it is called
+        for mode in modes[len(stack()) :]:  # torch takes a mode off while it is called
             push(mode)
 
     return write
@@ -291,11 +291,11 @@ _STATE: _States = [
     (_torch.get_dynamic_layer_stack_depth, _leave_transforms),
     (
         _torch.get_function_mode_stack,
-        _restored(_torch.push_function_mode, _torch.pop_function_mode, _torch.len_torch_function_stack),
+        _restored(_torch.push_function_mode, _torch.pop_function_mode, _torch.get_function_mode_stack),
     ),
     (
         _torch.dispatch_mode_state,
-        _restored(_torch.push_dispatch_mode, _torch.pop_dispatch_mode, _torch.len_torch_dispatch_stack),
+        _restored(_torch.push_dispatch_mode, _torch.pop_dispatch_mode, _torch.dispatch_mode_state),
     ),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
     (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),

@@ -182,7 +182,7 @@ def paths(tree: Any, root: str) -> list[str]:
         keyed, _ = _torch.tree_flatten_with_path(tree)
     except ValueError:  # a node registered without names for its children
         return [f"{root}<leaf {i}>" for i in range(structure(tree).num_leaves)]
-    return [root + _torch.keystr(path) for path, _ in keyed]
+    return [root + "".join(map(str, path)) for path, _ in keyed]
 
 
 def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:

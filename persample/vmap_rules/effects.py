@@ -47,7 +47,8 @@ _STATE = re.compile(
     "register_hook|retain_grad|register_post_accumulate_grad_hook|(untyped_)?storage|data_ptr|(sym_)?(stride|storage_offset)"
     "|is_contiguous|dim_order|set_|is_set_to|as_strided(_|_copy|_scatter)?|" + "|".join(private_reads)
 )
-SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SETS = Tensor.data.__set__  # type: ignore[attr-defined]
+SETS_DATA = {_SETS, getattr(torch.ops.aten, "shallow_copy_data_", _SETS)}  # as torch.compile writes it since torch 2.14
 _GRAD = {Tensor.grad.__set__, Tensor.grad.__delete__}  # type: ignore[union-attr]
 # These change an object, and not its memory, which other objects may share.
 _OF_OBJECT = {Tensor.requires_grad_, Tensor.requires_grad.__set__, *_GRAD}  # type: ignore[attr-defined]
@@ -113,7 +114,7 @@ class _WriteGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs or not is_pure(func):
             refuse_writes(func, args, kwargs)
-        if func == SETS_DATA and args[0] is args[1]:  # of Module.to, where nothing moves
+        if func in SETS_DATA and args[0] is args[1]:  # of Module.to, where nothing moves
             return None
         return func(*args, **kwargs)
 
@@ -131,8 +132,8 @@ def refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             is_changed = x.grad is not value if func in _GRAD else x.requires_grad != value
             name = owner.names.get(id(x)) if is_changed else None
         else:
-            is_same = func == SETS_DATA and value is x
-            name = not is_same and (owner.names.get(storage_key(x)) or (func == SETS_DATA and owner.buffer_name(x)))
+            is_same = func in SETS_DATA and value is x
+            name = not is_same and (owner.names.get(storage_key(x)) or (func in SETS_DATA and owner.buffer_name(x)))
         if name:
             raise refusal(name)
 
@@ -321,7 +322,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
     Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
     _data: _detached_data,
-    SETS_DATA: _set_data,
+    **dict.fromkeys(SETS_DATA, _set_data),
     make_dual: _dual,
     Tensor.__deepcopy__: _deepcopy,
     Tensor.untyped_storage: _untyped_storage,

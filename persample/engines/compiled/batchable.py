@@ -194,7 +194,7 @@ def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any
             with torch.no_grad():
                 return after.forward(*grads[:count], *ctx.saved_tensors)
 
-    return Applied.apply(*args)[:count]  # type: ignore[no-untyped-call]
+    return Applied.apply(*args)[:count]  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _keep_values(graph: Graph) -> None:

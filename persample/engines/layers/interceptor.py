@@ -339,6 +339,8 @@ _UNLIKE_COPIES = {
     *(*_CONVOLUTIONS, F.embedding, F.embedding_bag, Tensor.__getitem__),
     *(torch.index_select, Tensor.index_select),
 }
+# The latter as torch.compile writes them since torch 2.14.
+_TRANSPOSES = *_getters("T", "mT"), torch.ops.aten.numpy_T, torch.ops.aten.mT
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
@@ -347,5 +349,5 @@ _OPERATORS: dict[Any, Callable[..., Tensor]] = {
     torch.einsum: LayerInterceptor.einsum,
     Tensor.__getitem__: LayerInterceptor.row,
     **dict.fromkeys((torch.index_select, Tensor.index_select), LayerInterceptor.selected),
-    **dict.fromkeys((torch.t, Tensor.t, *_getters("T", "mT")), lambda self, x: self.params.transpose(x)),
+    **dict.fromkeys((torch.t, Tensor.t, *_TRANSPOSES), lambda self, x: self.params.transpose(x)),
 }
