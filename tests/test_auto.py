@@ -107,7 +107,9 @@ def test_no_samples():
 
 
 def test_bad_arguments():
-    with pytest.raises(ArgumentError, match="'eager' or 'compiled' or 'loop' or 'auto', received 'automatic'"):
+    with pytest.raises(
+        ArgumentError, match="'eager' or 'traced' or 'compiled' or 'loop' or 'auto', received 'automatic'"
+    ):
         per_sample_grads(branches, W, X, engine="automatic")
 
 

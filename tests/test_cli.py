@@ -144,7 +144,10 @@ class TestRefusals:
             (["--hidden", "-3"], r"--hidden: expected a positive integer, received -3"),
             (["--rounds", "0"], r"--rounds: expected a positive integer, received 0"),
             (["--seed", "-1"], r"--seed: expected 0"),
-            (["--engine", "fast"], r"engine: expected 'eager' or 'compiled' or 'loop' or 'auto', received 'fast'"),
+            (
+                ["--engine", "fast"],
+                r"engine: expected 'eager' or 'traced' or 'compiled' or 'loop' or 'auto', received 'fast'",
+            ),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, list) else "",
     )

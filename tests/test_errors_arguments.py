@@ -444,7 +444,12 @@ def test_chunk_size(chunk_size):
 
 @pytest.mark.parametrize("engine", ["Eager", "jit", "", None, 0], ids=repr)
 def test_engine(engine):
-    refuse("engine: expected 'eager' or 'compiled' or 'loop'", f"received {engine!r}", "Pick one", engine=engine)
+    refuse(
+        "engine: expected 'eager' or 'traced' or 'compiled' or 'loop'",
+        f"received {engine!r}",
+        "Pick one",
+        engine=engine,
+    )
 
 
 @pytest.mark.parametrize("randomness", ["diff", "Same", None, True], ids=repr)

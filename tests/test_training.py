@@ -354,7 +354,7 @@ class TestCommand:
             (["td0", "--max-norm", "-1"], "--max-norm: expected a number from 0 to inf, received -1"),
             (
                 ["td0", "--engine", "fast"],
-                "--engine: expected 'eager' or 'compiled' or 'loop' or 'auto', received 'fast'",
+                "--engine: expected 'eager' or 'traced' or 'compiled' or 'loop' or 'auto', received 'fast'",
             ),
             (["td0", "--checkpoint-every", "0"], "--checkpoint-every: expected a positive integer, received 0"),
             (["td0", "--resume"], "--resume: expected a checkpoint, received"),
