@@ -138,7 +138,8 @@ def explain(
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``.
         memory: as in ``per_sample_grads``.
-        engine: "eager" (also for what "auto" stores), or "traced" or "compiled" to list the engine's programs.
+        engine: "eager" (also for what "auto" stores), or "traced" or "compiled" to list the engine's programs: their
+            seconds are what the first calls took, which later calls have to save.
 
     Returns:
         One row per parameter: kind of factor, T, choice ("contract": results are computed from the factor;

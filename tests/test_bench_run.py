@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
 import signal
 import stat
@@ -21,7 +22,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import measure, process, run, scaling, session, stopwatch
+from benchmarks import compile_time, measure, process, run, scaling, session, stopwatch
 from benchmarks.cells import MEASURED, Cell, Listed, cells
 from benchmarks.methods.method import CannotError, Method, Prepared
 from benchmarks.oracle import write
@@ -465,3 +466,13 @@ def test_a_smoke_run_is_interrupted_and_goes_on(tmp_path):
         assert record.error < 1e-4
     (point,) = results.scaling
     assert (point.method, point.status) == ("persample eager", "ok")
+
+
+def test_a_longer_first_call_pays_for_itself_after_some_calls_or_never():
+    slow, fast = (
+        compile_time.Cell(imports=0, first=1, later=0.25, unit=0.125),
+        compile_time.Cell(imports=1, first=2, later=0.125, unit=0.125),
+    )
+    assert compile_time.calls_to_pay(fast, slow) == 16  # 2 s over 0.125 s a call
+    assert compile_time.calls_to_pay(slow, fast) == math.inf
+    assert compile_time.calls_to_pay(fast._replace(imports=0, first=0), slow) == 1

@@ -57,12 +57,13 @@ def processors(runs: Mapping[str, Results], quantity: str, methods: Iterable[str
     Args:
         runs: the runs by name.
         quantity: what was computed.
-        methods: names of methods.
+        methods: names of methods; those that no run has are left out.
 
     Returns:
         The table: for each method the median, smallest and largest time over the workloads, in batch gradients.
     """
-    methods = list(methods)
+    measured = {r.method for run in runs.values() for r in run.records}
+    methods = [method for method in methods if method in measured]
     rows = [
         [machine(run.environment), *(_spread(run.records, quantity, method) for method in methods)]
         for run in runs.values()
