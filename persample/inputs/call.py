@@ -301,7 +301,7 @@ def _check_parametrizations(called: str) -> None:
     if num_parametrize_caches(parametrize):
         expected = "parametrized tensors to be computed from the parameters of each sample"
         received = "a call inside torch.nn.utils.parametrize.cached(), which keeps those of the first sample"
-        fix = "Make the call outside of this context, and enter it inside of the loss (not with engine='compiled')."
+        fix = "Make the call outside of this context, and enter it inside of the loss (on 'eager' or 'loop')."
         raise ArgumentError.about(called, expected=expected, received=received, fix=fix)
 
 

@@ -137,7 +137,7 @@ class Entry:
             guard, count = Counter(made.guard for made in self.captures).most_common(1)[0]
             if not self._has_warned:
                 warnings.warn(
-                    f"engine='compiled' answers calls of this loss_fn eagerly: it was captured {len(self.captures)} "
+                    f"Traced and compiled calls of loss_fn are answered eagerly: it was captured {len(self.captures)} "
                     f"times, {count} of them because this no longer held: {guard}. Pass what changes in batch "
                     "(unbatched, None in in_dims) or as a tensor; when it no longer changes, call clear_cache().",
                     CompileLimitWarning,
