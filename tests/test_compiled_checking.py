@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from oracle import assert_trees_close
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import persample as ps
@@ -47,7 +48,7 @@ def wrong(monkeypatch):
 
 
 def loss(w, x):
-    return torch.tanh(w * x).exp().sum()
+    return torch.sin(w * x).exp().sum()
 
 
 @pytest.mark.parametrize("operation", [ATEN.exp.default, ATEN.mul.Tensor])
@@ -119,6 +120,73 @@ def test_the_check_draws_no_random_numbers(wrong):
         found = per_sample_grads(noisy, W, torch.ones(4, 6), randomness="different", engine="compiled")
         drawn.append((found, torch.rand(3)))
     assert all(map(torch.equal, *drawn))
+
+
+def test_a_failing_search_for_the_fault_still_ends_in_the_traced_program():
+    def compiled(_):
+        raise RuntimeError("the compiler failed")
+
+    graph = make_fx(lambda x: [x * 2])(torch.ones(3))
+    code = checking.Checked(graph, lambda tensors: [tensors[0] * 3], compiled, noted=False)
+    with pytest.warns(CompilerWarning, match=DIFFER.format("the loss")):
+        assert torch.equal(code([torch.ones(3)])[0], 2 * torch.ones(3))
+    assert torch.equal(code([torch.ones(3)])[0], 2 * torch.ones(3))
+
+
+def test_a_warning_that_is_raised_leaves_the_traced_program():
+    def written(x, total):
+        total.add_(x)
+        return [x * 2]
+
+    graph = make_fx(written)(torch.ones(3), torch.ones(3))
+
+    def compiled(tensors):
+        x, total = tensors
+        total.add_(3 * x)
+        return [x * 2]
+
+    code, total = checking.Checked(graph, compiled, lambda _: compiled, noted=False), torch.ones(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompilerWarning)
+        with pytest.raises(CompilerWarning, match=DIFFER.format(".*")):
+            code([torch.ones(3), total])
+        assert torch.equal(total, 2 * torch.ones(3))
+        code([torch.ones(3), total])
+    assert torch.equal(total, 3 * torch.ones(3))
+
+
+X, ROWS = torch.randn(8, 32), torch.randn(5, 32)
+ROUNDED = {
+    "zero by cancellation": lambda w, x: (w @ x).sum() - (w.sum(0) * x).sum(),
+    "an integer": lambda w, x: ((w @ x).exp() * 1000).long(),
+    "a comparison": lambda w, x: (w @ x).softmax(0).sum() == 1,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_errors_are_no_faults(name, wrong):
+    """Code that rounds otherwise, by two units in the last place."""
+    wrong(ATEN.mm.default, 1 + 2 * torch.finfo(torch.float32).eps)
+
+    def own(w, x):
+        return (w @ x).square().sum(), ROUNDED[name](w, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompilerWarning)
+        per_sample_grads(own, ROWS, X, (ps.Norm(), ps.Aux()), engine="compiled")
+
+
+def test_random_numbers_that_are_drawn_into_what_has_views(wrong):
+    def noisy(w, x):
+        drawn = torch.empty(2, 3)
+        view = drawn.view(6)
+        drawn.bernoulli_(0.5)
+        return (w * x).exp().sum(), (view.clone(), drawn)
+
+    wrong(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompilerWarning)
+        per_sample_grads(noisy, W, torch.randn(4, 6), (ps.Norm(), ps.Aux()), randomness="same", engine="compiled")
 
 
 @pytest.mark.parametrize(

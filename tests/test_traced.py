@@ -237,6 +237,68 @@ print("torch._inductor.compile_fx" in sys.modules)
     assert run.stdout == "False\n"
 
 
+def of_parts(w, x, kept):
+    first, second = torch.unsafe_chunk(kept, 2)  # views, as their kernel has it, and not by their schema
+    return (w * x).sum() * torch.tanh(first.view(2, 1)).sum() + second.sum()
+
+
+def of_written_parts(w, x, kept):
+    grown = torch.exp(kept)
+    first, second = torch.unsafe_chunk(grown, 2)
+    bounded = torch.tanh(grown.view(2, 2))
+    return (w * x).sum() * bounded.sum() + first.sum() * second.sum()
+
+
+def of_an_output(w, x, kept):
+    out = torch.empty(4)
+    view = out.view(2, 2)
+    torch.add(kept, 1, out=out)
+    return (w * x).sum() * (view * 10).sum() + out.sum()
+
+
+@pytest.mark.parametrize("loss", [of_parts, of_written_parts, of_an_output])
+def test_memory_of_others_is_left_alone(loss):
+    kept, w, x = torch.ones(4), torch.ones(2), torch.ones(3, 2)
+    own = lambda w, x: loss(w, x, kept)
+    expected = per_sample_grads(own, w, x, (ps.Loss(), ps.Stack()), engine="loop")
+    for _ in range(3):
+        assert_trees_close(per_sample_grads(own, w, x, (ps.Loss(), ps.Stack()), engine="traced"), expected, 1e-6)
+        assert torch.equal(kept, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("loss", "lengths"),
+    [
+        (lambda w, table, x: ((table[1:].squeeze(0) * w).softmax(0) * x).sum(), (5, 6, 7, 2)),
+        (lambda w, table, x: ((table[-3:] * w).tanh() * x).mean(), (8, 9, 7, 2)),
+        (lambda w, table, x: ((table[1:][-5:] * w).tanh() * x).var(), (8, 9, 2)),
+    ],
+)
+def test_other_lengths_of_what_all_samples_share(loss, lengths):
+    """A program for any length must not serve one at which an axis of 1 appears, or a slice begins before the first."""
+    w, x = torch.randn(4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    for length in lengths:
+        batch = torch.randn(length, 4, dtype=torch.float64), x
+        options = {"in_dims": (None, (None, 0))}
+        traced, looped = (
+            per_sample_grads(loss, w, batch, ps.Stack(), engine=engine, **options) for engine in ("traced", "loop")
+        )
+        assert_trees_close(traced, looped, 1e-9)
+
+
+@pytest.mark.parametrize("engine", ["traced", "compiled"])
+@pytest.mark.parametrize("view", [lambda x: x.data, lambda x: x.T])
+def test_a_view_of_the_sample_that_is_not_recorded_is_refused(view, engine):
+    """Dynamo would return that of the first sample."""
+    message = (
+        r"cannot be (traced|compiled): it returns a view of an argument that Dynamo does not record: return a copy"
+    )
+    with pytest.raises(ps.LossError, match=message):
+        per_sample_grads(
+            lambda w, x: ((w @ x).sum(), view(x)), torch.ones(2, 2), torch.randn(3, 2), ps.Aux(), engine=engine
+        )
+
+
 # Straight-line code.
 
 
@@ -253,7 +315,7 @@ def targets(graph):
 def test_what_changes_nothing_is_dropped():
     def function(x, w):
         same = x.detach().unsqueeze(0).squeeze(0).view(6, 2).view(3, 4).t().t()
-        return [torch.addmm(w[0], same**1.0 * torch.ones_like(x), w.t())]
+        return [torch.addmm(w[0], same**1.0 * torch.ones(1).expand(3, 4), w.t())]
 
     x, w = torch.randn(3, 4), torch.randn(4, 4)
     graph = traced(function, x, w)

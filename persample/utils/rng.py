@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,6 +34,16 @@ def rewind(states: list[Tensor]) -> None:
     module = _accelerator()
     for device, state in enumerate(states[1:]):
         module.set_rng_state(state, *([device] if hasattr(module, "get_rng_state_all") else []))
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Set the generators back to their states at the beginning."""
+    states = snapshot()
+    try:
+        yield
+    finally:
+        rewind(states)
 
 
 def _accelerator() -> Any:

@@ -18,7 +18,7 @@ from persample.inputs.batch import check_kind
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
-from persample.utils.numerics import storage_key
+from persample.utils.numerics import is_folded, storage_key
 
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
@@ -134,8 +134,12 @@ def row(x: Tensor) -> Tensor:
 
 
 def _first_row(x: Tensor, keep_batch_dim: bool) -> Tensor:
-    """Return the first sample's row, not as a view: of views torch's records of a capture are never freed."""
-    taken = row(x[0].unsqueeze(0) if keep_batch_dim else x[0])
+    """Return the first sample's row, not as a view: of views torch's records of a capture are never freed.
+
+    It has memory of its own, by which a view of it is known; but for rows whose elements share memory.
+    """
+    first = x[0].unsqueeze(0) if keep_batch_dim else x[0]
+    taken = row(first if is_folded(first) else Format.of(first).empty().copy_(first))
     return taken if isinstance(taken, nn.Parameter) else taken.detach()
 
 
@@ -187,8 +191,11 @@ def _graph_function(
     if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")
     inputs, leaves, closed_over = captured.origins(given, batched)
+    own = {storage_key(x) for x, split in zip(given, batched, strict=True) if split and isinstance(x, Tensor)}
     for x in closed_over:
         check_kind("a tensor that loss_fn reads", x)
+        if storage_key(x) in own:  # Dynamo records neither x.data nor x.T of a vector
+            raise UncapturableError("it returns a view of an argument that Dynamo does not record: return a copy of it")
     constants = repr([x for x in leaves if isinstance(x, Constant)])
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)

@@ -14,6 +14,7 @@ from persample._torch import (
     FakeTensorMode,
     aten_unsafe_index_put,
     compile_graph,
+    compiling,
     decompositions,
     enable_python_dispatcher,
     functionalize,
@@ -25,6 +26,7 @@ from persample.engines.compiled.checking import Checked
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
 from persample.engines.compiled.straight import Run, returns_memory, straight, writes
 from persample.errors import CompilerWarning, TorchVersionError
+from persample.utils.isolation import in_one_thread
 from persample.utils.numerics import keep_freed_memory
 from persample.utils.tracing import without_warnings
 
@@ -56,8 +58,10 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
         A function from a list of tensors to the outputs; it empties the list.
     """
 
+    @in_one_thread
     def compiled(other: GraphModule) -> Run:
-        return _compiled(functional(other, mode, inputs), mode, inputs)
+        with compiling(), without_warnings():
+            return _compiled(functional(other, mode, inputs), mode, inputs)
 
     try:
         with without_warnings():

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
-from persample._torch import FakeTensorMode, symbolic_size
+from persample._torch import FakeTensorMode, enable_python_dispatcher, symbolic_size
 from persample.engines.compiled.lower import functional, lower
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.sizes import AnySize, Axes
@@ -104,8 +104,6 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
     family = AnySize.of(task, axes)
     if family is None:
         return None
-    if not task.compiles:
-        return _straight(family)
     env, traced = _shape_env(), family.traced
     mode = FakeTensorMode(shape_env=env)
     with mode:
@@ -113,12 +111,15 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
         inputs += [Format.of(x).empty() for x in traced.captured]
     with full_precision(inputs[0].device):
         try:
-            flat = functional(family.graph, mode, inputs)
+            flat = functional(family.graph, mode, inputs) if task.compiles else _guarded(family.graph, mode, inputs)
         except RuntimeError:  # some operations of torch refuse symbolic sizes
             return None
         if not _allows(env, task.call.size):
             return None
-        run = lower(family.graph, flat, mode, inputs, traced.noted)
+        if task.compiles:
+            run = lower(family.graph, flat, mode, inputs, traced.noted)
+        else:
+            run = operation_by_operation(family.graph, inputs[0].device)
 
     def fits(formats: Sequence[Format]) -> bool:
         size = family.size(formats)
@@ -128,16 +129,11 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
     return program if fits(family.formats) else None
 
 
-def _straight(family: AnySize) -> Program | None:
-    traced = family.traced
-
-    def fits(formats: Sequence[Format]) -> bool:
-        size = family.size(formats)
-        return size is not None and size > 1 and family.fits_memory(size)
-
-    run = operation_by_operation(family.graph, family.formats[0].device)
-    program = Program(run, traced.captured, traced.outline, traced.noted, fits, None)
-    return program if fits(family.formats) else None
+def _guarded(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
+    """Run a graph on symbolic sizes, which notes what it takes for granted of them, and return it."""
+    with mode, enable_python_dispatcher():
+        Interpreter(graph).run(*inputs)
+    return graph
 
 
 def operation_by_operation(graph: GraphModule, device: torch.device) -> Run:

@@ -7,7 +7,7 @@ line per operation, in which a tensor is deleted after its last use.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 _RESHAPES = {
     *(_aten.view.default, aten_unsafe_view, _aten.unsqueeze.default),
     *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.squeeze.default),
+}
+# Views by their kernels, not by their schemas.
+_VIEWS_WITHOUT_A_WORD = {
+    *(aten_unsafe_view, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default, _aten.lift.default),
 }
 _SWAPS = {_aten.t.default, _aten.transpose.int}
 _VIEWS = {*_RESHAPES, *_SWAPS, _aten.expand.default, _aten.permute.default}
@@ -51,7 +55,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     for overload, names in {
         "Scalar": "ge gt le lt masked_fill_",
         "Tensor": "add add_ div div_ le lt mul mul_ sub sub_",
-        "default": "addcmul addmm baddbmm bmm cat exp exp_ gather lerp mm neg neg_ permute relu relu_ sigmoid sigmoid_ "
+        "default": "addcmul addmm baddbmm bmm cat exp exp_ gather mm neg neg_ permute relu relu_ sigmoid sigmoid_ "
         "split_with_sizes sqrt sqrt_ stack t tanh tanh_ unsqueeze view",
         "dim": "squeeze",
         "dim_IntList": "sum",
@@ -60,7 +64,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
         "self": "where",
     }.items()
     for name in names.split()
-    if hasattr(getattr(_aten, name), overload)
 } | {_aten.expand.default: Tensor.expand, _aten.lerp.Tensor: torch.lerp, _aten.sym_size.int: Tensor.size}
 
 
@@ -73,10 +76,10 @@ def simplify(module: GraphModule) -> None:
     graph = module.graph
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes):
         return  # a view may change its shape later
-    written = {owner(x) for node in graph.nodes if writes(node) for x in node.all_input_nodes}
+    changed = {owner(x) for node in graph.nodes for x in written(node)}
     for node in graph.nodes:
         args: Any = node.args
-        if (same := _same(node, args, written)) is not None:
+        if (same := _same(node, args, changed)) is not None:
             node.replace_all_uses_with(same)
         elif node.target in _RESHAPES and args[0].target in _RESHAPES:
             shape = args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
@@ -153,9 +156,16 @@ def _is_needed(node: Node) -> bool:
 
 def owner(node: Node) -> Node:
     """Return the node whose memory a node's result is."""
-    while node.all_input_nodes and _shares_memory(node):
-        node = node.all_input_nodes[0]
+    while (given := _aliased(node)) is not None:
+        node = given
     return node
+
+
+def written(node: Node) -> list[Node]:
+    """Return the arguments that a node writes into."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    return [x for said, x in _arguments(node) if said.alias_info is not None and said.alias_info.is_write]
 
 
 def returns_memory(node: Node) -> bool:
@@ -163,8 +173,22 @@ def returns_memory(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and any(x.alias_info is not None for x in schema(node.target).returns)
 
 
-def _shares_memory(node: Node) -> bool:
-    return node.target in {operator.getitem, aten_unsafe_view} or returns_memory(node)
+def _aliased(node: Node) -> Node | None:
+    """Return the argument whose memory a node's result is, if there is one."""
+    if node.target is operator.getitem or node.target in _VIEWS_WITHOUT_A_WORD:
+        return next(iter(node.all_input_nodes), None)
+    if not returns_memory(node):
+        return None
+    sets = [x.alias_info.before_set for x in schema(node.target).returns if x.alias_info is not None]
+    own = (x for said, x in _arguments(node) if said.alias_info and said.alias_info.before_set in sets)
+    return next(own, None)
+
+
+def _arguments(node: Node) -> Iterator[tuple[Any, Node]]:
+    """Yield the nodes among the arguments of an operation, each with the argument of its schema."""
+    for place, said in enumerate(schema(node.target).arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(said.name)
+        yield from ((said, x) for x in (given if isinstance(given, list | tuple) else [given]) if isinstance(x, Node))
 
 
 def _root(node: Node) -> Node:
@@ -174,7 +198,7 @@ def _root(node: Node) -> Node:
     return node
 
 
-def _same(node: Node, args: Any, written: set[Node]) -> Any:
+def _same(node: Node, args: Any, changed: set[Node]) -> Any:
     """Return an earlier node with the same elements in the same shape, or None if there is none."""
     if node.target in _SAME:
         return args[0]
@@ -184,7 +208,7 @@ def _same(node: Node, args: Any, written: set[Node]) -> Any:
             return root
         swaps_again = node.target in _SWAPS and root.target is node.target and set(root.args[1:]) == set(args[1:])
         return root.args[0] if swaps_again and _form(root.args[0]) == _form(node) else None
-    if node.target not in {_aten.pow.Tensor_Scalar, _aten.mul.Tensor} or not written.isdisjoint(
+    if node.target not in {_aten.pow.Tensor_Scalar, _aten.mul.Tensor} or not changed.isdisjoint(
         map(owner, (node, *node.all_input_nodes))
     ):
         return None
@@ -193,6 +217,8 @@ def _same(node: Node, args: Any, written: set[Node]) -> Any:
 
 
 def _is_one(x: Any) -> bool:
+    while isinstance(x, Node) and x.target in {*_RESHAPES, _aten.expand.default}:
+        x = x.args[0]
     return x.target in _ONES if isinstance(x, Node) else x == 1
 
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from persample._torch import OpOverload, force_original_view_tracking, schema
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.packing import Outline, pack
-from persample.engines.compiled.straight import simplify
+from persample.engines.compiled.straight import simplify, writes
 from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.numerics import is_folded
@@ -126,7 +126,7 @@ def trace(
             if isinstance(error, TorchVersionError) or is_users(error, handled):
                 raise
             raise TraceError(said(error) + getattr(error, "users_line", "")) from error
-    _drop_failed(graph)
+    _drop_failed(graph, compiles=compiles)
     if not compiles:
         simplify(graph)
     return Traced(graph, _lifted(graph), outline, noted, max(state.block_sizes, default=0))
@@ -158,9 +158,14 @@ def _lifted(graph: GraphModule) -> list[Tensor]:
     return [tensor for _, tensor in inputs.values()]
 
 
-def _drop_failed(graph: GraphModule) -> None:
-    """Remove the operations that raised during tracing and whose errors the loss caught: they have no value."""
+def _drop_failed(graph: GraphModule, *, compiles: bool) -> None:
+    """Remove the operations that raised during tracing and whose errors the loss caught: they have no value.
+
+    Operations that return nothing have none either. Those that write are kept; checks of values, which Inductor does
+    not take, are kept where the graph runs as it is.
+    """
     for node in reversed(list(graph.graph.nodes)):
-        returns = not isinstance(node.target, OpOverload) or schema(node.target).returns
-        if node.op == "call_function" and returns and not node.users and "val" not in node.meta:
+        may_fail = node.op == "call_function" and not node.users and "val" not in node.meta
+        returns = not isinstance(node.target, OpOverload) or bool(schema(node.target).returns)
+        if may_fail and (returns or (compiles and not writes(node))):
             graph.graph.erase_node(node)
