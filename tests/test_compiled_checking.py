@@ -133,6 +133,20 @@ def test_a_failing_search_for_the_fault_still_ends_in_the_traced_program():
     assert torch.equal(code([torch.ones(3)])[0], 2 * torch.ones(3))
 
 
+def test_without_memory_for_a_second_run_code_is_not_checked(monkeypatch):
+    def straight(_):
+        def run(_):
+            raise torch.OutOfMemoryError
+
+        return run
+
+    monkeypatch.setattr(checking, "straight", straight)
+    graph = make_fx(lambda x: [x * 2])(torch.ones(3))
+    code = checking.Checked(graph, lambda tensors: [tensors[0] * 2], straight, noted=False)
+    for _ in range(2):
+        assert torch.equal(code([torch.ones(3)])[0], 2 * torch.ones(3))
+
+
 def test_a_warning_that_is_raised_leaves_the_traced_program():
     def written(x, total):
         total.add_(x)
