@@ -184,7 +184,7 @@ def per_sample_grads(
 
         def first() -> list[Any]:
             if engine in PROGRAMS:
-                return compiled(call, reductions, chunk_size, asked, into, compiles=engine == "compiled")
+                return compiled(call, reductions, chunk_size, asked, into, engine=engine)
             return by(ENGINES[engine])
 
         with unwritten(call):

@@ -16,7 +16,7 @@ from persample.errors import ArgumentError
 from persample.inputs.batch import as_tensors, check_kind
 from persample.reductions import Reduction, Stack
 from persample.utils import trees
-from persample.utils.tracing import is_hidden, is_inside
+from persample.utils.tracing import is_batched, is_inside
 
 Engine: TypeAlias = Literal["eager", "traced", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
@@ -228,7 +228,7 @@ def check_weights(weights: Any, size: int, *, keep_graph: bool = False) -> Tenso
         valid = tensor.shape == (size,) and not tensor.is_complex()
     except (TypeError, ValueError, RuntimeError):
         valid, received = False, repr(weights)
-    sizes = tensor.double().abs() if valid and not is_hidden(tensor) else None
+    sizes = tensor.double().abs() if valid and not is_batched(tensor) else None
     if sizes is not None and not bool(((sizes == 0) | ((sizes > 1e-30) & (sizes < 1e30))).all()):
         valid, received = False, "NaN or infinity or numbers beyond 1e±30 among them"
     if not valid:
@@ -296,5 +296,5 @@ def check_averages(wanted: Sequence[Reduction], weights: Tensor | None, size: in
     Raises:
         ArgumentError: as ``TotalWeight.check`` does.
     """
-    if any(map(_divides_by_weight, wanted)) and not is_hidden(weights):
+    if any(map(_divides_by_weight, wanted)) and not is_batched(weights):
         TotalWeight.of(weights, size).check(wanted)

@@ -19,7 +19,7 @@ from persample.gradients import Gradients, weighted_sums
 from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
 from persample.utils.numerics import accumulate_dtype, restore, widest
-from persample.utils.tracing import is_hidden, is_recorded
+from persample.utils.tracing import is_batched, is_recorded
 from persample.utils.trees import flatten, unflatten
 
 
@@ -36,7 +36,7 @@ class _Solve(Reduction):
     def __post_init__(self) -> None:
         number = isinstance(self.damping, Real) and not isinstance(self.damping, bool)
         number |= isinstance(self.damping, Tensor) and self.damping.ndim == 0 and not self.damping.is_complex()
-        hidden = is_hidden(self.damping)
+        hidden = is_batched(self.damping)
         if not number or not (hidden or 0 <= self.damping < torch.inf):
             expected, fix = "a finite number >= 0", "Pass λ, in the units of the squared gradients."
             raise ArgumentError.about("damping", expected=expected, received=repr(self.damping), fix=fix)

@@ -16,7 +16,7 @@ from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, SumOverSamples
 from persample.utils.numerics import accumulate_dtype, root
-from persample.utils.tracing import are_plain, is_hidden
+from persample.utils.tracing import are_plain, is_batched
 
 
 class _ScaledSum(SumOverSamples):
@@ -214,7 +214,7 @@ def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
         number = (isinstance(bound, Real) and not isinstance(bound, bool)) or (
             isinstance(bound, Tensor) and bound.ndim == 0
         )
-        if not number or not (is_hidden(bound) or bound >= 0):
+        if not number or not (is_batched(bound) or bound >= 0):
             fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
             argument = f"max_norm[{name!r}]" if named else "max_norm"
             raise ArgumentError.about(argument, expected="a number >= 0", received=repr(bound), fix=fix)

@@ -192,7 +192,7 @@ class BatchLift:
 
         def first() -> Any:
             if self.engine in PROGRAMS:
-                return lift_compiled(chunk, reductions, compiles=self.engine == "compiled")
+                return lift_compiled(chunk, reductions, engine=self.engine)
             return by(ENGINES[self.engine])
 
         if chunk.size:
@@ -217,7 +217,7 @@ class BatchLift:
         def first() -> tuple[Total, list[Any]]:
             own = total.copied()  # if a program fails after it has written, another way begins with the old total
             asked = self._asked(batch, own)
-            return own, merge_compiled(chunk, reductions, asked, own, compiles=self.engine == "compiled")
+            return own, merge_compiled(chunk, reductions, asked, own, engine=self.engine)
 
         if chunk.size:
             return answered(chunk, self.engine, first, by)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from persample._torch import get_unwrapped, is_functorch_wrapped_tensor, is_zerotensor, keep_strides, storage_id
+from persample._torch import is_zerotensor, keep_strides, storage_id
 from persample.utils.tracing import (
     Opaque,
     are_free_to_read,
@@ -21,6 +21,7 @@ from persample.utils.tracing import (
     is_recorded,
     is_traced,
     is_wrapped,
+    unwrapped,
 )
 
 
@@ -111,8 +112,7 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 def storage_key(x: Tensor) -> int:
     """Return what identifies the memory of a tensor, of one inside of the wrappers of ``torch.func``, too."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
+    x = unwrapped(x)
     return storage_id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
@@ -236,7 +236,7 @@ def _checked_norms(all_rows: list[Tensor]) -> Tensor:
 
 def _extreme(x: Tensor, bound: float) -> Tensor:
     """Return whether ``x [B]`` has an extreme entry, a 0-d bool tensor; see ``has_extreme``."""
-    if are_free_to_read([x]) and not is_traced(x) and _within(x, 1 / bound, bound):
+    if are_free_to_read([x]) and _within(x, 1 / bound, bound):
         return torch.zeros((), dtype=torch.bool)
     size = x.abs()
     return ((size != 0) & ~((size > 1 / bound) & (size < bound))).any()

@@ -103,13 +103,20 @@ def is_recorded(x: Tensor) -> bool:
     return x.requires_grad or is_wrapped(x)
 
 
-def is_hidden(x: object) -> bool:
-    """Return whether a value is a tensor of the caller's vmap, which has another value for each of its rows."""
+def is_batched(x: object) -> bool:
+    """Return whether a value is a tensor that a vmap batches, so that its values may differ between samples."""
     while isinstance(x, Tensor) and is_wrapped(x):
         if is_batchedtensor(x):
             return True
         x = get_unwrapped(x)
     return False
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the plain tensor inside of all wrappers, which holds the values of all samples."""
+    while is_wrapped(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def is_traced(x: Tensor) -> bool:

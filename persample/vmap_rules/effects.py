@@ -32,9 +32,8 @@ from persample._torch import (
 from persample.errors import LossError
 from persample.utils.numerics import storage_key
 from persample.utils.origin import raised_since, user_line
-from persample.utils.tracing import flags, is_inside, is_traced, owner_inside
+from persample.utils.tracing import flags, is_batched, is_inside, is_traced, owner_inside, unwrapped
 from persample.utils.trees import flatten
-from persample.vmap_rules.levels import is_batched, unwrapped
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.utils.numerics import is_autocast
-from persample.utils.tracing import holds, is_traced
-from persample.vmap_rules.levels import call_kernel, is_batched, unwrapped
+from persample.utils.tracing import holds, is_batched, is_traced, unwrapped
+from persample.vmap_rules.levels import call_kernel
 
 
 def _has_outside(index: Tensor, size: int) -> bool:

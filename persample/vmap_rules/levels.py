@@ -29,7 +29,6 @@ from persample._torch import (
     add_batch_dim,
     enable_single_level_autograd_function,
     get_unwrapped,
-    is_batchedtensor,
     is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
@@ -73,30 +72,6 @@ def is_differentiated_once(by: DifferentiatedBy) -> bool:
     if by == "autograd":
         return not grads
     return len(grads) == 1 and not grads[0].prev_grad_mode()
-
-
-def is_batched(x: Tensor) -> bool:
-    """Return whether a vmap batches a tensor, so that its values may differ between samples.
-
-    Args:
-        x: a tensor.
-    """
-    while is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
-
-
-def unwrapped(x: Tensor) -> Tensor:
-    """Return the plain tensor inside of all wrappers, which holds the values of all samples.
-
-    Args:
-        x: a tensor.
-    """
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return x
 
 
 def is_differentiated(x: Tensor) -> bool:

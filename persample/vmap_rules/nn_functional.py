@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from persample._torch import unpool_output_size, weight_norm
 from persample.errors import LossError
 from persample.utils.numerics import accumulate_dtype, is_autocast
-from persample.vmap_rules.levels import is_batched, is_differentiated
+from persample.utils.tracing import is_batched
+from persample.vmap_rules.levels import is_differentiated
 
 
 def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002

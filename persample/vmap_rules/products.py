@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from persample._torch import aten_cdist_backward, aten_cdist_forward, is_forward_mode, transforms
 from persample.errors import LossError
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast
-from persample.vmap_rules.levels import call_kernel, is_batched
+from persample.utils.tracing import is_batched
+from persample.vmap_rules.levels import call_kernel
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from persample._torch import cudnn_rnn_flatten_weight, pack_padded_sequence, pad_packed_sequence, pad_sequence
 from persample.utils.numerics import autocast, full_precision, is_autocast
-from persample.utils.tracing import is_for_compiler
-from persample.vmap_rules.levels import call_kernel, is_batched
+from persample.utils.tracing import is_batched, is_for_compiler
+from persample.vmap_rules.levels import call_kernel
 from persample.vmap_rules.recurrent_steps import (
     GRU,
     LSTM,

@@ -24,7 +24,7 @@ from persample._torch import (
     is_functorch_wrapped_tensor,
     storage_id,
 )
-from persample.vmap_rules.levels import is_batched
+from persample.utils.tracing import is_batched
 
 _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),

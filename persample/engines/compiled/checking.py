@@ -54,10 +54,8 @@ class Checked:
         if check.noted and found[-1]:
             return found  # invalid, so that eager code serves; the next run is checked
         expected, fault = found, ""
-        with (
-            rng.kept(),
-            contextlib.suppress(RuntimeError, MemoryError),
-        ):  # no memory for a second run: it is not checked
+        # Without memory for a second run, nothing is checked.
+        with rng.kept(), contextlib.suppress(RuntimeError, MemoryError):
             results, differs = check.compare(inputs, before, found)
             if differs:
                 expected, self._run = results, check.traced
@@ -108,9 +106,8 @@ class _Check:
         triples = list(zip(nodes, of_code, results, strict=True))
         doubtful = [place for place, (x, one, other) in enumerate(triples) if not self._is_close(x, one, other, error)]
         # Differences of rounded numbers may be rounding errors alone: those of the graph for inputs rounded otherwise.
-        others = [
-            [*one, *two] for one, two in (self._results(_perturbed(before, seed)) for seed in range(2) if doubtful)
-        ]
+        rounded = [self._results(_perturbed(before, seed)) for seed in range(2 if doubtful else 0)]
+        others = [[*one, *two] for one, two in rounded]
         spreads = [max(_difference(other[place], results[place]) for other in others) for place in doubtful]
         distances = [_difference(of_code[place], results[place]) for place in doubtful]
         differs = not all(far <= _SPREADS * spread for far, spread in zip(distances, spreads, strict=True))
@@ -136,8 +133,7 @@ class _Check:
     def _results(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs of the graph, and the inputs that it has written into."""
         given = self.copied(tensors)
-        with rng.kept():  # all runs draw the same numbers
-            outputs = list(self.traced(list(given)))
+        outputs = list(self.traced(list(given)))
         return outputs, [given[place] for place in self._written]
 
     def _is_close(self, node: Node, one: Tensor, other: Tensor, error: float) -> bool:

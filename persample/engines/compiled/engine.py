@@ -25,7 +25,7 @@ from persample.utils.numerics import full_precision
 
 
 def compiled(
-    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any, *, compiles: bool
+    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any, *, engine: str
 ) -> list[Any]:
     """Compute the result of every reduction by a program, as ``pipeline.run`` does with the eager engine.
 
@@ -35,7 +35,7 @@ def compiled(
         chunk_size: the number of samples processed at a time, or None for all.
         asked: the user's arguments, by which ``repeated`` recognizes the next call like this one.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        compiles: whether Inductor compiles the graph; else it runs operation by operation.
+        engine: "traced" or "compiled".
 
     Returns:
         One result per reduction. Its tensors are those of ``out`` if the program wrote into them.
@@ -44,20 +44,20 @@ def compiled(
         LossError: if the eager engine rejects the loss, or if the loss cannot be captured or traced.
     """
     if call.size > (chunk_size or call.size):
-        lift = functools.partial(lift_compiled, reductions=reductions, compiles=compiles)
+        lift = functools.partial(lift_compiled, reductions=reductions, engine=engine)
         return pipeline.run(call, lift, reductions, chunk_size)
     container = cast("trees.TreeSpec", asked.container)
-    results = _computed(Task(reductions, call, finishes=True, compiles=compiles, container=container, out=out), asked)
+    results = _computed(Task(reductions, call, finishes=True, engine=engine, container=container, out=out), asked)
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def lift_compiled(call: Call, reductions: Reductions, *, compiles: bool) -> Any:
+def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> Any:
     """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines.
 
     Args:
         call: the chunk, at least one sample.
         reductions: the reductions of the call.
-        compiles: as for ``compiled``.
+        engine: as for ``compiled``.
 
     Returns:
         What ``Reductions.lift`` returns.
@@ -65,10 +65,10 @@ def lift_compiled(call: Call, reductions: Reductions, *, compiles: bool) -> Any:
     Raises:
         LossError: as ``compiled`` does.
     """
-    return _computed(Task(reductions, call, finishes=False, compiles=compiles))
+    return _computed(Task(reductions, call, finishes=False, engine=engine))
 
 
-def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, compiles: bool) -> list[Any]:
+def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[Any]:
     """Merge the leaves of one chunk into a total by a program.
 
     Args:
@@ -76,7 +76,7 @@ def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Tota
         reductions: the reductions of the call.
         asked: the user's arguments, by which ``repeated`` recognizes the next call like this one; without a container.
         total: the total of the samples before.
-        compiles: as for ``compiled``.
+        engine: as for ``compiled``.
 
     Returns:
         What ``Total.absorb`` returns.
@@ -84,7 +84,7 @@ def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Tota
     Raises:
         LossError: as ``compiled`` does.
     """
-    return cast("list[Any]", _computed(Task(reductions, call, finishes=False, compiles=compiles, total=total), asked))
+    return cast("list[Any]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Any:

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
+    OpOverload,
     aten_unsafe_index_put,
     compile_graph,
     compiling,
@@ -117,7 +118,11 @@ def _is_result(node: Node) -> bool:
     """Return whether a write fills an input that is read before only, and not by views: Inductor does it in place."""
     written = node.all_input_nodes[0]
     is_copy = node.target is _aten.copy_.default and written.op == "placeholder" and not node.users
-    return is_copy and all(user is node or (user < node and not returns_memory(user)) for user in written.users)
+    return is_copy and all(user is node or (user < node and _returns_its_own(user)) for user in written.users)
+
+
+def _returns_its_own(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and not returns_memory(node)
 
 
 def _copy_overwritten(graph: Graph) -> None:

@@ -1,4 +1,4 @@
-"""A compiled program: its inputs, its outputs, and the conditions under which it may be used again."""
+"""A program: its inputs, its outputs, and the conditions under which it may be used again."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class DoubtfulError(ArithmeticError):
 
 @dataclass
 class Program:
-    """Compiled code, with the conditions of its use.
+    """Code, compiled or not, with the conditions of its use.
 
     Args:
-        run: the compiled code.
+        run: the code.
         constants: the tensors that tracing made, which are the last inputs of the code.
         outline: the tree of the result.
         noted: whether the last output is a flag that invalidates the others.
@@ -80,14 +80,14 @@ def for_one_size(task: Task) -> Program:
     """
     formats = [Format.of(x) for x in task.tensors]
     traced = trace(task, lambda: [f.empty() for f in formats], compiles=task.compiles)
-    if not task.compiles:
+    if task.compiles:
+        mode = FakeTensorMode(shape_env=_shape_env())
+        with mode:
+            inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
+        with full_precision(inputs[0].device):  # autocast applied when the loss was traced
+            run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs, traced.noted)
+    else:
         run = operation_by_operation(traced.graph, formats[0].device)
-        return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
-    mode = FakeTensorMode(shape_env=_shape_env())
-    with mode:
-        inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
-    with full_precision(inputs[0].device):  # autocast applied when the loss was traced
-        run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs, traced.noted)
     return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
 
 
@@ -165,7 +165,7 @@ def _shape_env() -> ShapeEnv:
 
 
 def _allows(env: ShapeEnv, size: int) -> bool:
-    """Return whether a size satisfies the guards that the compiler placed on its symbolic size."""
+    """Return whether a size satisfies the guards that were placed on its symbolic size."""
     if size < 2 or env.replacements:
         return False
     values = dict.fromkeys(env.backed_var_to_val, size)

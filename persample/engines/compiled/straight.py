@@ -96,6 +96,11 @@ def simplify(module: GraphModule) -> None:
     module.recompile()
 
 
+def _is_needed(node: Node) -> bool:
+    """Return whether a node has an effect: it draws random numbers, writes, or its kernel may reject an index."""
+    return node.is_impure() or reads_an_index(node.target)
+
+
 def straight(module: GraphModule) -> Run:
     """Return a graph as straight-line Python.
 
@@ -147,11 +152,6 @@ def straight(module: GraphModule) -> Run:
 def writes(node: Node) -> bool:
     """Return whether a node writes into one of its arguments."""
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
-
-
-def _is_needed(node: Node) -> bool:
-    """Return whether a node has an effect: it draws random numbers, writes, or its kernel may reject an index."""
-    return node.is_impure() or writes(node) or reads_an_index(node.target)
 
 
 def owner(node: Node) -> Node:
@@ -238,7 +238,6 @@ def _memory_for(node: Node, last_reads: dict[Node, Node]) -> Node | None:
         return None
     own = owner(first)
     is_own = own.op == "call_function" and own.target not in Opaque.functions and first.target is not operator.getitem
-    is_read_once = all(
-        x is first or owner(x) is not own for x in node.all_input_nodes
-    )  # x + x.T would read what it wrote
+    # x + x.T would read what it has written.
+    is_read_once = all(x is first or owner(x) is not own for x in node.all_input_nodes)
     return own if is_own and is_read_once and last_reads[own] is node else None

@@ -38,7 +38,7 @@ class Task:
         reductions: the reductions of the call.
         call: the chunk, not empty.
         finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
-        compiles: whether Inductor compiles the graph; else it runs operation by operation.
+        engine: "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation.
         container: the structure of the container that results are returned in.
         out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
         total: the total of the samples before, into which the leaves are merged; None for the leaves alone.
@@ -48,7 +48,7 @@ class Task:
     reductions: Reductions
     call: Call
     finishes: bool
-    compiles: bool
+    engine: str
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
     out: Any = None
     total: Total | None = None
@@ -68,9 +68,9 @@ class Task:
         return replace(self, call=captured_call(self.call), functions=functions)
 
     @property
-    def engine(self) -> str:
-        """The engine's name."""
-        return "compiled" if self.compiles else "traced"
+    def compiles(self) -> bool:
+        """Whether Inductor compiles the graph."""
+        return self.engine == "compiled"
 
     @property
     def loss(self) -> GraphFunction:
@@ -124,7 +124,7 @@ class Task:
             (loss.fn, tuple(map(_key, self.reductions.reductions)), self._graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
-            (call.randomness, call.budget.allowance, self.finishes, self.compiles, self._live[1]),
+            (call.randomness, call.budget.allowance, self.finishes, self.engine, self._live[1]),
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 

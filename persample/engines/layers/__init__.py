@@ -36,11 +36,10 @@ from persample.inputs.options import NestedCallError
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
 from persample.utils.origin import is_users
-from persample.utils.tracing import is_traced, is_wrapped
+from persample.utils.tracing import is_traced, is_wrapped, unwrapped
 from persample.utils.trees import map_tensors, tree_map
 from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
-from persample.vmap_rules.levels import unwrapped
 
 # Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
 _SINGLE_PRECISION = {

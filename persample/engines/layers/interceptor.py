@@ -25,11 +25,11 @@ from persample.engines.layers.functions import (
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.numerics import autocast, full_precision, is_autocast
-from persample.utils.tracing import is_wrapped
+from persample.utils.tracing import is_wrapped, unwrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.indexing import embedding_bag
-from persample.vmap_rules.levels import batch_first, unwrapped
+from persample.vmap_rules.levels import batch_first
 from persample.vmap_rules.products import linear, linear_einsum
 from persample.vmap_rules.recurrent import recurrent_rule, unrolled
 from persample.vmap_rules.recurrent_steps import Cell
