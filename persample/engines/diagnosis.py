@@ -119,12 +119,7 @@ _SHAPES = (
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
     """Explain torch's errors inside the loss: which line, what it did, what to do instead.
 
-    Args:
-        call: the chunk that the loss is called with.
-        batched: whether the loss runs under vmap.
-
-    Raises:
-        LossError: instead of an error whose cause is known. Any other error passes, with what ``add_hint`` adds.
+    Any other error passes, with what ``add_hint`` adds.
     """
     handled = sys.exc_info()[1]
     try:
@@ -139,12 +134,7 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
 
 
 def add_hint(call: Call, error: Exception) -> None:
-    """Add to torch's message about a shape or type what the loss sees; nothing to what the user's code raised.
-
-    Args:
-        call: the chunk that the loss is called with.
-        error: the error, which is changed.
-    """
+    """Add to torch's message about a shape or type what the loss sees; nothing to what the user's code raised."""
     said = str(error)
     is_of_types = isinstance(error, TypeError)
     if is_raised(error) and not is_of_types:
@@ -214,12 +204,7 @@ def _tree(call: Call, said: str) -> str:
 def unwritten(call: Call) -> Iterator[None]:
     """Check that the loss does not write into the user's parameters and batch.
 
-    Args:
-        call: the loss and its arguments.
-
-    Raises:
-        LossError: if the loss wrote into one of them. The write is not undone; other memory of a frozen parameter is,
-            which it gets by ``set_``, that no mode sees.
+    The write is not undone; other memory of a frozen parameter is, which it gets by ``set_``, that no mode sees.
     """
     tensors = call.tensors
     versions = list(map(version, tensors))

@@ -54,13 +54,6 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         engine: the name of the engine that the user asked for.
         first: computes the answer by that engine.
         by: computes the answer by another engine.
-
-    Returns:
-        The answer.
-
-    Raises:
-        Exception: what the loss raises under plain autograd; or what ``first`` raised, where no optimization is at
-            fault.
     """
     handled = sys.exc_info()[1]
     start = None if call.randomness == "error" else rng.Streams.now()
@@ -114,15 +107,7 @@ def _otherwise(
 ) -> tuple[T, PersampleWarning] | None:
     """Return the answer and why it is not the engine's; or None if no optimization is at fault.
 
-    Args:
-        call: the call.
-        engine: the name of the engine that the user asked for.
-        error: the error that it raised.
-        by: computes the answer by another engine.
-        start: the state of the random streams before the call.
-
-    Raises:
-        Exception: what the loss raises under plain autograd.
+    ``error`` is what the engine raised, ``start`` the state of the random streams before the call.
     """
 
     def tried(way: Callable[[], Any]) -> Any:

@@ -29,11 +29,7 @@ _FIRST_UNKNOWN = tuple(map(int, KNOWN_TORCH_VERSIONS.rpartition("<")[2].split(".
 
 @functools.cache
 def changed(way: Engine) -> str:
-    """Return a private name that does something else in a newer torch than an engine needs, or "" if the engine works.
-
-    Args:
-        way: the engine; the loop needs no private names.
-    """
+    """Return a private name that does not do in a newer torch what an engine needs, or "" if the engine works."""
     if way is loop or tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_UNKNOWN:
         return ""
     found: list[str] = []

@@ -32,13 +32,6 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     """Compute the gradients of all samples at once.
 
     ``engines/layers`` computes losses made of layers, which need one transform instead of two.
-
-    Args:
-        call: the chunk, not empty.
-        required_ops: the operations of ``Factor`` that the reductions call.
-
-    Raises:
-        LossError: if the loss depends on no parameter, or vmap cannot batch it.
     """
     return factored(call, required_ops)[0]
 
@@ -62,15 +55,7 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
 
 
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Compute the gradients of all samples at once, written out, of any loss that vmap can batch.
-
-    Args:
-        call: the chunk, not empty.
-        required_ops: ignored.
-
-    Raises:
-        LossError: if the loss depends on no parameter, or vmap cannot batch it.
-    """
+    """Compute the gradients of all samples at once, written out, of any loss that vmap can batch."""
     if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
         after_imports(import_dynamo)
     grads, losses, aux, has_aux = batched_gradients(call)
@@ -83,16 +68,8 @@ def batched_gradients(
 ) -> tuple[list[Tensor], Tensor, Any, bool]:
     """Differentiate the loss of all samples at once.
 
-    Args:
-        call: the chunk, not empty.
-        rules: the context that the loss runs in; None for ``VmapRules``.
-
-    Returns:
-        The gradients of each parameter, ``[B, *shape]`` (``[B, K, *shape]`` of K outputs), the losses, aux, and whether
-        the loss returned aux.
-
-    Raises:
-        LossError: if the loss depends on no parameter, or vmap cannot batch it.
+    Returns the gradients of each parameter, ``[B, *shape]`` (``[B, K, *shape]`` of K outputs), the losses, aux, and
+    whether the loss returned aux. ``rules`` is the context that the loss runs in, ``VmapRules`` if None.
     """
     has_aux = one_by_one = False
     forward_mode = VmapRules() if rules is None else rules
@@ -125,13 +102,7 @@ def batched_gradients(
 
 
 def _pulled_back(backward: Callable[..., Any], value: Tensor, *, one_by_one: bool) -> list[Tensor]:
-    """Return the gradients of a loss; of a vector those of each of its numbers, by one backward pass if that is right.
-
-    Args:
-        backward: the function that ``vjp`` returned.
-        value: the loss.
-        one_by_one: whether each number of a vector takes a backward pass of its own.
-    """
+    """Return the gradients of a loss. Of a vector: one per element, in one batched backward pass unless ``one_by_one``."""
     if value.ndim == 0:
         return backward(torch.ones_like(value), retain_graph=False)[0]
     units = torch.eye(len(value), dtype=value.dtype, device=value.device)
@@ -159,15 +130,7 @@ def _uses_factorizations(value: Tensor) -> bool:
 
 
 def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
-    """Call a function for all samples at once.
-
-    Args:
-        one: from the parameters and the leaves of one sample to a tree of tensors.
-        call: the chunk, not empty.
-
-    Returns:
-        What the function returns, every tensor with a leading batch axis.
-    """
+    """Call a function of parameters and leaves for all samples at once; all tensors of the result get a batch axis."""
     given = [*call.params, *call.leaves]
     split = [*call.params_batched, *call.leaves_batched]
 
@@ -182,13 +145,7 @@ def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
 def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
     """Compute the gradients one sample at a time.
 
-    Args:
-        call: the chunk, not empty. Random operations are rejected under "error", replayed for every sample under
-            "same", and left alone under "different".
-        required_ops: ignored.
-
-    Raises:
-        LossError: if the loss draws random numbers under "error".
+    Random operations are rejected under "error", replayed for every sample under "same", left alone under "different".
     """
     losses, returned, grads = zip(*_rows(call), strict=True)
     stacked = _stacked_losses(losses)
@@ -242,12 +199,7 @@ def _stacked(aux: list[Any]) -> Any:
 
 
 def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Return gradients with no rows; a fake sample shows the shapes.
-
-    Args:
-        call: a call without samples.
-        required_ops: ignored.
-    """
+    """Return gradients with no rows; a fake sample shows the shapes."""
     value, (aux, has_aux) = of_fake_sample(call.loss, call)
     return Gradients.dense(
         [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
@@ -262,12 +214,7 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
 def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], call: Call) -> Any:
     """Call a function with the parameters and the leaves of a made-up sample.
 
-    Args:
-        function: a function of parameters and leaves.
-        call: the call that defines the shapes and dtypes of the sample.
-
-    Returns:
-        The result of the function. Its tensors may be fake: only shapes, dtypes and devices are meaningful.
+    Tensors of the result may be fake: only their shapes, dtypes and devices are meaningful.
     """
     params = _one(call.params, call.params_batched)
     if not transforms():  # under which torch refuses to make leaves

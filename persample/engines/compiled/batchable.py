@@ -34,10 +34,9 @@ _CHANGES_SHAPE = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "uns
 
 
 def make_batchable(module: GraphModule) -> None:
-    """Rewrite a graph in place; after an interrupt, a second call completes the first.
+    """Rewrite a graph in place, and give it one more input, the first: any tensor of the sample.
 
-    Args:
-        module: a graph of Dynamo. It gets one more input, the first: any tensor of the sample.
+    After an interrupt, a second call completes the first.
     """
     for part in module.modules():
         if isinstance(part, GraphModule):
@@ -109,9 +108,6 @@ def refused_view(module: GraphModule) -> str | None:
     """Return why a graph cannot be differentiated: a view was taken of a tensor whose shape then changes in place.
 
     torch replays such views with the new shape, so their gradients have another shape.
-
-    Args:
-        module: a graph of Dynamo, not yet rewritten.
     """
     parts = (part for part in module.modules() if isinstance(part, GraphModule))
     for node in itertools.chain.from_iterable(part.graph.nodes for part in parts):
@@ -163,11 +159,7 @@ def _chosen(condition: Tensor, if_true: GraphModule, if_false: GraphModule, oper
 def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any) -> Any:
     """Call an ``autograd.Function`` that Dynamo has split into two graphs.
 
-    Args:
-        before: from the arguments to (outputs, tensors kept for the backward pass).
-        after: from the gradients of the outputs and the kept tensors to the gradients of the arguments.
-        *args: the arguments.
-        **options: ``non_differentiable_idx``, the places of outputs without gradients; the rest is not needed here.
+    ``before`` gives (outputs, tensors kept for the backward pass), ``after`` takes the gradients and these tensors.
     """
     count = 0
 
@@ -217,10 +209,6 @@ def _value(x: Tensor | float) -> Tensor | float:
 
 
 def read_inputs(graph: Graph) -> list[int]:
-    """Return the places of the inputs of a graph whose values it reads.
-
-    Args:
-        graph: a graph that ``make_batchable`` has rewritten.
-    """
+    """Return the places of the inputs of a graph whose values it reads."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"][1:]
     return [place for place, node in enumerate(inputs) if any(user.target is _value for user in node.users)]

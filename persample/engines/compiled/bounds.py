@@ -47,17 +47,7 @@ class Bounds(TorchDispatchMode):
         self._noted, self._clamps = noted, clamps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation with its index in range, or read a value.
-
-        Args:
-            func: an operation of aten.
-            types: the tensor subclasses among the arguments.
-            args: the arguments of the operation.
-            kwargs: the keyword arguments of the operation.
-
-        Returns:
-            The result of the operation.
-        """
+        """Call an operation with its index in range, or read a value."""
         if func is aten_local_scalar_dense and not isinstance(args[0], FakeTensor):
             with untraced():
                 return args[0].item()
@@ -67,16 +57,7 @@ class Bounds(TorchDispatchMode):
         return func(*(args if rule is None else rule(self.within, *args)), **(kwargs or {}))
 
     def within(self, index: Tensor, size: int, least: int = 0) -> Tensor:
-        """Record whether an index is out of range, and clamp it.
-
-        Args:
-            index: a tensor of integers.
-            size: the upper bound, exclusive.
-            least: the lower bound, inclusive.
-
-        Returns:
-            The clamped index.
-        """
+        """Record whether an index is outside of [least, size), and return it clamped."""
         once = index[tuple(slice(None if stride else 1) for stride in index.stride())]  # of an expanded one
         self._noted.append(((once < least) | (once >= size)).any())
         return once.clamp(least, size - 1).expand_as(index)

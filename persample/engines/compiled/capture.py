@@ -100,16 +100,7 @@ class Entry:
 
     @in_one_thread
     def find(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what the function returns, with markers, by the capture whose guards hold.
-
-        Args:
-            function: the function.
-            *args: its arguments.
-
-        Raises:
-            NewError: if there is none.
-            ArgumentError: if the function would read a nested tensor.
-        """
+        """Return what the function returns, with markers, by the capture whose guards hold; ``NewError`` if none do."""
         for code in self._read.values():
             with suppress(AttributeError, LookupError, NameError, TypeError):  # the capture is not of this call
                 read = eval(code, self._globals, {"function": function, "args": args})
@@ -119,16 +110,7 @@ class Entry:
 
     @in_one_thread
     def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
-        """Return the capture of a function, recorded now if no other is valid.
-
-        Args:
-            function: the function.
-            *args: its arguments.
-
-        Raises:
-            UncapturableError: if the function cannot be captured as one graph.
-            LimitError: if it was captured too often.
-        """
+        """Return the capture of a function, recorded now if no other is valid."""
         try:
             return self._prepared(Captured.of(self.find(function, *args)))
         except NewError:
@@ -188,11 +170,7 @@ class Entry:
 
 
 def entry_of(function: Any) -> Entry:
-    """Return the captures of a function; lambdas made anew share their code, and so their captures.
-
-    Args:
-        function: any callable.
-    """
+    """Return the captures of a function; lambdas made anew share their code, and so their captures."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -212,11 +190,7 @@ def entries() -> list[Entry]:
 
 
 def forget_entry(entry: Entry) -> None:
-    """Drop the captures of one loss.
-
-    Args:
-        entry: the captures.
-    """
+    """Drop the captures of one loss."""
     for key in [key for key, known in _entries.items() if known is entry]:
         del _entries[key]
 
@@ -247,17 +221,7 @@ class _Unread(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch.
-
-        Args:
-            func: the function.
-            types: the tensor subclasses among the arguments.
-            args: the arguments.
-            kwargs: the keyword arguments.
-
-        Returns:
-            The result of the function.
-        """
+        """Call a function of torch."""
         if func is Tensor.__getitem__:
             x, index = args
             return getitem_unread(x, index, lambda _: True)

@@ -48,12 +48,7 @@ class GraphFunction:
     sliced: int
 
     def __call__(self, first: Sequence[Tensor], *rest: Any) -> Any:
-        """Return what the function returns for one sample.
-
-        Args:
-            first: the parameters, or what else comes first.
-            *rest: the other arguments, then the tensors that the function closed over.
-        """
+        """Return what the function returns for one sample; last come the tensors that the function closed over."""
         given = [*first, *rest]
 
         def found(origin: Origin) -> Any:
@@ -68,14 +63,7 @@ class GraphFunction:
 
 
 def captured_call(call: Call) -> Call:
-    """Return the same call with its loss captured, called with the first sample.
-
-    Args:
-        call: the call, at least one sample.
-
-    Raises:
-        UncapturableError: if Dynamo cannot capture the loss as one graph.
-    """
+    """Return the same call with its loss captured, called with the first sample."""
     loss, tree = call.loss, call.loss.params
     params, _ = call.at(0)
     pairs = zip(tree.slots, tree.tensors, params, strict=True)
@@ -144,28 +132,12 @@ def _first_row(x: Tensor, keep_batch_dim: bool) -> Tensor:
 
 
 def row_like(x: Tensor, keep_batch_dim: bool) -> Tensor:
-    """Return a tensor without values of the format of the first sample's row, as Dynamo gets it.
-
-    Args:
-        x: a leaf of the batch, one row per sample.
-        keep_batch_dim: whether each sample keeps a batch axis of 1.
-    """
+    """Return a tensor without values of the format of the first sample's row, as Dynamo gets it."""
     return row(Format.of(_first_row(x, keep_batch_dim)).empty())
 
 
 def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:
-    """Capture a function from one norm to a number.
-
-    Args:
-        function: the function.
-        device: the device of the norms.
-
-    Returns:
-        The captured function, and the tensors that it closed over.
-
-    Raises:
-        UncapturableError: if Dynamo cannot capture the function as one graph.
-    """
+    """Return a function from one norm to a number, captured, and the tensors that it closed over."""
     norm = torch.zeros((), dtype=torch.float64, device=device)
     with torch.enable_grad():
         captured = entry_of(function).capture(function, norm)

@@ -41,11 +41,7 @@ class Checked:
         self._check: _Check | None = _Check(graph, compiled, noted=noted)
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """Return the outputs.
-
-        Args:
-            tensors: the inputs; the list is emptied.
-        """
+        """Return the outputs; the list of inputs is emptied."""
         check = self._check
         if check is None:
             return self._run(tensors)
@@ -93,10 +89,8 @@ class _Check:
     ) -> tuple[list[Tensor], bool]:
         """Return what the graph computes, and whether the code computed something else.
 
-        Args:
-            inputs: the inputs, in which the code has written; where it is wrong, they get what the graph writes.
-            before: the inputs before.
-            found: what the code computed.
+        ``inputs`` are those of the code, which has written into some. Where it is wrong, they get what the graph
+        writes. ``before`` are the inputs as they were, and ``found`` the outputs of the code.
         """
         error = _tolerance(self._module.graph, inputs)
         expected, into = self._results(before)

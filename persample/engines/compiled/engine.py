@@ -29,19 +29,8 @@ def compiled(
 ) -> list[Any]:
     """Compute the result of every reduction by a program, as ``pipeline.run`` does with the eager engine.
 
-    Args:
-        call: the call, at least one sample.
-        reductions: the reductions of the call.
-        chunk_size: the number of samples processed at a time, or None for all.
-        asked: the user's arguments, by which ``repeated`` recognizes the next call like this one.
-        out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        engine: "traced" or "compiled".
-
-    Returns:
-        One result per reduction. Its tensors are those of ``out`` if the program wrote into them.
-
-    Raises:
-        LossError: if the eager engine rejects the loss, or if the loss cannot be captured or traced.
+    By ``asked``, the next call like this one is recognized. ``out`` shares no memory with the inputs; if the program
+    wrote into its tensors, these are the results.
     """
     if call.size > (chunk_size or call.size):
         lift = functools.partial(lift_compiled, reductions=reductions, engine=engine)
@@ -52,51 +41,17 @@ def compiled(
 
 
 def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> Any:
-    """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines.
-
-    Args:
-        call: the chunk, at least one sample.
-        reductions: the reductions of the call.
-        engine: as for ``compiled``.
-
-    Returns:
-        What ``Reductions.lift`` returns.
-
-    Raises:
-        LossError: as ``compiled`` does.
-    """
+    """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines."""
     return _computed(Task(reductions, call, finishes=False, engine=engine))
 
 
 def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[Any]:
-    """Merge the leaves of one chunk into a total by a program.
-
-    Args:
-        call: the chunk, at least one sample.
-        reductions: the reductions of the call.
-        asked: the user's arguments, by which ``repeated`` recognizes the next call like this one; without a container.
-        total: the total of the samples before.
-        engine: as for ``compiled``.
-
-    Returns:
-        What ``Total.absorb`` returns.
-
-    Raises:
-        LossError: as ``compiled`` does.
-    """
+    """Merge the leaves of one chunk into a total by a program, and return what ``Total.absorb`` returns."""
     return cast("list[Any]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Any:
-    """Return what the program of a task computes.
-
-    Args:
-        task: the task.
-        asked: the user's arguments if the task is the whole call.
-
-    Raises:
-        LossError: as ``compiled`` does.
-    """
+    """Return what the program of a task computes; ``asked`` are the user's arguments if the task is the whole call."""
     captured = None
     try:
         captured = task.captured()

@@ -91,12 +91,7 @@ class Capture:
         return self.reason.partition(" == ")[0]
 
     def prepare(self, history: History, others: Iterable[Capture]) -> None:
-        """Rewrite the graph so that torch.func can batch it, unless that is done.
-
-        Args:
-            history: what happened to the function.
-            others: the captures of the function.
-        """
+        """Rewrite the graph so that torch.func can batch it, unless that is done."""
         if not self._prepared:
             sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
             self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_view(self.graph)
@@ -132,11 +127,7 @@ class _Naming(Interpreter):
         self.extra_traceback = False  # torch's own naming would change the message
 
     def run_node(self, n: Node) -> Any:
-        """Run one node.
-
-        Args:
-            n: the node.
-        """
+        """Run one node."""
         try:
             return super().run_node(n)
         except Exception as error:
@@ -255,15 +246,7 @@ class Captured:
     def origins(
         self, given: Sequence[Any], batched: Sequence[bool]
     ) -> tuple[tuple[Origin, ...], tuple[Origin, ...], list[Tensor]]:
-        """Return where the inputs and the leaves come from.
-
-        Args:
-            given: the arguments, flattened.
-            batched: for each argument, whether it differs from sample to sample.
-
-        Returns:
-            The origins of the inputs, those of the leaves, and the tensors closed over.
-        """
+        """Return where the inputs and the leaves come from."""
         known = {id(x): Argument(place) for place, x in enumerate(given) if isinstance(x, Tensor)}
         closed_over = list[Tensor]()
 
@@ -299,21 +282,13 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def failed_guard(reason: str) -> str:
-    """Return the guard that failed, and the code that it guards.
-
-    Args:
-        reason: Dynamo's reason for a new capture, or an empty text.
-    """
+    """Return the guard that failed, and the code that it guards."""
     first = (reason.splitlines() or [""])[0].partition(": ")[2]
     return re.sub(r"\s+", " ", first).strip()
 
 
 def refusal(error: BaseException) -> str:
-    """Return why Dynamo cannot capture a function, and in which line of the user's, without its stack and its advice.
-
-    Args:
-        error: Dynamo's error.
-    """
+    """Return why Dynamo cannot capture a function, and the user's line, without its stack and its advice."""
     message = str(error)
     explanation = re.search(r"^ *Explanation: (.*)$", message, re.MULTILINE)
     said = explanation.group(1) if explanation else (message.strip() or type(error).__name__).splitlines()[0]
@@ -321,11 +296,7 @@ def refusal(error: BaseException) -> str:
 
 
 def users_line(stack: str) -> str:
-    """Return the user's last line in a stack, as the end of a message.
-
-    Args:
-        stack: a stack in the form of Python's tracebacks.
-    """
+    """Return the user's last line in a stack, as the end of a message."""
     frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', stack, re.MULTILINE)
     users = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     if not frames:

@@ -40,11 +40,7 @@ class Split(NamedTuple):
 def split_kept(module: GraphModule) -> Split | None:
     """Take out of a graph the numbers, and what only they depend on; and tell which outputs depend on no argument.
 
-    Args:
-        module: a graph of Dynamo, which reads it again and must find it unchanged.
-
-    Returns:
-        The parts; None if there are no such numbers and outputs.
+    The graph is not changed: Dynamo reads it again. None if there are no such numbers and outputs.
 
     Raises:
         RuntimeError: if a tensor depends on a number that the function changes: it would be another at every call.
@@ -97,13 +93,7 @@ def _of_no_argument(graph: Graph) -> set[Node]:
 
 
 def _made_of(graph: Graph, begins: Callable[[Node], bool], goes_on: Callable[[Node], bool]) -> set[Node]:
-    """Return inputs of a graph, and the operations that take no others.
-
-    Args:
-        graph: the graph.
-        begins: whether an input is among them.
-        goes_on: whether an operation is among them, if all that it takes is.
-    """
+    """Return the inputs that ``begins`` admits, and the operations, admitted by ``goes_on``, that take no others."""
     known = set[Node]()
     for node in graph.nodes:
         if begins(node) if node.op == "placeholder" else known.issuperset(node.all_input_nodes) and goes_on(node):

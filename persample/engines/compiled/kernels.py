@@ -44,11 +44,7 @@ def tanh(x: Tensor) -> Any:
 
 
 def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return a table of decompositions in which the operations of this file call torch's kernels.
-
-    Args:
-        table: the decompositions of all operations of aten.
-    """
+    """Return a table of decompositions in which the operations of this file call torch's kernels."""
     table = {**table, _aten.pow.Scalar: _power, _aten.tanh.default: tanh}
     return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}}
 
@@ -101,11 +97,7 @@ _LEFT_TO_TORCH: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _opaque(operation: Any) -> Any:
-    """Return an operation ``persample::…`` that calls torch's kernel; it is registered when a program first needs it.
-
-    Args:
-        operation: an operation of aten that Inductor would replace.
-    """
+    """Return an operation ``persample::…`` that calls torch's kernel, registered when a program first needs it."""
     name, _, signature = str(schema(operation)).removeprefix("aten::").partition("(")
     compute = functools.partial(_computed, operation)
     own = torch.library.custom_op(f"persample::{name}", compute, mutates_args=(), schema=f"({signature}")

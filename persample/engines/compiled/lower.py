@@ -46,17 +46,8 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
     """Compile a graph with Inductor, the compiler behind ``torch.compile``.
 
     Inductor is called below the guards of ``torch.compile``: programs.py and Dynamo check what they would. If
-    compilation fails, one warning says so, and the graph runs operation by operation.
-
-    Args:
-        graph: a flat graph of aten operations without state.
-        flat: the graph that ``functional`` returned for it.
-        mode: the fake tensor mode of the inputs.
-        inputs: fake tensors with the shapes and dtypes of the program's inputs.
-        noted: whether the last output is a flag that invalidates the others.
-
-    Returns:
-        A function from a list of tensors to the outputs; it empties the list.
+    compilation fails, one warning says so, and the graph runs operation by operation. ``flat`` is what
+    ``functional`` returned for it. ``noted`` says that the last output is a flag, which invalidates the others.
     """
 
     @in_one_thread
@@ -78,13 +69,7 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
-    """Return the same graph without in-place writes, decomposed into the operations that Inductor lowers.
-
-    Args:
-        graph: a flat graph of aten operations.
-        mode: the fake tensor mode of the inputs.
-        inputs: fake tensors with the shapes and dtypes of the program's inputs.
-    """
+    """Return the same graph without in-place writes, decomposed into the operations that Inductor lowers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = with_torch_kernels(decompositions())

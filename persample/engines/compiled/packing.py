@@ -40,19 +40,11 @@ class Outline:
     structure: trees.TreeSpec
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the tree with tensors in their places.
-
-        Args:
-            tensors: the tensors, in the order of ``pack``.
-        """
+        """Return the tree with tensors in their places, in the order of ``pack``."""
         return trees.unflatten(self.filled_leaves(tensors), self.structure)
 
     def filled_leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the leaves of the tree with tensors in their places.
-
-        Args:
-            tensors: the tensors, in the order of ``pack``.
-        """
+        """Return the leaves of the tree with tensors in their places."""
         rest = iter(tensors)
 
         def put(x: Any) -> Any:
@@ -108,11 +100,7 @@ class Total:
 
     @classmethod
     def like(cls, lifted: Any) -> Total:
-        """Return the total of no samples.
-
-        Args:
-            lifted: the tree of the leaves of any chunk.
-        """
+        """Return the total of no samples."""
         tensors, outline = pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted))
         return cls(list(map(torch.zeros_like, tensors)), outline)
 
@@ -128,14 +116,7 @@ class Total:
     def absorb(self, lifted: Any) -> list[Any]:
         """Merge the leaves of a chunk into the total, in its memory; in a trace, only if its results are valid.
 
-        Args:
-            lifted: the tree of the leaves.
-
-        Returns:
-            The leaves that are not part of the total.
-
-        Raises:
-            LossError: if the leaves do not fit the total.
+        Returns the leaves that are not part of the total.
         """
         leaves, structure = trees.flatten(lifted)
         check_alike(self.outline.structure, structure)

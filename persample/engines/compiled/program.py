@@ -49,17 +49,7 @@ class Program:
     _shared: list[int] | None = field(default=None)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """Return the result.
-
-        Args:
-            tensors: the inputs.
-
-        Returns:
-            The result. None of its tensors shares memory with an input or with another one.
-
-        Raises:
-            DoubtfulError: if the code's flag says that its outputs are invalid.
-        """
+        """Return the result, whose tensors share no memory with an input or with one another."""
         tensors = [*tensors, *self.constants]
         given = None if self._shared is not None else [memory(x) for x in tensors]
         outputs = list(self.run(tensors))
@@ -73,11 +63,7 @@ class Program:
 
 
 def for_one_size(task: Task) -> Program:
-    """Return a program for the sizes of one task.
-
-    Args:
-        task: the task.
-    """
+    """Return a program for the sizes of one task."""
     formats = [Format.of(x) for x in task.tensors]
     traced = trace(task, lambda: [f.empty() for f in formats], compiles=task.compiles)
     if task.compiles:
@@ -92,15 +78,7 @@ def for_one_size(task: Task) -> Program:
 
 
 def for_any_size(task: Task, axes: Axes) -> Program | None:
-    """Return a program for all batch sizes.
-
-    Args:
-        task: the task.
-        axes: the axes of its inputs that have the batch size.
-
-    Returns:
-        The program, or None if no single graph serves the sizes.
-    """
+    """Return a program for all batch sizes; None if no single graph serves them."""
     family = AnySize.of(task, axes)
     if family is None:
         return None
@@ -137,12 +115,7 @@ def _guarded(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor])
 
 
 def operation_by_operation(graph: GraphModule, device: torch.device) -> Run:
-    """Return code that runs a graph as it is; where torch refuses a value, its results are invalid.
-
-    Args:
-        graph: a flat graph of aten operations.
-        device: the device of its inputs.
-    """
+    """Return code that runs a graph as it is; where torch refuses a value, its results are invalid."""
     run = straight(graph)
     if device.type == "cpu":
         keep_freed_memory()

@@ -68,26 +68,13 @@ def compilations() -> int:
 
 
 def compilations_of(loss_fn: Any) -> tuple[Compilation, ...]:
-    """Return the compilations of the programs of a loss, in order.
-
-    Args:
-        loss_fn: the loss.
-    """
+    """Return the compilations of the programs of a loss, in order."""
     return tuple(entry_of(loss_fn).history.compilations)
 
 
 @in_one_thread
 def program_of(task: Task) -> Program:
-    """Return the program of a task, compiled now if there is none.
-
-    Args:
-        task: the task, captured.
-
-    Raises:
-        TraceError: if torch cannot trace the task.
-        UnfinishedError: if torch cannot trace its last step.
-        FaultError: if the same compilation has failed before.
-    """
+    """Return the program of a captured task, made now if there is none."""
     formats = [Format.of(x) for x in task.tensors]
     family = _family(task, (task.structure, _kinds(formats)))
     found = next((p for p in reversed(family.programs) if p.fits(formats)), None)

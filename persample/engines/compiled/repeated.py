@@ -162,11 +162,7 @@ class EarlierCall:
         )
 
     def before(self, asked: Asked) -> Total | None:
-        """Return the total that the leaves of a call are merged into, or None if it is unlike that of this call.
-
-        Args:
-            asked: the arguments of a call that matches this one.
-        """
+        """Return the total that the leaves of a call are merged into, or None if it is unlike that of this call."""
         formats, outline = self.total
         if asked.total is None:
             return Total([f.empty().zero_() for f in formats], outline)
@@ -176,16 +172,7 @@ class EarlierCall:
     def find(self, asked: Asked, flat: Flat, entry: Entry) -> tuple[Marker | None, list[Any]]:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
 
-        Args:
-            asked: the arguments of the call.
-            flat: the same, flattened.
-            entry: the captures of its loss.
-
-        Returns:
-            A marker of its graph, or None if it computes nothing; and the tensors that the loss was called with.
-
-        Raises:
-            NewError: if no capture is valid.
+        Returns a marker of its graph, or None if it computes nothing; and the tensors that the loss was called with.
         """
         is_module = isinstance(asked.params, nn.Module)
         params = flat.params if is_module else list(map(parameter, flat.params))
@@ -204,14 +191,7 @@ class EarlierCall:
     ) -> tuple[list[Tensor], Total] | None:
         """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
 
-        Args:
-            asked: the arguments of a call that matches this one.
-            flat: the same, flattened.
-            marker: the marker that ``find`` returned.
-            given: the tensors that it returned.
-
-        Raises:
-            ArgumentError: if an average needs more samples.
+        ``marker`` and ``given`` are what ``find`` returned.
         """
         if marker is None or marker.capture.twin is not self.capture:
             return None
@@ -236,13 +216,7 @@ def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[int | Origin
 
 
 def remember(asked: Asked, task: Task, program: Program) -> None:
-    """Let later calls run the program of this one, if they are told by comparing tensors.
-
-    Args:
-        asked: the arguments of the call.
-        task: what the call computes, captured, without weights.
-        program: the program that computed it.
-    """
+    """Let later calls run the program of this one, if they are told by comparing tensors."""
     call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
     used, total = [*call.params, *call.leaves[: len(flat.batch)], *task.written], task.total or Total.like([])
@@ -287,12 +261,7 @@ def _is_plain() -> bool:
 def repeated(asked: Asked) -> tuple[Any, int] | None:
     """Return the result of a call by the program of an earlier one like it, and the number of its samples.
 
-    Args:
-        asked: the arguments of the call.
-
-    Returns:
-        The result, and the number of samples; None if there is no such program. In place of a result, where leaves
-        are merged, the total and the leaves that are not part of it.
+    None if there is no such program. Where leaves are merged, the result is the total and the other leaves.
     """
     entry = entry_of(asked.loss_fn)
     if not entry.calls or entry.changes_modules or not _is_plain():

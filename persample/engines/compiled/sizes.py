@@ -30,21 +30,12 @@ Axes: TypeAlias = tuple[tuple[int, int], ...]  # (input, axis): all axes of inpu
 
 
 def axes_of_samples(batched: Sequence[bool]) -> Axes:
-    """Return the first axis of every input that has one row per sample.
-
-    Args:
-        batched: for each input, whether it has.
-    """
+    """Return the first axis of every input that has one row per sample."""
     return tuple((place, 0) for place, split in enumerate(batched) if split)
 
 
 def axes_between(one: Sequence[Format], other: Sequence[Format]) -> Axes | None:
-    """Return the axes that differ between two calls, or None if more than the batch size differs.
-
-    Args:
-        one: the formats of the inputs of one call.
-        other: the formats of the inputs of another call.
-    """
+    """Return the axes that differ between two calls, or None if more than the batch size differs."""
     changes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for place, (a, b) in enumerate(zip(one, other, strict=True)):
         if not (_is_contiguous(a) and _is_contiguous(b)) and (a.shape, a.stride) != (b.shape, b.stride):
@@ -73,12 +64,7 @@ class AnySize:
 
     @classmethod
     def of(cls, task: Task, axes: Axes) -> AnySize | None:
-        """Return the graph of a task for all batch sizes, or None if no single graph serves them.
-
-        Args:
-            task: the task.
-            axes: the axes of its inputs that have the batch size.
-        """
+        """Return the graph of a task for all batch sizes, or None if no single graph serves them."""
         formats = [Format.of(x) for x in task.tensors]
         try:
             made = (partial(_at, formats, axes, size) for size in _SIZES)
@@ -93,11 +79,7 @@ class AnySize:
         return _at(self.formats, self.axes, size)
 
     def size(self, formats: Sequence[Format]) -> int | None:
-        """Return the batch size of a call, or None if the call differs in more than its size.
-
-        Args:
-            formats: the formats of the inputs of the call.
-        """
+        """Return the batch size of a call, or None if the call differs in more than its size."""
         size = formats[self.axes[0][0]].shape[self.axes[0][1]]
         return size if _forms(self.formats, self.axes, size) == [(f.shape, f.stride) for f in formats] else None
 
@@ -129,11 +111,7 @@ def _is_alike(one: Traced, other: Traced) -> bool:
 
 
 def contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the strides of a contiguous tensor.
-
-    Args:
-        shape: its shape.
-    """
+    """Return the strides of a contiguous tensor."""
     steps = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
     return tuple(reversed(list(steps)))[-len(shape) :] if shape else ()
 
@@ -150,16 +128,9 @@ class UnlikeError(Exception):
 def unified(
     one: GraphModule, other: GraphModule, sizes: tuple[int, int], axis: tuple[int, int] | None = None
 ) -> GraphModule:
-    """Return the graph for all sizes.
+    """Return the graph for all sizes, from the graphs at two.
 
-    Args:
-        one: the graph at the first size.
-        other: the graph at the second size.
-        sizes: the sizes.
-        axis: the (input, axis) that has the size; without one, the size becomes the last input of the graph.
-
-    Raises:
-        UnlikeError: if no single graph serves all sizes.
+    ``axis`` is the (input, axis) that has the size; without one, the size becomes the last input of the graph.
     """
     if len(one.graph.nodes) != len(other.graph.nodes):
         raise UnlikeError

@@ -68,11 +68,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def simplify(module: GraphModule) -> None:
-    """Drop operations of a graph that change nothing, and those whose results are not used.
-
-    Args:
-        module: a flat graph of aten operations, of tensors with known sizes.
-    """
+    """Drop operations of a graph that change nothing, and those whose results are not used."""
     graph = module.graph
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes):
         return  # a view may change its shape later
@@ -102,14 +98,7 @@ def _is_needed(node: Node) -> bool:
 
 
 def straight(module: GraphModule) -> Run:
-    """Return a graph as straight-line Python.
-
-    Args:
-        module: a flat graph of aten operations.
-
-    Returns:
-        A function from the list of the inputs, which it empties, to the outputs.
-    """
+    """Return a graph as straight-line Python: from the list of the inputs, which it empties, to the outputs."""
     graph = module.graph
     last_use = {x: node for node in graph.nodes for x in node.all_input_nodes}
     bound: dict[str, Any] = {}

@@ -55,11 +55,7 @@ class Task:
     functions: Sequence[Mapping[str, tuple[GraphFunction, list[Tensor]]]] = ()
 
     def captured(self) -> Task:
-        """Return the same task with the loss, and the functions of reductions, captured as graphs.
-
-        Raises:
-            UncapturableError: if Dynamo cannot capture one of them.
-        """
+        """Return the same task with the loss, and the functions of reductions, captured as graphs."""
         device = self.call.params[0].device
         functions = [
             {name: captured_function_of_a_norm(getattr(r, name), device) for name in r.functions_of_a_norm}
@@ -129,14 +125,7 @@ class Task:
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the pipeline on other tensors.
-
-        Args:
-            tensors: like ``self.tensors``, perhaps of other sizes.
-
-        Returns:
-            What ``last_step`` returns; or None if it was written into ``out``.
-        """
+        """Run the pipeline on other tensors, perhaps of other sizes; None if the results were written into ``out``."""
         given, (live, outline) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
@@ -164,14 +153,7 @@ class Task:
         return None
 
     def last_step(self, lifted: Any) -> Any:
-        """Return what the task asks for.
-
-        Args:
-            lifted: the mergeable leaves of the chunk.
-
-        Returns:
-            The results if ``finishes``; else the leaves, those that are not merged into ``total`` if there is one.
-        """
+        """Return the results if ``finishes``; else the leaves, those that are not merged into a ``total``."""
         if self.finishes:
             return pipeline.finish(self.call, lifted, self.reductions)
         return lifted if self.total is None else self.total.absorb(lifted)
@@ -188,12 +170,7 @@ def _as_input(x: Any, device: torch.device) -> Any:
 
 
 def form_of(tensors: Sequence[Tensor], outline: Outline) -> tuple[list[Format], Outline]:
-    """Return what a program depends on of packed tensors: their formats, and where they belong.
-
-    Args:
-        tensors: the tensors.
-        outline: their outline.
-    """
+    """Return what a program depends on of packed tensors: their formats, and where they belong."""
     return list(map(Format.of, tensors)), outline
 
 
@@ -212,13 +189,7 @@ class Live(NamedTuple):
 
 
 def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: Live | None = None) -> Live:
-    """Return the numbers and tensors of reductions that may change.
-
-    Args:
-        reductions: the reductions.
-        device: the device of the parameters.
-        earlier: those of like reductions, on the same device, which is returned where the numbers are the same.
-    """
+    """Return the numbers and tensors of reductions that may change; ``earlier`` where the numbers are the same."""
     fields = [_live_fields(r) for r in reductions if r.live]
     numbers = [x for found in fields for x in found.values()]
     text = list(map(repr, numbers)) if all(type(x) in (float, int, bool) for x in numbers) else None
@@ -229,21 +200,13 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: 
 
 
 def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, Any], ...]]:
-    """Return what a program depends on of a reduction: its class and the fields that may not change.
-
-    Args:
-        reduction: the reduction.
-    """
+    """Return what a program depends on of a reduction: its class and the fields that may not change."""
     changing = {*_live_fields(reduction), *reduction.functions_of_a_norm}
     return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
 
 
 def _key(reduction: Reduction) -> Hashable:
-    """Return the fixed fields as a part of a key.
-
-    Raises:
-        ArgumentError: if such a field cannot be part of a key.
-    """
+    """Return the fixed fields as a part of a key."""
     kind, fields = fixed_fields(reduction)
     for name, _, x in fields:
         if isinstance(x, Tensor) or not isinstance(x, Hashable):

@@ -84,18 +84,14 @@ def trace(
     any_size: bool = False,
     compiles: bool = True,
 ) -> Traced:
-    """Trace a function.
+    """Trace a function of tensors.
 
     Args:
         function: from tensors to a tree of tensors and of dataclasses that hold tensors.
-        inputs: makes tensors of the formats that the function will be called with. It is called in the trace's fake
-            tensor mode, so the tensors are fake.
+        inputs: makes the fake tensors that it is traced with.
         any_size: whether the graph will serve any number of samples. Then an operation that vmap runs once for each
             sample is an error: the graph would grow with their number.
         compiles: whether the graph will be compiled; else it is simplified, and runs operation by operation.
-
-    Returns:
-        The graph of the function.
 
     Raises:
         TraceError: if torch cannot trace the function.
@@ -133,11 +129,7 @@ def trace(
 
 
 def said(error: Exception) -> str:
-    """Return an error's class and the first line of its message, as text: its traceback would keep the batch alive.
-
-    Args:
-        error: the error.
-    """
+    """Return an error's class and the first line of its message, as text: its traceback would keep the batch alive."""
     return f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
 
 
