@@ -540,6 +540,7 @@ def _may_use_vectors() -> bool | None:
 
 # The fewest numbers of a loop for each of its threads: torch's own 512 take less time than waiting for a thread.
 _LEAST_PER_THREAD = 1024
+_LARGE_GRAPH = 1000  # nodes; a transformer of two layers has 1,200
 
 
 def compile_graph(
@@ -566,6 +567,9 @@ def compile_graph(
     settings = {
         "layout_optimization": config.layout_optimization and prefers_channels_last,
         "cpp_wrapper": calls_in_cpp,
+        # The code that calls the kernels is compiled apart, for size: half the time of a large graph. A small one would
+        # wait for a second precompiled header.
+        "cpp_wrapper_build_separate": len(graph.graph.nodes) > _LARGE_GRAPH,
         "cpp.min_chunk_size": max(config.cpp.min_chunk_size, _LEAST_PER_THREAD),
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
         "_pre_fusion_custom_pass": _after_writes(),

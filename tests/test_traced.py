@@ -19,6 +19,10 @@ from workloads import WORKLOADS, build
 import persample as ps
 from persample import ArgumentError, clear_cache, explain, per_sample_grads
 from persample.engines.compiled.straight import simplify, straight
+from persample.engines.compiled.task import Task
+from persample.engines.compiled.trace import Format, trace
+from persample.inputs.call import normalize
+from persample.reductions.base import Reductions
 
 NAN = float("nan")
 
@@ -353,6 +357,26 @@ def test_memory_of_its_own_is_written_in_place():
     before = x.clone()
     assert all(map(torch.equal, straight(graph)([x, y]), function(before, y)))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("workload", [x for x in WORKLOADS if x != "embedding_attention"])
+def test_off_the_cpu_no_value_is_read_and_no_size_is_unknown(workload):
+    """A tensor of the device ``meta`` has no values: what would wait for a GPU raises here.
+
+    The graph of the workload that is left out has a mask made on the device of the capture.
+    """
+    work = build(workload)
+    wanted = [ps.ClippedMean(0.5), ps.Norm(), ps.Stack(), ps.Gram(), ps.Loss()]
+    call = normalize(
+        work.loss_fn, work.params, work.batch, wanted, weights=None, in_dims=(None, 0), keep_batch_dim=False
+    )
+    task = Task(Reductions(wanted), call, finishes=True, engine="traced").captured()
+    formats = [Format.of(x)._replace(device=torch.device("meta")) for x in task.tensors]
+    made = trace(task, lambda: [x.empty() for x in formats], compiles=False)
+    outputs = straight(made.graph)([*(x.empty() for x in formats), *made.captured])
+    assert {x.device.type for x in outputs} == {"meta"}
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        outputs[0].sum().item()
 
 
 def test_tensors_are_deleted_after_their_last_use():

@@ -102,7 +102,7 @@ def batched_gradients(
 
 
 def _pulled_back(backward: Callable[..., Any], value: Tensor, *, one_by_one: bool) -> list[Tensor]:
-    """Return the gradients of a loss. Of a vector: one per element, in one batched backward pass unless ``one_by_one``."""
+    """Return the gradients of a loss; of a vector one per element, in one backward pass unless ``one_by_one``."""
     if value.ndim == 0:
         return backward(torch.ones_like(value), retain_graph=False)[0]
     units = torch.eye(len(value), dtype=value.dtype, device=value.device)
