@@ -99,13 +99,17 @@ def is_recorded(x: Tensor) -> bool:
     return x.requires_grad or is_wrapped(x)
 
 
+def wrapped(x: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor and what each of its wrappers holds, the plain tensor last."""
+    while is_wrapped(x):
+        yield x
+        x = get_unwrapped(x)
+    yield x
+
+
 def is_batched(x: object) -> bool:
     """Return whether a value is a tensor that a vmap batches, so that its values may differ between samples."""
-    while isinstance(x, Tensor) and is_wrapped(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
+    return isinstance(x, Tensor) and any(map(is_batchedtensor, wrapped(x)))
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def _fused_attention(  # noqa: PLR0917 - as torch's
         return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     settings: dict[str, Any] = {"is_causal": is_causal, "scale": options.get("scale")}
     kernel, gradients = functools.partial(_kernel, **settings), functools.partial(_gradients, **settings)
-    return call_kernel(kernel, gradients, query, key, value)
+    return call_kernel(kernel, gradients, query, key, value)[0]
 
 
 def _multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -223,7 +223,7 @@ def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Te
     if not known or not input.is_floating_point() or is_autocast(input.device):
         return torch.cumprod(input, dim, dtype=dtype)
     axis = dim % input.ndim - input.ndim  # axes of samples come in front
-    return call_kernel(partial(_cumprod_kernel, axis), partial(_cumprod_gradients, axis), input.to(kind))
+    return call_kernel(partial(_cumprod_kernel, axis), partial(_cumprod_gradients, axis), input.to(kind))[0]
 
 
 def _cumprod_kernel(axis: int, x: Tensor) -> tuple[Tensor]:

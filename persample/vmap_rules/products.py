@@ -229,7 +229,7 @@ def _is_product(x1: Tensor, x2: Tensor, p: float, compute_mode: str) -> bool:
 
 
 def _distances_by_kernel(x1: Tensor, x2: Tensor, p: float) -> Tensor:
-    return call_kernel(functools.partial(_cdist_kernel, p=p), functools.partial(_cdist_gradients, p=p), x1, x2)
+    return call_kernel(functools.partial(_cdist_kernel, p=p), functools.partial(_cdist_gradients, p=p), x1, x2)[0]
 
 
 def _cdist_kernel(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:

@@ -50,7 +50,8 @@ def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Ten
     size, unneeded = len(initial), [*initial, *biases]
     kernel, gradients = partial(scan_kernel, cell, size), partial(_gradients, cell, size)
     tensors = [*unneeded, x, w_ih, w_hh]
-    out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size)
+    settings: dict[str, Any] = {"unneeded": len(unneeded), "returned": size, "reads_returned": False}
+    out, *others = call_kernel(kernel, gradients, *tensors, **settings)
     return out, out[-1], *others
 
 

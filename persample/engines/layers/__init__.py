@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from persample._torch import (
     add_batch_dim,
     lazy_load_decompositions,
+    maybe_get_level,
     multi_head_attention_by,
     remove_batch_dim,
     transforms,
@@ -36,7 +37,7 @@ from persample.inputs.options import NestedCallError
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
 from persample.utils.origin import is_users
-from persample.utils.tracing import is_traced, is_wrapped, unwrapped
+from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
 from persample.utils.trees import map_tensors, tree_map
 from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
@@ -57,10 +58,6 @@ class LayerGuard(VmapRules):
     """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
 
     Such functions read autograd's state or memory, register hooks, or write into tensors that the loss did not compute.
-
-    Args:
-        interceptor: computes the functions that the loss calls with shared parameters.
-        leaves: the tensors and constants of the sample.
     """
 
     def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
@@ -120,18 +117,14 @@ class LayerGuard(VmapRules):
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
-        if not self._interceptor.has_one_each(x):
+        if self._interceptor.vmap.level not in map(maybe_get_level, wrapped(x)):
             return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
 
 
 def unsuited(call: Call) -> str:
-    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried.
-
-    Args:
-        call: the chunk, not empty.
-    """
+    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried."""
     if call.differentiated or transforms():
         return "the caller differentiates or batches the call"
     if any(call.params_batched):
@@ -151,13 +144,6 @@ def _enters_transforms(captured: Any) -> bool:
 
 def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     """Compute the gradients of all samples at once.
-
-    Args:
-        call: the chunk, not empty.
-        required_ops: the operations of ``Factor`` that the reductions call.
-
-    Returns:
-        The gradients.
 
     Raises:
         NotLayersError: if the loss does what is not known here, or if torch raises a ``RuntimeError`` or a warning: its

@@ -1,4 +1,4 @@
-"""Functions of torch on the rows of all samples: pointwise ones, convolutions, recurrent layers and losses."""
+"""Functions of torch on the rows of all samples: pointwise ones, convolutions and losses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from persample._torch import temporarily_clear_interpreter_stack
 from persample.engines.layers.shared import Vmap
-from persample.vmap_rules.recurrent import scan_kernel, scan_signals
-from persample.vmap_rules.recurrent_steps import Cell
+from persample.vmap_rules.levels import batched
 
 # The names of operations by the names of methods and functions that compute the same.
 _ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
@@ -41,16 +39,7 @@ def is_pointwise(func: Any) -> bool:
 
 
 class Geometry(NamedTuple):
-    """How a kernel is moved over images, one number per spatial axis: the settings of ``aten.convolution``.
-
-    Attributes:
-        stride: the distance of neighbouring places of the kernel.
-        padding: zeros on both sides.
-        dilation: the distance of neighbouring entries of the kernel.
-        transposed: whether images and output change places.
-        output_padding: what a transposed convolution adds to the size of its output.
-        groups: the number of groups of channels.
-    """
+    """How a kernel is moved over images, one number per spatial axis: the settings of ``aten.convolution``."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -92,45 +81,8 @@ def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
     return values * axes if len(values) == 1 else values
 
 
-class _ScannedSequences(Function):
-    @staticmethod
-    def forward(ctx: Any, cell: Cell, size: int, _at_inputs: Tensor, _at_state: Tensor, *tensors: Tensor) -> Any:
-        *given, x, w_ih, w_hh = tensors
-        state, biases = given[:size], given[size:]
-        one_each = [w.expand(len(x), *w.shape) for w in (*biases, w_ih, w_hh)]
-        out = scan_kernel(cell, size, *state, *one_each[:-2], x, *one_each[-2:])
-        ctx.save_for_backward(w_ih, w_hh, *out[size:])
-        ctx.cell, ctx.size, ctx.num_biases = cell, size, len(biases)
-        ctx.mark_non_differentiable(out[size])
-        ctx.set_materialize_grads(False)
-        return out[: size + 1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        w_ih, w_hh, *kept = (y.detach() for y in ctx.saved_tensors)
-        w_ih, w_hh = (w.expand(len(kept[0]), *w.shape) for w in (w_ih, w_hh))
-        needs_x = ctx.needs_input_grad[-3]
-        of_state, of_x, signals = scan_signals(ctx.cell, grads[: ctx.size], w_ih, w_hh, kept, needs_x=needs_x)
-        return None, None, *signals, *of_state, *[None] * ctx.num_biases, of_x, None, None
-
-
-# (cell, size of the state, two tensors [B, T, N, G] whose gradients are the signals at the gates of x and of the
-# state, *state [B, 1, N, H], *biases [G], x [B, T, N, I], W, W') → outputs of all steps, the rest of the last state,
-# and the state before each step. Weights and biases get no gradient here, so that one there comes from another use.
-scanned_sequences: Callable[..., tuple[Tensor, ...]] = _ScannedSequences.apply
-
-
 def loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any, **options: Any) -> Any:  # noqa: A002
-    """Call one of ``LOSSES``, or return ``NotImplemented`` for arguments that it takes in another way.
-
-    Args:
-        vmap: the vmap around the loss.
-        function: the function of torch.
-        input: predictions or logits, one per sample.
-        target: targets of the same shape, or classes; one per sample.
-        *args: further arguments.
-        **options: further arguments by name.
-    """
+    """Call one of ``LOSSES`` once for all samples; return ``NotImplemented`` for arguments that this does not know."""
     given = {name: option for name, option in options.items() if option is not None}
     reduction, smoothing = given.pop("reduction", "mean"), given.pop("label_smoothing", 0)
     if args or smoothing or not given.keys() <= _OPTIONS or reduction not in _REDUCTIONS:
@@ -151,7 +103,7 @@ def loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any,
             losses = losses.sum(own) / kept.sum(own) if own else losses / kept  # 0 / 0 where none is kept
         elif own:
             losses = _REDUCTIONS[reduction](losses, own)
-    return vmap.batched(losses, levels)
+    return batched(losses, levels)
 
 
 def _are_numbers(x: Tensor, target: Tensor) -> bool:

@@ -30,13 +30,7 @@ _MOST = 32  # nodes of a graph, which are passed once for each path
 
 
 class LayerParams(NamedTuple):
-    """The parameters of one call of a layer.
-
-    Args:
-        weight: the weight's place among all parameters, or None: it is frozen.
-        bias: the bias's place, or None.
-        transposed: whether the layer multiplies with the weight's transpose ``[i, o]`` (``x @ w``).
-    """
+    """The places of a layer's weight (None: frozen) and bias; ``transposed`` of a weight ``[i, o]`` (``x @ w``)."""
 
     weight: int | None
     bias: int | None
@@ -47,11 +41,6 @@ class LayerRecorder:
     """Records the inputs of layers, and makes factors of them and of the gradients of the layers' outputs.
 
     Signals below are ``[B·…, o]``, and ``[K, B·…, o]`` of losses with K outputs.
-
-    Args:
-        params: the parameters.
-        size: B.
-        plan: how gradients are stored.
     """
 
     def __init__(self, params: Sequence[Tensor], size: int, plan: Plan) -> None:
@@ -69,7 +58,7 @@ class LayerRecorder:
                 method: the graph is freed with the recorder.
             settings: what ``use`` is given before the inputs and the signals.
             inputs: the inputs of the layer.
-            output: the output. A leaf stands for the gradient of an output that a kernel does not return.
+            output: the output. A leaf stands for an output that a kernel does not return.
         """
         # Not the output itself: the loss may write into it.
         self.outputs.append(output if output.is_leaf else get_gradient_edge(output))
@@ -242,14 +231,10 @@ def _of_product(saved: Any) -> Sequence[_Step]:
     return of_left, of_right
 
 
-def _as_it_is(x: Outer) -> Outer:
-    return x
-
-
 # From what a node of a graph has saved to what the gradient of each of its arguments is, of the gradient of its result.
 _LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
-    "AddBackward0": lambda saved: (_as_it_is, _times(saved("alpha"))),
-    "SubBackward0": lambda saved: (_as_it_is, _times(-saved("alpha"))),
+    "AddBackward0": lambda saved: (lambda x: x, _times(saved("alpha"))),
+    "SubBackward0": lambda saved: (lambda x: x, _times(-saved("alpha"))),
     "NegBackward0": lambda _saved: (_times(-1),),
     "MulBackward0": lambda saved: (_times(saved("other")), _times(saved("self"))),
     "DivBackward0": lambda saved: (_times(saved("other"), divided=True), None),
