@@ -34,7 +34,17 @@ from persample._torch import (
 )
 
 _REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
-flags = threading.local()
+
+
+class _Flags(threading.local):
+    """The user's function that runs in a thread; see ``inside``."""
+
+    inside: str | None = None
+    owner: Any = None
+    refusal: Exception | None = None
+
+
+flags = _Flags()
 
 
 @dataclass(frozen=True)
@@ -217,7 +227,7 @@ def inside(function: str, owner: Any = None) -> Iterator[None]:
         function: the name of the function, for error messages.
         owner: the ``ParamTree`` whose tensors the function must leave alone; None if there is none.
     """
-    before = getattr(flags, "inside", None), getattr(flags, "owner", None), None
+    before = flags.inside, flags.owner, None
     flags.inside, flags.owner, flags.refusal = function, owner, None
     try:
         yield
@@ -230,9 +240,4 @@ def inside(function: str, owner: Any = None) -> Iterator[None]:
 
 def is_inside() -> str | None:
     """Return the name of the user's function that runs in this thread, or None."""
-    return getattr(flags, "inside", None)
-
-
-def owner_inside() -> Any:
-    """Return the owner of the tensors that the function of ``is_inside`` must leave alone, or None."""
-    return getattr(flags, "owner", None)
+    return flags.inside

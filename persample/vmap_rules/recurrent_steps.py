@@ -32,14 +32,7 @@ class Cell(NamedTuple):
 
 
 def one_step(cell: Cell, x: Tensor, a: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-    """Return the state after one step.
-
-    Args:
-        cell: the cell.
-        x: the gates of the input.
-        a: the gates of the first tensor of the state.
-        *state: the state before.
-    """
+    """Return the state after one step; x are the gates of the input, a those of the first tensor of the state."""
     after, _ = cell.step(x + a, *state) if cell.at_inputs is None else cell.step(x, a, *state)
     return after
 
@@ -119,14 +112,7 @@ _WITHOUT_LOOP = 20
 def repeated(
     step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any, reverse: bool = False
 ) -> States:
-    """Run a recurrence, under any transforms.
-
-    Args:
-        step: one step.
-        state: the state before the first step.
-        sequences: tensors ``[T, ...]``.
-        *shared: further arguments of all steps.
-        reverse: whether the steps run from the last row to the first.
+    """Run a recurrence over the rows of sequences ``[T, ...]``, under any transforms.
 
     Returns:
         The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
@@ -142,14 +128,7 @@ def repeated(
 
 
 def looped(step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any) -> States:
-    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop.
-
-    Args:
-        step: one step.
-        state: the state before the first step.
-        sequences: tensors ``[T, ...]``.
-        *shared: further arguments of all steps.
-    """
+    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop."""
     whole = _steps_in_turns(sequences)
     if not whole:
         return repeated(step, state, sequences, *shared)
@@ -168,15 +147,7 @@ def looped_back(
 ) -> States:
     """Run steps from the last row to the first, as ``looped`` does.
 
-    Args:
-        step: one step.
-        state: the state before the step of the last row.
-        sequences: tensors ``[T, ...]``.
-        *shared: further arguments of all steps.
-        prepare: from a range of rows of the sequences to those whose rows the steps are given.
-
-    Returns:
-        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
+    ``prepare`` makes the rows that the steps are given, from a range of rows of the sequences.
     """
     whole = _steps_in_turns(sequences)
     if not whole:

@@ -131,15 +131,11 @@ def unsuited(call: Call) -> str:
         return "each sample has parameters of its own"
     if not all(map(Tensor.is_floating_point, call.params)):
         return "a parameter is complex"
-    if is_traced(call.params[0]) and _enters_transforms(call.loss.fn):
+    # A captured loss does so by operations: a refusal would leave it between them.
+    graph = getattr(getattr(call.loss.fn, "capture", None), "graph", None) if is_traced(call.params[0]) else None
+    if graph is not None and any("nesting" in str(node.target) for node in graph.graph.nodes):
         return "the loss enters transforms of torch.func"
     return ""
-
-
-def _enters_transforms(captured: Any) -> bool:
-    """Return whether a captured loss enters transforms, by operations: a refusal would leave it between them."""
-    graph = getattr(getattr(captured, "capture", None), "graph", None)
-    return graph is not None and any("nesting" in str(node.target) for node in graph.graph.nodes)
 
 
 def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:

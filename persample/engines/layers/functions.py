@@ -1,9 +1,8 @@
-"""Functions of torch on the rows of all samples: pointwise ones, convolutions and losses."""
+"""Functions of torch on the rows of all samples: convolutions and losses."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,29 +12,9 @@ from torch.nn import functional as F
 from persample._torch import temporarily_clear_interpreter_stack
 from persample.engines.layers.shared import Vmap
 from persample.vmap_rules.levels import batched
+from persample.vmap_rules.nn_functional import REDUCTIONS
 
-# The names of operations by the names of methods and functions that compute the same.
-_ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
 _OPTIONS = {"beta", "delta", "ignore_index"}  # of losses
-
-
-@functools.cache
-def is_pointwise(func: Any) -> bool:
-    """Return whether a function of torch is pointwise, as torch tags its operations.
-
-    Examples:
-        >>> from torch import Tensor
-        >>> is_pointwise(Tensor.add_), is_pointwise(Tensor.__rtruediv__), is_pointwise(torch.where)
-        (True, True, True)
-        >>> is_pointwise(Tensor.matmul), is_pointwise(torch.sum), is_pointwise(Tensor.__getitem__)
-        (False, False, False)
-    """
-    full = str(getattr(func, "__name__", ""))
-    name = full.strip("_")
-    if full.startswith("__") and name[:1] in {"r", "i"}:  # reflected, or in place
-        name = name[1:]
-    packet = getattr(torch.ops.aten, _ALIASES.get(name, name), None)
-    return packet is not None and any(torch.Tag.pointwise in getattr(packet, x).tags for x in packet.overloads())
 
 
 class Geometry(NamedTuple):
@@ -85,16 +64,20 @@ def loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any,
     """Call one of ``LOSSES`` once for all samples; return ``NotImplemented`` for arguments that this does not know."""
     given = {name: option for name, option in options.items() if option is not None}
     reduction, smoothing = given.pop("reduction", "mean"), given.pop("label_smoothing", 0)
-    if args or smoothing or not given.keys() <= _OPTIONS or reduction not in _REDUCTIONS:
+    if args or smoothing or not given.keys() <= _OPTIONS or reduction not in REDUCTIONS:
         return NotImplemented
     one, other = vmap.rows(input), vmap.rows(target)
     if one is None or other is None or one[1] != other[1] or not input.numel():
         return NotImplemented
-    if not LOSSES[function](input, target):
+    has_classes = function is F.cross_entropy
+    if has_classes:
+        fits = target.dtype == torch.long and input.ndim in {1, 2} and input.shape[:-1] == target.shape
+    else:
+        fits = input.shape == target.shape and input.is_floating_point() and target.is_floating_point()
+    if not fits:
         return NotImplemented
     (rows, levels), (targets, _) = one, other
     with temporarily_clear_interpreter_stack():
-        has_classes = function is F.cross_entropy
         flat = (rows.flatten(0, -2), targets.flatten()) if has_classes else (rows, targets)
         losses = function(*flat, reduction="none", **given).view(targets.shape)
         own = tuple(range(len(levels), losses.ndim))
@@ -102,20 +85,8 @@ def loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any,
             kept = targets != given.get("ignore_index", -100)
             losses = losses.sum(own) / kept.sum(own) if own else losses / kept  # 0 / 0 where none is kept
         elif own:
-            losses = _REDUCTIONS[reduction](losses, own)
+            losses = REDUCTIONS[reduction](losses, own)
     return batched(losses, levels)
 
 
-def _are_numbers(x: Tensor, target: Tensor) -> bool:
-    return x.shape == target.shape and x.is_floating_point() and target.is_floating_point()
-
-
-def _are_classes(x: Tensor, target: Tensor) -> bool:
-    return target.dtype == torch.long and x.ndim in {1, 2} and x.shape[:-1] == target.shape
-
-
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": lambda x, _: x}
-LOSSES: dict[Any, Callable[[Tensor, Tensor], bool]] = {
-    F.cross_entropy: _are_classes,
-    **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss), _are_numbers),
-}
+LOSSES: set[Any] = {F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import add_batch_dim, temporarily_clear_interpreter_stack
-from persample.engines.layers.functions import Geometry, geometry_of, is_pointwise, transposed_geometry_of
+from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
+from persample.engines.layers.functions import Geometry, geometry_of, transposed_geometry_of
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.numerics import autocast, full_precision, is_autocast
@@ -24,8 +24,8 @@ from persample.vmap_rules.products import linear, linear_einsum
 from persample.vmap_rules.recurrent import recurrent_rule, scan_kernel, scan_signals, unrolled
 from persample.vmap_rules.recurrent_steps import Cell
 
-# Functions are given copies of matrices of up to so many numbers for all samples: more work than products with one
-# matrix, and less than that of the transforms of ``vmap(vjp)``.
+# Functions are given copies of matrices of up to so many elements for all samples, or as many as another argument has:
+# more work than products with one matrix, and less than that of the transforms of ``vmap(vjp)``.
 _FEW = 2**20
 
 
@@ -45,11 +45,12 @@ class LayerInterceptor:
                 return func(*args, **kwargs)
             if func in _CONVOLUTIONS:
                 return self.convolution(func, *args, **kwargs)
-            if (rule := recurrent_rule(func, self.recurrence, self._linear_of_each)) is not None:
+            rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
+            if rule is not None:
                 return rule(*args, **kwargs)
         except NotLayersError:
             pass  # perhaps a function that is given copies
-        if not self.vmap.is_innermost:
+        if peek_interpreter_stack().level() != self.vmap.level:
             raise NotLayersError("the loss calls a function of parameters inside of a transform")
         try:
             return self._other(func, args, kwargs)
@@ -80,7 +81,7 @@ class LayerInterceptor:
             if param is None:
                 return x
             numbers = self.vmap.size * param.tensor.numel()
-            if (is_pointwise(func) and numbers <= largest) or (numbers <= _FEW and func not in _UNLIKE_COPIES):
+            if numbers <= max(largest, _FEW) and func not in _UNLIKE_COPIES:
                 return self.params.copy(param)
             raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
 
@@ -109,9 +110,6 @@ class LayerInterceptor:
         if self.params.are_among((input, weight, bias)):
             raise NotLayersError("the loss calls F.linear with inputs that are not one per sample")
         return linear(input, weight, bias)
-
-    def _linear_of_each(self, x: Tensor, *weights: Any) -> Tensor:
-        return self.linear(self._one_each(x), *weights)
 
     def convolution(
         self,

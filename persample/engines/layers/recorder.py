@@ -219,16 +219,11 @@ def _times(number: Any, *, divided: bool = False) -> _Step | None:
     return lambda x: replace(x, left=x.left / number if divided else x.left * number)
 
 
-def _of_product(saved: Any) -> Sequence[_Step]:
-    left, right = saved("self"), saved("mat2")
-
-    def of_left(x: Outer) -> Outer:
-        return replace(x, right=x.right @ right.mT, param_shape=(x.param_shape[0], len(right)))
-
-    def of_right(x: Outer) -> Outer:
-        return replace(x, left=x.left @ left, param_shape=(left.shape[1], x.param_shape[1]))
-
-    return of_left, of_right
+def _of_product(left: Tensor, right: Tensor) -> Sequence[_Step]:
+    return (
+        lambda x: replace(x, right=x.right @ right.mT, param_shape=(x.param_shape[0], len(right))),
+        lambda x: replace(x, left=x.left @ left, param_shape=(left.shape[1], x.param_shape[1])),
+    )
 
 
 # From what a node of a graph has saved to what the gradient of each of its arguments is, of the gradient of its result.
@@ -238,5 +233,5 @@ _LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
     "NegBackward0": lambda _saved: (_times(-1),),
     "MulBackward0": lambda saved: (_times(saved("other")), _times(saved("self"))),
     "DivBackward0": lambda saved: (_times(saved("other"), divided=True), None),
-    "MmBackward0": _of_product,
+    "MmBackward0": lambda saved: _of_product(saved("self"), saved("mat2")),
 }

@@ -14,7 +14,6 @@ from persample._torch import (
     is_batchedtensor,
     maybe_get_bdim,
     maybe_get_level,
-    peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
     view_base,
 )
@@ -53,11 +52,6 @@ class Vmap(NamedTuple):
         for done, axis in enumerate(axes):
             x = x.movedim(axis + done, done) if axis else x
         return x, levels
-
-    @property
-    def is_innermost(self) -> bool:
-        """Whether no other transform, which the loss has called, is active."""
-        return peek_interpreter_stack().level() == self.level
 
 
 class SharedParam(NamedTuple):
