@@ -37,9 +37,16 @@ from persample.utils.trees import flatten
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2])
-_AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
+
+
+def getters(*names: str) -> list[Any]:
+    """Return attributes of tensors as modes see them."""
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_AUTOGRAD = {
+    *(torch.autograd.grad, Tensor.backward, backward_hooks_getter),
+    *getters("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2]),
 }
 # By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
 _STATE = re.compile(
@@ -185,7 +192,7 @@ def is_refusal(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
     if isinstance(error, LossError) or (isinstance(error, RuntimeError) and _OF_VMAP.search(said)):
         return True
     operands = flatten((args[func is Tensor.__getitem__ :], kwargs))[0]
-    batched = [x for x in operands if isinstance(x, Tensor) and is_batched(x)]
+    batched = list(filter(is_batched, operands))
     if isinstance(error, IndexError):  # the index of one sample
         return "Dimension" not in said and any(not x.is_floating_point() for x in batched)
     # The matrix of one sample; no kernel for batches; torch's loop over samples, whose results differ in size.

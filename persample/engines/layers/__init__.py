@@ -22,10 +22,10 @@ from persample._torch import (
     maybe_get_level,
     multi_head_attention_by,
     remove_batch_dim,
+    temporarily_clear_interpreter_stack,
     transforms,
     vmap_increment_nesting,
 )
-from persample.engines.layers.functions import LOSSES, loss_of_rows
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams, Vmap
@@ -41,12 +41,16 @@ from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
 from persample.utils.trees import map_tensors, tree_map
 from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
+from persample.vmap_rules.levels import batched
+from persample.vmap_rules.nn_functional import REDUCTIONS
 
 # Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
 _SINGLE_PRECISION = {
     *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
     *(F.hinge_embedding_loss, F.poisson_nll_loss, F.adaptive_avg_pool3d, torch.trace, Tensor.trace),
 }
+_LOSSES: set[Any] = {F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
+_OF_LOSSES = {"beta", "delta", "ignore_index"}  # options
 # Functions whose results have memory of their own: what a loss may write into, such as masks.
 _MAKERS = {
     *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
@@ -80,8 +84,8 @@ class LayerGuard(VmapRules):
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            if func in LOSSES:
-                result = loss_of_rows(self._interceptor.vmap, func, *args, **kwargs)
+            if func in _LOSSES:
+                result = _loss_of_rows(self._interceptor.vmap, func, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
@@ -121,6 +125,35 @@ class LayerGuard(VmapRules):
             return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
+
+
+def _loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any, **options: Any) -> Any:  # noqa: A002
+    """Call one of ``_LOSSES`` once for all samples; return ``NotImplemented`` for arguments that this does not know."""
+    given = {name: option for name, option in options.items() if option is not None}
+    reduction, smoothing = given.pop("reduction", "mean"), given.pop("label_smoothing", 0)
+    if args or smoothing or not given.keys() <= _OF_LOSSES or reduction not in REDUCTIONS:
+        return NotImplemented
+    one, other = vmap.rows(input), vmap.rows(target)
+    if one is None or other is None or one[1] != other[1] or not input.numel():
+        return NotImplemented
+    has_classes = function is F.cross_entropy
+    if has_classes:
+        fits = target.dtype == torch.long and input.ndim in {1, 2} and input.shape[:-1] == target.shape
+    else:
+        fits = input.shape == target.shape and input.is_floating_point() and target.is_floating_point()
+    if not fits:
+        return NotImplemented
+    (rows, levels), (targets, _) = one, other
+    with temporarily_clear_interpreter_stack():
+        flat = (rows.flatten(0, -2), targets.flatten()) if has_classes else (rows, targets)
+        losses = function(*flat, reduction="none", **given).view(targets.shape)
+        own = tuple(range(len(levels), losses.ndim))
+        if reduction == "mean" and has_classes:
+            kept = targets != given.get("ignore_index", -100)
+            losses = losses.sum(own) / kept.sum(own) if own else losses / kept  # 0 / 0 where none is kept
+        elif own:
+            losses = REDUCTIONS[reduction](losses, own)
+    return batched(losses, levels)
 
 
 def unsuited(call: Call) -> str:

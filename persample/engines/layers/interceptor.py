@@ -11,13 +11,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
-from persample.engines.layers.functions import Geometry, geometry_of, transposed_geometry_of
-from persample.engines.layers.recorder import LayerParams, LayerRecorder
+from persample.engines.layers.recorder import (
+    Geometry,
+    LayerParams,
+    LayerRecorder,
+    geometry_of,
+    transposed_geometry_of,
+)
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped, unwrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
+from persample.vmap_rules.effects import getters
 from persample.vmap_rules.indexing import embedding_bag
 from persample.vmap_rules.levels import batched, call_kernel, samples_first
 from persample.vmap_rules.products import linear, linear_einsum
@@ -304,13 +310,8 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: 
     return alike or is_autocast(input.device)
 
 
-def _getters(*names: str) -> list[Any]:
-    """Return attributes of tensors as modes see them."""
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
 _READS = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *getters("shape", "ndim", "dtype", "device", "is_cuda")),
     *(Tensor.detach, torch.detach, Tensor.data_ptr),
 }
 # Functions that torch batches within a derivative alone; outside of one it computes sample after sample.
@@ -334,7 +335,7 @@ _UNLIKE_COPIES = {
     *(torch.index_select, Tensor.index_select),
 }
 # The latter as torch.compile writes them since torch 2.14.
-_TRANSPOSES = *_getters("T", "mT"), torch.ops.aten.numpy_T, torch.ops.aten.mT
+_TRANSPOSES = *getters("T", "mT"), torch.ops.aten.numpy_T, torch.ops.aten.mT
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {  # without keyword arguments
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),

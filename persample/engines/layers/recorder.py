@@ -20,7 +20,6 @@ from torch.func import vmap
 from torch.nn.functional import pad
 
 from persample._torch import node_outputs, saved_by, version
-from persample.engines.layers.functions import Geometry
 from persample.engines.layers.shared import Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
@@ -35,6 +34,49 @@ class LayerParams(NamedTuple):
     weight: int | None
     bias: int | None
     transposed: bool = False
+
+
+class Geometry(NamedTuple):
+    """How a kernel is moved over images, one number per spatial axis: the settings of ``aten.convolution``."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+def geometry_of(
+    kernel: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Geometry | None:
+    """Return the geometry that ``F.conv2d`` and its like are given, or None if the two sides are padded unequally."""
+    sizes = kernel.shape[2:]
+    strides, dilations = (_per_axis(x, len(sizes)) for x in (stride, dilation))
+    if isinstance(padding, str):
+        total = [apart * (size - 1) * (padding == "same") for apart, size in zip(dilations, sizes, strict=True)]
+        if any(x % 2 for x in total):
+            return None
+        padding = [x // 2 for x in total]
+    return Geometry(strides, _per_axis(padding, len(sizes)), dilations, False, (0,) * len(sizes), groups)
+
+
+def transposed_geometry_of(  # noqa: PLR0917 - as torch's
+    kernel: Tensor, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
+) -> Geometry | None:
+    """Return the geometry that ``F.conv_transpose2d`` and its like are given.
+
+    None if the output is padded by a whole stride: a convolution of the output would be larger than the images.
+    """
+    settings = (_per_axis(x, kernel.ndim - 2) for x in (stride, padding, dilation, output_padding))
+    stride, padding, dilation, output_padding = settings
+    fits = all(pad < step for pad, step in zip(output_padding, stride, strict=True))
+    return Geometry(stride, padding, dilation, True, output_padding, groups) if fits else None
+
+
+def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
+    values = tuple(map(int, x if isinstance(x, Sequence) else (x,)))  # numbers of NumPy, too
+    return values * axes if len(values) == 1 else values
 
 
 class LayerRecorder:
