@@ -27,12 +27,7 @@ from persample.utils.tracing import (
 
 @functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the real dtype in which values of a dtype are summed: float64 for doubles, else float32.
-
-    Examples:
-        >>> accumulate_dtype(torch.bfloat16), accumulate_dtype(torch.complex128)
-        (torch.float32, torch.float64)
-    """
+    """Return the real dtype in which values of a dtype are summed: float64 for doubles, else float32."""
     return torch.promote_types(dtype.to_real(), torch.float32)
 
 
@@ -145,7 +140,11 @@ def squared_norms_of_each(tensors: Sequence[Tensor], axes: int = 1) -> Sequence[
     all_rows = [x if x.ndim == 2 else x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in tensors]
     keys = list(map(memory_of_rows, all_rows))
     distinct = dict(zip(keys, all_rows, strict=True))
-    squares = (_checked if are_free_to_read(all_rows) else _unchecked)(list(distinct.values()))
+    rows = list(distinct.values())
+    if rows and are_free_to_read(rows):
+        squares = _joined(rows).square().split_with_sizes([x.shape[0] for x in rows])
+    else:
+        squares = _unchecked(rows)
     found = dict(zip(distinct, squares, strict=True))
     return [found[key] for key in keys]
 
@@ -180,10 +179,6 @@ def _unchecked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
         _scaled(rows).square() if wide else rows.double().square().sum(1)
         for rows, wide in zip(all_rows, is_wide, strict=True)
     ]
-
-
-def _checked(all_rows: list[Tensor]) -> Sequence[Tensor]:
-    return _joined(all_rows).square().split_with_sizes([rows.shape[0] for rows in all_rows]) if all_rows else []
 
 
 def _checked_norms(all_rows: list[Tensor]) -> Tensor:

@@ -32,12 +32,7 @@ def leaf(kind: _Kind) -> _Kind:
 
 
 def is_flat(spec: TreeSpec) -> bool:
-    """Return whether a structure is one container whose children are all leaves.
-
-    Examples:
-        >>> is_flat(structure((1, 2))), is_flat(structure((1, [2]))), is_flat(structure(1))
-        (True, False, False)
-    """
+    """Return whether a structure is one container whose children are all leaves."""
     return spec.num_leaves == spec.num_nodes - 1
 
 
@@ -205,7 +200,7 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def digest(tree: Any) -> str:
-    """Return a hash of the names, dtypes, shapes and numbers of the tensors of a tree."""
+    """Return a hash of the names, dtypes, shapes and values of the tensors of a tree."""
     hashed = hashlib.sha256()
     for name, leaf in zip(paths(tree, ""), flatten(tree)[0], strict=True):
         facts = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor | np.ndarray) else type(leaf).__name__

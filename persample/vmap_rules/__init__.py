@@ -38,21 +38,8 @@ RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 class VmapRules(TorchFunctionMode):
     """A context that replaces functions of torch by their rules; it is entered inside of ``vmap``, around the loss.
 
-    The replacements are exact: results and gradients equal those of torch, up to the order of summation.
-
-    Args:
-        differentiated_by: who differentiates the loss; see ``levels.py``.
-
-    Examples:
-        >>> import torch
-        >>> from torch.func import functional_call, grad, vmap
-        >>> gru = torch.nn.GRU(2, 3)
-        >>> def loss(params, x):
-        ...     with VmapRules():
-        ...         return functional_call(gru, params, x)[0].sum()
-        >>> grads = vmap(grad(loss), in_dims=(None, 0))(dict(gru.named_parameters()), torch.ones(5, 7, 2))
-        >>> grads["weight_hh_l0"].shape
-        torch.Size([5, 9, 3])
+    The replacements are exact: results and gradients equal those of torch, up to the order of summation. See
+    ``levels.py`` about ``differentiated_by``.
     """
 
     def __init__(self, *, differentiated_by: DifferentiatedBy = "torch.func") -> None:

@@ -246,10 +246,6 @@ _OF_CONTIGUOUS: set[Any] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Te
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def _detached_data(x: Tensor, *rest: Any) -> Tensor:
-    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
-
-
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     # linearize traces the function to a graph in which parameters are constants: their gradients would be zeros.
     top = peek_interpreter_stack()
@@ -286,7 +282,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.view_as_complex: _view_as_complex,
     # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
     Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
-    _data: _detached_data,
+    # torch.func rejects .data of what vmap wraps last.
+    _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),
     **dict.fromkeys(SETS_DATA, _set_data),
     make_dual: _dual,
     Tensor.__deepcopy__: _deepcopy,

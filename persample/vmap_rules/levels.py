@@ -1,6 +1,6 @@
 """The levels of ``torch.func``: what wraps a tensor, who differentiates a loss, and kernels called below all levels.
 
-``VmapRules`` is told who differentiates the loss:
+``differentiated_by`` of ``VmapRules`` says who differentiates the loss:
 
 - ``"torch.func"``: one ``vjp`` or ``grad`` of ``torch.func``, around or inside of vmap;
 - ``"autograd"``: plain autograd, outside of all transforms;

@@ -86,8 +86,8 @@ class LayerInterceptor:
             param = self.params.get(x)
             if param is None:
                 return x
-            numbers = self.vmap.size * param.tensor.numel()
-            if numbers <= max(largest, _FEW) and func not in _UNLIKE_COPIES:
+            elements = self.vmap.size * param.tensor.numel()
+            if elements <= max(largest, _FEW) and func not in _UNLIKE_COPIES:
                 return self.params.copy(param)
             raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
 

@@ -22,7 +22,7 @@ from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
 LISTS = {list, tuple, immutable_list}  # the last in captured graphs
-_SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
+_SMALL = 2**12  # elements of a vector up to which the loss receives one copy per sample
 
 
 class NotLayersError(Exception):
