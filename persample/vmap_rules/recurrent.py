@@ -30,7 +30,6 @@ from persample.vmap_rules.recurrent_steps import (
     RNN_TANH,
     Cell,
     looped,
-    looped_back,
     one_step,
     repeated,
 )
@@ -165,7 +164,7 @@ def scan_signals(
         at_products = signals if cell.at_inputs is None else signals[:, :width]
         return (torch.addmm(first, at_products, weight), *rest), (signals,)
 
-    first, (signals,) = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
+    first, (signals,) = looped(step, later, [earlier, *states], w_hh, reverse=True, prepare=prepare)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
     of_x = _unfolded(at_inputs @ w_ih, axes) if needs_x else None
     if cell.at_inputs is None:  # both weights have the same signals: eager code copies them here, not once for each
