@@ -49,8 +49,7 @@ def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Ten
     size, unneeded = len(initial), [*initial, *biases]
     kernel, gradients = partial(scan_kernel, cell, size), partial(_gradients, cell, size)
     tensors = [*unneeded, x, w_ih, w_hh]
-    settings: dict[str, Any] = {"unneeded": len(unneeded), "returned": size, "reads_returned": False}
-    out, *others = call_kernel(kernel, gradients, *tensors, **settings)
+    out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size, reads_returned=False)
     return out, out[-1], *others
 
 

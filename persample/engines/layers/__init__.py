@@ -181,7 +181,6 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
     handled = sys.exc_info()[1]
-    in_trace = is_traced(call.params[0])
     try:
         return _gradients(call, required_ops)
     except (LossError, TorchVersionError):
@@ -191,7 +190,7 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     except (RuntimeError, ValueError, Warning) as error:
         raise_interrupt(error, handled)
         # A captured graph raises no errors of the user's, and those of torch's about views are ValueErrors in a trace.
-        if not in_trace and (isinstance(error, ValueError) or is_users(error, handled)):
+        if not is_traced(call.params[0]) and (isinstance(error, ValueError) or is_users(error, handled)):
             raise
         raise NotLayersError(str(error)) from error
 
@@ -236,7 +235,7 @@ def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tenso
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
         vmap = Vmap(level, call.size)
         params = SharedParams(call.params, vmap)
-        recorder = LayerRecorder(params.plain, call.size, plan)
+        recorder = LayerRecorder(params.plain, plan)
         with LayerGuard(LayerInterceptor(params, vmap, recorder), leaves):
             value, (aux, has_aux) = call.loss(params.given, leaves)
         penalty = params.get(value)  # a loss of parameters alone

@@ -192,15 +192,17 @@ class LayerInterceptor:
             states.append(results[len(state)])  # before each step
             return results
 
-        def gradients(needed: Sequence[bool], *given: Any) -> tuple[Any, ...]:
-            grads, (_, w_ih, w_hh, *kept) = given[: len(state)], given[len(state) :]
+        def gradients(needed: Sequence[bool], *saved: Any) -> tuple[Any, ...]:
+            grads, (_, w_ih, w_hh, *kept) = saved[: len(state)], saved[len(state) :]
             of_state, of_x, signals = scan_signals(cell, grads, w_ih, w_hh, kept, needs_x=needed[-3])
             return *signals, *of_state, *[None] * len(biases), of_x, None, None  # layers give weights no gradient
 
         unneeded = [*(batched(gate, levels) for gate in of_steps), *state, *biases]
-        settings: dict[str, Any] = {"unneeded": len(unneeded), "returned": len(state), "reads_returned": False}
+        given = *unneeded, x, w_ih, w_hh
         with full_precision(x.device):
-            out, *others = call_kernel(kernel, gradients, *unneeded, x, w_ih, w_hh, **settings)
+            out, *others = call_kernel(
+                kernel, gradients, *given, unneeded=len(unneeded), returned=len(state), reads_returned=False
+            )
         for k, inputs in enumerate((rows, *states) if recorded else ()):
             layer = LayerParams(places[k], places[k + 2] if biases else None)
             with temporarily_clear_interpreter_stack():

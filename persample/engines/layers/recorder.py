@@ -85,9 +85,9 @@ class LayerRecorder:
     Signals below are ``[B·…, o]``, and ``[K, B·…, o]`` of losses with K outputs.
     """
 
-    def __init__(self, params: Sequence[Tensor], size: int, plan: Plan) -> None:
+    def __init__(self, params: Sequence[Tensor], plan: Plan) -> None:
         self._params, self._plan = params, plan
-        self.sizes: tuple[int, ...] = (size,)  # (B, K) of K outputs
+        self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
         self._uses: list[tuple[Callable[..., None], tuple[Any, ...], Tensor, int]] = []
         self._factors: dict[int, list[Factor]] = defaultdict(list)
