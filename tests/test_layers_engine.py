@@ -723,7 +723,7 @@ OF_BOTH = {
     ),
     "a number alone": lambda p, x: p["t"].exp(),
 }
-# The same, pointwise: refused where copies would be large.
+# The same, pointwise.
 POINTWISE = {
     "a vector across": lambda p, x: two_layers(p, x, p["a"] * p["v"][:, None], p["b"] * p["t"]),
     "a product": lambda p, x: (p["a"] * x).tanh().sum(),

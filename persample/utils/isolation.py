@@ -15,8 +15,9 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import _GeneratorContextManager, nullcontext, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -45,17 +46,7 @@ _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManag
 def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
     """Call a function, then undo its changes; if a signal interrupts ``undo``, ``undo`` is called again.
 
-    Args:
-        body: the function.
-        undo: puts everything back. A second call must be harmless where the first one has finished parts of the work.
-
-    Returns:
-        What ``body`` returns.
-
-    Examples:
-        >>> entered = ["loss"]
-        >>> undone(lambda: len(entered), entered.clear), entered
-        (1, [])
+    A second call of ``undo`` must be harmless where the first one has finished parts of the work.
     """
     done = False
     try:
@@ -123,46 +114,14 @@ def raise_interrupt(error: Exception, handled: BaseException | None) -> None:
     Args:
         error: the error.
         handled: the error that was handled before the ``try``, as ``sys.exc_info`` tells.
-
-    Raises:
-        BaseException: the interrupt.
     """
     for cause in raised_since(handled, error):
         if not isinstance(cause, Exception):
             raise cause from None
 
 
-def close_contexts(error: BaseException | None, handled: BaseException | None) -> None:
-    """Close ``@contextmanager`` generators whose exit was interrupted; garbage collection would close them too late.
-
-    Args:
-        error: the error that ends a call, or None.
-        handled: the error that was handled before the call, as ``sys.exc_info`` tells.
-    """
-    for link in raised_since(handled, error):
-        for frame in reversed([frame for frame, _ in traceback.walk_tb(link.__traceback__)]):
-            if frame.f_code in _CONTEXTS:
-                with suppress(Exception):  # the context may be restored already
-                    frame.f_locals["self"].gen.close()
-
-
-def broke_off(error: BaseException | None, handled: BaseException | None) -> bool:
-    """Return whether an error was raised inside of an ``__enter__`` or ``__exit__``, which may be half done.
-
-    Args:
-        error: the error that ends a call, or None.
-        handled: the error that was handled before the call, as ``sys.exc_info`` tells.
-    """
-    tracebacks = (traceback.walk_tb(link.__traceback__) for link in raised_since(handled, error))
-    return any(frame.f_code.co_name in _STEPS for frames in tracebacks for frame, _ in frames)
-
-
 def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that waits while another thread compiles, or is in a function made by this one.
-
-    Args:
-        function: the function.
-    """
+    """Return a function that waits while another thread compiles, or is in a function made by this one."""
 
     @functools.wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -183,17 +142,11 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
         params: a pytree, perhaps with modules among its leaves.
         body: the function.
         keep_graph: whether to record a graph where the caller's grad mode does.
-
-    Returns:
-        What ``body`` returns.
-
-    Raises:
-        BaseException: what ``body`` raises; or an interrupt in whose wake torch raised another error.
     """
     if _torch.replaced:
         warnings.warn(TorchVersionWarning(*_torch.replaced), stacklevel=users_depth())
     handled = sys.exc_info()[1]
-    ours, own, shared, locks = dict(vars(flags)), _read(_STATE), _read(_SHARED), _locks_of(params)
+    ours, before, locks = dict(vars(flags)), [read() for read, _ in (*_OWN, *_SHARED)], _locks_of(params)
     held: list[threading.RLock] = []
     releases = map(_Lock.release, held)  # an iterator: after an interrupt it goes on, so that each is released once
 
@@ -206,11 +159,19 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
             return body()
 
     def undo() -> None:
+        changed = _OWN
         if (error := sys.exc_info()[1]) is not handled:
-            close_contexts(error, handled)
-        _write(_STATE, own)
-        if error is not handled and broke_off(error, handled):  # otherwise another thread may have changed it
-            _write(_SHARED, shared)
+            links = raised_since(handled, error)
+            frames = [frame for link in links for frame, _ in reversed([*traceback.walk_tb(link.__traceback__)])]
+            for frame in frames:
+                if frame.f_code in _CONTEXTS:  # its exit was interrupted; as garbage it would be closed too late
+                    with suppress(Exception):  # the context may be restored already
+                        frame.f_locals["self"].gen.close()
+            if any(frame.f_code.co_name in _STEPS for frame in frames):  # else another thread may have changed it
+                changed = [*_OWN, *_SHARED]
+        for (read, write), value in zip(changed, before, strict=False):
+            if read() != value:
+                write(value)
         if vars(flags) != ours:
             vars(flags).clear()
             vars(flags).update(ours)
@@ -235,24 +196,6 @@ def _locks_of(params: Any) -> list[threading.RLock]:
     return [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # C, so in one piece
 
 
-_States = list[tuple[Callable[[], Any], Callable[[Any], None]]]  # how to read each and to write it back
-
-
-def _read(states: _States) -> list[Any]:
-    return [read() for read, _ in states]
-
-
-def _write(states: _States, before: Sequence[Any]) -> None:
-    for (read, write), value in zip(states, before, strict=True):
-        if read() != value:
-            write(value)
-
-
-def _leave_transforms(depth: int) -> None:
-    if _torch.get_dynamic_layer_stack_depth() > depth:
-        _torch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
 def _leave_forward_mode(before: tuple[int, int]) -> None:
     level, nesting = before
     _torch.set_jvp_nesting(nesting)
@@ -260,14 +203,11 @@ def _leave_forward_mode(before: tuple[int, int]) -> None:
         forward_ad.exit_dual_level()
 
 
-def _restored(push: Callable[[Any], None], pop: Callable[[], Any], stack: Callable[[], Any]) -> Callable[[Any], None]:
-    def write(modes: Sequence[Any]) -> None:
-        while len(stack()) > len(modes):
-            pop()
-        for mode in modes[len(stack()) :]:  # torch takes a mode off while it is called
-            push(mode)
-
-    return write
+def _set_stack(stack: Callable[[], Any], push: Callable[[Any], None], pop: Callable[[], Any], modes: Any) -> None:
+    while len(stack()) > len(modes):
+        pop()
+    for mode in modes[len(stack()) :]:  # torch takes a mode off while it is called
+        push(mode)
 
 
 def _disable_saved_tensor_hooks(message: str | None) -> None:
@@ -277,31 +217,21 @@ def _disable_saved_tensor_hooks(message: str | None) -> None:
         _torch.saved_tensors_hooks_disable(message)
 
 
-def _autocast() -> tuple[bool, bool]:
-    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-def _set_autocast(enabled: tuple[bool, bool]) -> None:
-    torch.set_autocast_enabled("cpu", enabled[0])
-    torch.set_autocast_enabled("cuda", enabled[1])
-
-
+_FUNCTION_MODES = _torch.get_function_mode_stack, _torch.push_function_mode, _torch.pop_function_mode
+_DISPATCH_MODES = _torch.dispatch_mode_state, _torch.push_dispatch_mode, _torch.pop_dispatch_mode
+_States = list[tuple[Callable[[], Any], Callable[[Any], None]]]  # how to read each and to write it back
 # What torch keeps for this thread, and what it keeps once for all threads, that contexts of a call or a loss change.
-_STATE: _States = [
-    (_torch.get_dynamic_layer_stack_depth, _leave_transforms),
-    (
-        _torch.get_function_mode_stack,
-        _restored(_torch.push_function_mode, _torch.pop_function_mode, _torch.get_function_mode_stack),
-    ),
-    (
-        _torch.dispatch_mode_state,
-        _restored(_torch.push_dispatch_mode, _torch.pop_dispatch_mode, _torch.dispatch_mode_state),
-    ),
+_OWN: _States = [
+    (_torch.get_dynamic_layer_stack_depth, _torch.pop_dynamic_layer_stack_and_undo_to_depth),
+    *((modes[0], partial(_set_stack, *modes)) for modes in (_FUNCTION_MODES, _DISPATCH_MODES)),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
     (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
     (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
     (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
-    (_autocast, _set_autocast),
+    *(
+        (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+        for kind in ("cpu", "cuda")
+    ),
     (_torch.frame_callback_state, _torch.set_eval_frame),
 ]
 _SHARED: _States = [

@@ -27,12 +27,7 @@ from persample.utils.tracing import (
 
 @functools.cache
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the real dtype in which values of a dtype are summed: float64 for doubles, else float32.
-
-    Examples:
-        >>> accumulate_dtype(torch.bfloat16), accumulate_dtype(torch.complex128)
-        (torch.float32, torch.float64)
-    """
+    """Return the real dtype in which values of a dtype are summed: float64 for doubles, else float32."""
     return torch.promote_types(dtype.to_real(), torch.float32)
 
 
@@ -48,12 +43,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a real tensor in another dtype; pairs of reals become complex numbers again.
-
-    Args:
-        x: the tensor.
-        dtype: the dtype of the result, or None to return ``x`` unchanged.
-    """
+    """Return a real tensor in another dtype, as pairs of reals that become complex numbers again; as it is for None."""
     if dtype is None:
         return x
     real = x.to(dtype.to_real())
@@ -76,31 +66,20 @@ def is_autocast(device: torch.device) -> bool:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Return a tensor as matrix products read it: under the caller's autocast, in its dtype.
-
-    Args:
-        x: the tensor.
-    """
+    """Return a tensor as matrix products read it: under the caller's autocast, in its dtype."""
     narrowed = is_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x
 
 
 def in_single_precision(x: Tensor) -> Tensor:
-    """Return a tensor as autocast gives it to what it computes in single precision: doubles and integers as they are.
-
-    Args:
-        x: the tensor.
-    """
+    """Return a tensor as autocast passes it to single-precision functions: doubles and integers as they are."""
     return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a dense tensor: the tensor itself, or a copy if its memory has gaps.
+    """Return a tensor, or a copy if its memory has gaps, with the axes in memory in the order of those of ``like``.
 
-    Args:
-        x: the tensor.
-        like: a tensor of as many axes, whose order of axes in memory the result takes. In compiled code the result is
-            always contiguous.
+    In compiled code, and without ``like``, the result is contiguous.
     """
     if is_for_compiler(x):
         return keep_strides(x.contiguous())  # otherwise Inductor would remove the copy
@@ -146,26 +125,14 @@ _LEAST, _LEAST64 = 1e-9, 1e-140
 
 
 def squared_norms(x: Tensor) -> Tensor:
-    """Return the squared Euclidean norm of every row of ``x [B, ...]`` as ``[B]`` float64.
-
-    Examples:
-        >>> squared_norms(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
-        tensor([25.,  0.], dtype=torch.float64)
-    """
+    """Return the squared Euclidean norm of every row of ``x [B, ...]`` as ``[B]`` float64."""
     return squared_norms_of_each([x])[0]
 
 
 def squared_norms_of_each(tensors: Sequence[Tensor], axes: int = 1) -> Sequence[Tensor]:
-    """Return the squared norms of the rows of several tensors.
+    """Return the squared norms of the rows of tensors ``[B, ...]``, ``[B]`` float64 each; for 2 axes, ``[B, K]``.
 
     The magnitudes of all norms are checked at once. Tensors that share memory (a bias and its signals) share one norm.
-
-    Args:
-        tensors: ``[B, ...]`` each.
-        axes: how many of the first axes number the rows: 2 for ``[B, K, ...]``.
-
-    Returns:
-        ``[B]`` float64 each, or ``[B, K]``.
     """
     if axes > 1:
         squares = squared_norms_of_each([x.flatten(0, axes - 1) for x in tensors])
@@ -173,19 +140,17 @@ def squared_norms_of_each(tensors: Sequence[Tensor], axes: int = 1) -> Sequence[
     all_rows = [x if x.ndim == 2 else x.flatten(1) if x.ndim > 1 else x.unsqueeze(1) for x in tensors]
     keys = list(map(memory_of_rows, all_rows))
     distinct = dict(zip(keys, all_rows, strict=True))
-    squares = (_checked if are_free_to_read(all_rows) else _unchecked)(list(distinct.values()))
+    rows = list(distinct.values())
+    if rows and are_free_to_read(rows):
+        squares = _joined(rows).square().split_with_sizes([x.shape[0] for x in rows])
+    else:
+        squares = _unchecked(rows)
     found = dict(zip(distinct, squares, strict=True))
     return [found[key] for key in keys]
 
 
 def root(squared: Tensor) -> Tensor:
-    """Return the square roots of squared norms, with a derivative of 0 at 0, as ``torch.linalg.vector_norm`` has.
-
-    Examples:
-        >>> x = torch.tensor([0.0, 4.0], requires_grad=True)
-        >>> torch.autograd.grad(root(x).sum(), x)
-        (tensor([0.0000, 0.2500]),)
-    """
+    """Return the square roots of squared norms, with a derivative of 0 at 0, as ``torch.linalg.vector_norm`` has."""
     if not is_recorded(squared):
         return squared.sqrt()
     zero = squared == 0
@@ -214,10 +179,6 @@ def _unchecked(all_rows: Sequence[Tensor]) -> Sequence[Tensor]:
         _scaled(rows).square() if wide else rows.double().square().sum(1)
         for rows, wide in zip(all_rows, is_wide, strict=True)
     ]
-
-
-def _checked(all_rows: list[Tensor]) -> Sequence[Tensor]:
-    return _joined(all_rows).square().split_with_sizes([rows.shape[0] for rows in all_rows]) if all_rows else []
 
 
 def _checked_norms(all_rows: list[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ def is_users(error: BaseException, handled: BaseException | None) -> bool:
 
     Args:
         error: the error.
-        handled: ``sys.exc_info()[1]`` before the ``try``.
+        handled: ``sys.exc_info()[1]`` before the ``try``; the same in all functions below.
 
     Examples:
         >>> def error_of(function):
@@ -66,45 +66,27 @@ def fold(error: BaseException, handled: BaseException | None) -> None:
 
     What stays is the user's code and the functions of torch that it calls; of an error that this library raises on
     purpose, the user's call. A traceback of a fault of ours stays as it is.
-
-    Args:
-        error: the error, as caught by the public function.
-        handled: ``sys.exc_info()[1]`` before the ``try``.
     """
     on_purpose = isinstance(error, ArgumentError | LossError)
     for link in raised_since(handled, error):
-        frames = list(_frames(link.__traceback__))
+        frames, tb = list[TracebackType](), link.__traceback__
+        while tb is not None:
+            frames.append(tb)
+            tb = tb.tb_next
         files = [frame.tb_frame.f_code.co_filename for frame in frames]
         if not frames:
             continue
         first = next((place for place, file in enumerate(files) if not file.startswith(_AROUND)), len(frames))
         passed_on = not files[-1].startswith(LIBRARY) or frames[-1].tb_frame.f_code.co_name == "__torch_function__"
         if (first < len(frames) and (on_purpose or passed_on)) or isinstance(link, ArgumentError | LossError):
-            tb = None
             for frame, file in reversed(list(zip(frames, files, strict=True))[first:]):
                 if not file.startswith(LIBRARY):
                     tb = TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
             link.__traceback__ = tb
 
 
-def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next
-
-
 def raised_since(handled: BaseException | None, error: BaseException | None) -> Iterator[BaseException]:
-    """Follow an error back to the errors that were handled when it was raised.
-
-    Python links every error that is raised in an ``except`` or ``finally`` block to the handled one.
-
-    Args:
-        handled: the error to stop at: ``sys.exc_info()[1]`` before the ``try``.
-        error: the error to start from, or None.
-
-    Yields:
-        The errors, the latest first.
-    """
+    """Yield an error and those whose handling raised it, the latest first, as Python links them."""
     while error is not None and error is not handled:
         yield error
         error = error.__context__

@@ -34,7 +34,17 @@ from persample._torch import (
 )
 
 _REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
-flags = threading.local()
+
+
+class _Flags(threading.local):
+    """The user's function that runs in a thread; see ``inside``."""
+
+    inside: str | None = None
+    owner: Any = None
+    refusal: Exception | None = None
+
+
+flags = _Flags()
 
 
 @dataclass(frozen=True)
@@ -68,11 +78,7 @@ def current_trace() -> Trace | None:
 
 
 def holds(exceptional: Tensor) -> bool:
-    """Return whether an exceptional case occurs; a trace assumes that it does not, and records the condition.
-
-    Args:
-        exceptional: the condition, a 0-d bool tensor.
-    """
+    """Return whether an exceptional case (0-d bool) occurs; a trace assumes that it does not, and records it."""
     if not is_traced(exceptional):
         return bool(exceptional)
     trace = current_trace()
@@ -103,13 +109,17 @@ def is_recorded(x: Tensor) -> bool:
     return x.requires_grad or is_wrapped(x)
 
 
+def wrapped(x: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor and what each of its wrappers holds, the plain tensor last."""
+    while is_wrapped(x):
+        yield x
+        x = get_unwrapped(x)
+    yield x
+
+
 def is_batched(x: object) -> bool:
     """Return whether a value is a tensor that a vmap batches, so that its values may differ between samples."""
-    while isinstance(x, Tensor) and is_wrapped(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
+    return isinstance(x, Tensor) and any(map(is_batchedtensor, wrapped(x)))
 
 
 def unwrapped(x: Tensor) -> Tensor:
@@ -211,14 +221,13 @@ def untraced() -> Iterator[None]:
 def inside(function: str, owner: Any = None) -> Iterator[None]:
     """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there.
 
+    A refusal that was raised inside is raised at the end, even if the function, or torch, caught it.
+
     Args:
         function: the name of the function, for error messages.
         owner: the ``ParamTree`` whose tensors the function must leave alone; None if there is none.
-
-    Raises:
-        Exception: a refusal that was raised inside, even if the function, or torch, caught it.
     """
-    before = getattr(flags, "inside", None), getattr(flags, "owner", None), None
+    before = flags.inside, flags.owner, None
     flags.inside, flags.owner, flags.refusal = function, owner, None
     try:
         yield
@@ -231,9 +240,4 @@ def inside(function: str, owner: Any = None) -> Iterator[None]:
 
 def is_inside() -> str | None:
     """Return the name of the user's function that runs in this thread, or None."""
-    return getattr(flags, "inside", None)
-
-
-def owner_inside() -> Any:
-    """Return the owner of the tensors that the function of ``is_inside`` must leave alone, or None."""
-    return getattr(flags, "owner", None)
+    return flags.inside

@@ -21,57 +21,28 @@ from persample import _torch
 TreeSpec = _torch.TreeSpec
 structure = _torch.tree_structure
 _KINDS = {dict, tuple, list}
-_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, type(None)}
+_LEAVES: set[type] = {Tensor, torch.nn.Parameter, type(None)}
 _Kind = TypeVar("_Kind", bound=type)
 
 
 def leaf(kind: _Kind) -> _Kind:
-    """Mark a class as always a leaf, so that ``flatten`` skips torch's check for containers.
-
-    Args:
-        kind: the class, which must not be registered as a container.
-
-    Returns:
-        The class.
-    """
+    """Mark a class, which no one registers as a container, as always a leaf: ``flatten`` skips torch's check of it."""
     _LEAVES.add(kind)
     return kind
 
 
 def is_flat(spec: TreeSpec) -> bool:
-    """Return whether a structure is one container whose children are all leaves.
-
-    Args:
-        spec: the structure.
-
-    Examples:
-        >>> is_flat(structure((1, 2))), is_flat(structure((1, [2]))), is_flat(structure(1))
-        (True, False, False)
-    """
+    """Return whether a structure is one container whose children are all leaves."""
     return spec.num_leaves == spec.num_nodes - 1
 
 
 def on_one_line(structure: TreeSpec) -> str:
-    """Return a structure on one line, for messages.
-
-    Examples:
-        >>> on_one_line(structure({"w": 1, "b": (2, 3)}))
-        "TreeSpec(dict, ['w', 'b'], [*, TreeSpec(tuple, None, [*, *])])"
-    """
+    """Return a structure on one line, for messages."""
     return " ".join(str(structure).split())
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves and the structure of a tree, as torch does; faster for dicts, lists and tuples of tensors.
-
-    Args:
-        tree: any pytree.
-        is_leaf: from a node to whether it is a leaf, even if it is a container; or None.
-
-    Examples:
-        >>> flatten({"w": 1, "b": [2]})[0]
-        [1, 2]
-    """
+    """Return the leaves and the structure of a tree, as torch does; faster for dicts, lists and tuples of tensors."""
     if is_leaf is None and type(tree) in _LEAVES:
         return [tree], leaf_structure()
     leaves: list[Any] = []
@@ -115,16 +86,7 @@ def _of_nones(outline: Any) -> Any:
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
-    """Return the tree with given leaves and structure.
-
-    Args:
-        leaves: the leaves, in flattening order.
-        spec: the structure.
-
-    Examples:
-        >>> unflatten([3, 4], structure({"w": 1, "b": 2}))
-        {'w': 3, 'b': 4}
-    """
+    """Return the tree with given leaves, in the order of ``flatten``, and structure."""
     kind = spec.type
     if len(leaves) != spec.num_leaves or (kind is not None and kind not in _KINDS):
         return _torch.tree_unflatten(leaves, spec)  # which also raises the error
@@ -138,15 +100,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply a function to corresponding leaves of one or more trees.
-
-    Args:
-        fn: from one leaf of each tree to a leaf of the result.
-        tree: any pytree.
-        *others: trees of the same structure; in place of a leaf of ``tree`` they may have a subtree.
-
-    Returns:
-        The tree of the results.
+    """Return the tree of a function's results for the leaves of a tree, each with what others have at its place.
 
     Examples:
         >>> tree_map(lambda x, y: x - y, {"a": 5, "b": [6]}, {"a": 2, "b": [1]})
@@ -158,13 +112,6 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def paths(tree: Any, root: str) -> list[str]:
     """Return a name for every leaf of a tree: the Python expression that indexes it.
-
-    Args:
-        tree: any pytree.
-        root: the name of the tree itself.
-
-    Returns:
-        One path per leaf, in flattening order.
 
     Examples:
         >>> paths({"actor": {"w": 1}, "critic": [2]}, "params")
@@ -186,14 +133,9 @@ def paths(tree: Any, root: str) -> list[str]:
 
 
 def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
-    """Return the value of a tree prefix for every leaf of a tree; dicts match by key, in any order.
+    """Return the value that a tree of values for whole subtrees has for each leaf of ``spec``; None if it does not fit.
 
-    Args:
-        prefix: a tree whose leaves stand for whole subtrees.
-        spec: the structure of the full tree.
-
-    Returns:
-        One value per leaf of ``spec``, or None if the prefix does not fit.
+    Dicts match by key, in any order.
 
     Examples:
         >>> broadcast_prefix((None, 0), structure(("theta", {"s": 1, "r": 2})))
@@ -212,18 +154,9 @@ def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
 
 
 def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
-    """Return the subtrees of a tree at the leaves of another structure, in that structure's order; dicts match by key.
+    """Return the subtrees of a tree at the leaves of another structure, in its order; None if the tree does not fit.
 
-    Args:
-        tree: any pytree.
-        spec: the structure.
-
-    Returns:
-        One subtree per leaf of ``spec``, or None if the tree is of another structure.
-
-    Examples:
-        >>> leaves_like({"b": 2, "a": 1}, structure({"a": 0, "b": 0}))
-        [1, 2]
+    Dicts match by key, in any order.
     """
     try:
         return spec.flatten_up_to(tree)
@@ -231,22 +164,10 @@ def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
         return None
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Apply a function to the tensors of a tree and leave every other leaf as it is.
-
-    Args:
-        fn: from a tensor to a leaf of the result.
-        tree: any pytree.
-
-    Returns:
-        The tree with its tensors replaced.
-
-    Examples:
-        >>> map_tensors(lambda x: x.tolist(), {"x": torch.zeros(1), "name": "cart"})
-        {'x': [0.0], 'name': 'cart'}
-    """
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply a function to the tensors of a tree and leave every other leaf as it is."""
     leaves, spec = flatten(tree)
-    return unflatten([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    return unflatten([fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def stop_gradient(tree: Any) -> Any:
@@ -265,11 +186,11 @@ def stop_gradient(tree: Any) -> Any:
         >>> torch.autograd.grad(v * stop_gradient(v), v)
         (tensor(2.),)
     """
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         return tree.detach()
     # Not ``map_tensors``, whose cache torch.compile warns of when a loss calls this function.
     leaves, spec = _torch.tree_flatten(tree)
-    return _torch.tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    return _torch.tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def as_array(x: Tensor) -> np.ndarray[Any, Any]:
@@ -279,7 +200,7 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def digest(tree: Any) -> str:
-    """Return a hash of the names, dtypes, shapes and numbers of the tensors of a tree."""
+    """Return a hash of the names, dtypes, shapes and values of the tensors of a tree."""
     hashed = hashlib.sha256()
     for name, leaf in zip(paths(tree, ""), flatten(tree)[0], strict=True):
         facts = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor | np.ndarray) else type(leaf).__name__

@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import missing
+from persample.utils.tracing import is_batched
 from persample.vmap_rules import attention, effects, indexing, nn_functional, products, recurrent
 from persample.vmap_rules.effects import is_pure, is_refusal, refuse_writes, swallowed
 from persample.vmap_rules.levels import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
@@ -28,6 +30,7 @@ def _table(name: str) -> dict[Any, Callable[..., Any]]:
 
 
 _RULES, _FIRST_DERIVATIVE_RULES = _table("RULES"), _table("FIRST_DERIVATIVE_RULES")
+_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}  # the axes of what a memory format is for
 MISSING = missing(_RULES)  # names of functions that the installed torch does not have
 RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 
@@ -35,21 +38,8 @@ RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 class VmapRules(TorchFunctionMode):
     """A context that replaces functions of torch by their rules; it is entered inside of ``vmap``, around the loss.
 
-    The replacements are exact: results and gradients equal those of torch, up to the order of summation.
-
-    Args:
-        differentiated_by: who differentiates the loss; see ``levels.py``.
-
-    Examples:
-        >>> import torch
-        >>> from torch.func import functional_call, grad, vmap
-        >>> gru = torch.nn.GRU(2, 3)
-        >>> def loss(params, x):
-        ...     with VmapRules():
-        ...         return functional_call(gru, params, x)[0].sum()
-        >>> grads = vmap(grad(loss), in_dims=(None, 0))(dict(gru.named_parameters()), torch.ones(5, 7, 2))
-        >>> grads["weight_hh_l0"].shape
-        torch.Size([5, 9, 3])
+    The replacements are exact: results and gradients equal those of torch, up to the order of summation. See
+    ``levels.py`` about ``differentiated_by``.
     """
 
     def __init__(self, *, differentiated_by: DifferentiatedBy = "torch.func") -> None:
@@ -58,17 +48,7 @@ class VmapRules(TorchFunctionMode):
         self._refusal: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the rule of a function of torch, or the function itself if it has none.
-
-        Args:
-            func: the function.
-            types: the tensor subclasses among the arguments.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-
-        Returns:
-            The result of the function.
-        """
+        """Call the rule of a function of torch, or the function itself if it has none."""
         try:
             if kwargs or not is_pure(func):
                 refuse_writes(func, args, kwargs or {})
@@ -87,8 +67,9 @@ class VmapRules(TorchFunctionMode):
 
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the rule of a function that writes into nothing that the loss must leave alone, or the function."""
-        if kwargs and "memory_format" in kwargs and args and func is not Tensor.is_contiguous:
-            kwargs = effects.without_image_format(args[0], kwargs)
+        rank = _RANKS.get(kwargs.get("memory_format")) if kwargs and args else None
+        if rank and is_batched(args[0]) and args[0].ndim == rank and func is not Tensor.is_contiguous:
+            kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}  # vmap has one more axis
         if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
@@ -100,4 +81,4 @@ class VmapRules(TorchFunctionMode):
             return function(*args, **kwargs)
 
 
-__all__ = ["MISSING", "RULED", "DifferentiatedBy", "SecondDerivativeError", "VmapRules", "nn_functional"]
+__all__ = ["MISSING", "RULED", "SecondDerivativeError", "VmapRules"]

@@ -73,7 +73,7 @@ def _fused_attention(  # noqa: PLR0917 - as torch's
         return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     settings: dict[str, Any] = {"is_causal": is_causal, "scale": options.get("scale")}
     kernel, gradients = functools.partial(_kernel, **settings), functools.partial(_gradients, **settings)
-    return call_kernel(kernel, gradients, query, key, value)
+    return call_kernel(kernel, gradients, query, key, value)[0]
 
 
 def _multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,8 @@ def _kernel(
     """Return attention, the logarithms of its normalizers, and which heads were computed without the kernel."""
     images = [_as_images(x) for x in (query, key, value)]
     out, normalizers = aten_attention_cpu(*images, 0.0, is_causal, scale=scale)
-    composed = _is_irregular(*images[:2])
+    # Heads ``[N, H]`` with NaN, which the kernel may take for a mask (pytorch/pytorch#141128).
+    composed = ~(images[0].sum((-2, -1)) + images[1].sum((-2, -1))).isfinite()
     if holds(composed.any()):
         out[composed] = _composed_heads(*(x[composed] for x in images), is_causal=is_causal, scale=scale)
     heads = query.shape[:-2]
@@ -110,25 +111,16 @@ def _gradients(
     normalizers, composed = normalizers.reshape(images[0].shape[:-1]), composed.reshape(images[0].shape[:-2])
     grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, scale=scale)
     if holds(composed.any()):
-        attend = functools.partial(_composed_heads, is_causal=is_causal, scale=scale)
-        found = _gradients_by_autograd(attend, *(x[composed] for x in images[:4]))
+        with temporarily_clear_interpreter_stack(), torch.enable_grad():
+            leaves = [x[composed].detach().requires_grad_() for x in images[1:4]]
+            attended = _composed_heads(*leaves, is_causal=is_causal, scale=scale)
+            found = torch.autograd.grad(attended, leaves, images[0][composed])
         grads = [x.index_put((composed,), y) for x, y in zip(grads, found, strict=False)]
     return tuple(x.reshape(like.shape) for x, like in zip(grads, same, strict=False))
 
 
-def _is_irregular(query: Tensor, key: Tensor) -> Tensor:
-    """Return which heads ``[N, H]`` have NaN that the kernel may take for a mask (pytorch/pytorch#141128)."""
-    return ~(query.sum((-2, -1)) + key.sum((-2, -1))).isfinite()
-
-
 def _composed_heads(*tensors: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     return aten_attention_math(*tensors, None, 0.0, is_causal, scale=scale)[0]
-
-
-def _gradients_by_autograd(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    with temporarily_clear_interpreter_stack(), torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        return torch.autograd.grad(function(*leaves), leaves, grad)
 
 
 def _as_images(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn, stack
+from torch import Tensor, nn, stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
@@ -32,14 +32,21 @@ from persample._torch import (
 from persample.errors import LossError
 from persample.utils.numerics import storage_key
 from persample.utils.origin import raised_since, user_line
-from persample.utils.tracing import flags, is_batched, is_inside, is_traced, owner_inside, unwrapped
+from persample.utils.tracing import flags, is_batched, is_inside, is_traced, unwrapped
 from persample.utils.trees import flatten
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2])
-_AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
+
+
+def getters(*names: str) -> list[Any]:
+    """Return attributes of tensors as modes see them."""
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_AUTOGRAD = {
+    *(torch.autograd.grad, Tensor.backward, backward_hooks_getter),
+    *getters("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2]),
 }
 # By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
 _STATE = re.compile(
@@ -124,7 +131,7 @@ def refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     Raises:
         LossError: if the function would write; also when the loss returns, for torch or the loss may catch the error.
     """
-    owner = owner_inside()
+    owner = flags.owner
     for x in written_tensors(func, args, kwargs) if owner is not None else ():
         value = args[1] if len(args) > 1 else kwargs.get("requires_grad", func is Tensor.requires_grad_ or None)
         if func in _OF_OBJECT:
@@ -185,7 +192,7 @@ def is_refusal(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
     if isinstance(error, LossError) or (isinstance(error, RuntimeError) and _OF_VMAP.search(said)):
         return True
     operands = flatten((args[func is Tensor.__getitem__ :], kwargs))[0]
-    batched = [x for x in operands if isinstance(x, Tensor) and is_batched(x)]
+    batched = list(filter(is_batched, operands))
     if isinstance(error, IndexError):  # the index of one sample
         return "Dimension" not in said and any(not x.is_floating_point() for x in batched)
     # The matrix of one sample; no kernel for batches; torch's loop over samples, whose results differ in size.
@@ -206,46 +213,21 @@ def swallowed(refusal: Exception, error: BaseException | None) -> LossError | No
     )
 
 
-_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
-
-
-def without_image_format(x: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keyword arguments of a call, without a memory format that needs 4 or 5 axes if vmap adds another.
-
-    The values of the result do not depend on the format.
-
-    Args:
-        x: the first argument of the call.
-        options: the keyword arguments, ``memory_format`` among them.
-    """
-    rank = _RANKS.get(options["memory_format"])
-    if rank is None or not isinstance(x, Tensor) or x.ndim != rank or not is_batched(x):
-        return options
-    return {name: option for name, option in options.items() if name != "memory_format"}
-
-
-def _as_strided(
-    function: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
-    size: Any,
-    stride: Any,
-    storage_offset: int | None = None,
-) -> Tensor:
-    if is_batched(input) and (storage_offset is not None or not input.is_contiguous()):
-        raise _rejected(function)
-    return function(input, size, stride, storage_offset)
-
-
-def _of_plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(x, Tensor) and is_batched(x) for x in (*args, *kwargs.values())):
-        raise _rejected(function)
+def _of_memory(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that reads memory by strides or sizes, or reject it where a sample's differ under vmap."""
+    x, *others = *args, *kwargs.values()
+    if function in _OF_PLAIN:
+        is_wrong = any(map(is_batched, (x, *others)))
+    else:
+        has_offset = function in _AS_STRIDED and len(others) > 2 and None not in others
+        is_wrong = is_batched(x) and (has_offset or not x.is_contiguous())
+    if is_wrong:
+        raise LossError(
+            f"loss_fn: {function.__name__} reads memory by strides or sizes, but under vmap a sample has no memory of "
+            "its own: that of the batch holds all samples. Use an index, unfold, narrow or reshape (as_strided on a "
+            "contiguous tensor, without storage_offset, is accepted), or pass engine='loop'."
+        )
     return function(*args, **kwargs)
-
-
-def _of_contiguous(function: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-    if is_batched(input) and not input.is_contiguous():
-        raise _rejected(function)
-    return function(input, *args, **kwargs)
 
 
 def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
@@ -253,14 +235,7 @@ def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
     return torch.view_as_complex(input if input.stride()[-1:] == (1,) or not is_batched(input) else input.contiguous())
 
 
-def _rejected(function: Any) -> LossError:
-    return LossError(
-        f"loss_fn: {function.__name__} reads memory by strides or sizes, but under vmap a sample has no memory of its "
-        "own: that of the batch holds all samples. Use an index, unfold, narrow or reshape (as_strided on a contiguous "
-        "tensor, without storage_offset, is accepted), or pass engine='loop'."
-    )
-
-
+_AS_STRIDED: set[Any] = {torch.as_strided, Tensor.as_strided, torch.as_strided_copy}
 _OF_PLAIN: set[Any] = {
     *(torch.as_strided_scatter, Tensor.as_strided_scatter, torch.as_strided_, Tensor.as_strided_),
     Tensor.storage_offset,
@@ -269,10 +244,6 @@ _OF_CONTIGUOUS: set[Any] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Te
 
 
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def _detached_data(x: Tensor, *rest: Any) -> Tensor:
-    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
@@ -301,28 +272,21 @@ def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Any:
     return memo[id(x)]
 
 
-def _untyped_storage(x: Tensor) -> UntypedStorage:
-    return unwrapped(x).untyped_storage() if _is_shared_leaf(x) else Tensor.untyped_storage(x)  # pickle reads it
-
-
 def _is_shared_leaf(x: Tensor) -> bool:
     """Return whether all samples share a tensor that no operation made, as parameters and buffers."""
     return x.is_leaf and not is_batched(x) and not is_traced(unwrapped(x))
 
 
 RULES: dict[Any, Callable[..., Any]] = {
-    **{
-        function: functools.partial(_as_strided, function)
-        for function in (torch.as_strided, Tensor.as_strided, torch.as_strided_copy)
-    },
-    **{function: functools.partial(_of_plain, function) for function in _OF_PLAIN},
-    **{function: functools.partial(_of_contiguous, function) for function in _OF_CONTIGUOUS},
+    **{function: functools.partial(_of_memory, function) for function in _AS_STRIDED | _OF_PLAIN | _OF_CONTIGUOUS},
     torch.view_as_complex: _view_as_complex,
     # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
     Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
-    _data: _detached_data,
+    # torch.func rejects .data of what vmap wraps last.
+    _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),
     **dict.fromkeys(SETS_DATA, _set_data),
     make_dual: _dual,
     Tensor.__deepcopy__: _deepcopy,
-    Tensor.untyped_storage: _untyped_storage,
+    # Pickle reads it.
+    Tensor.untyped_storage: lambda x: Tensor.untyped_storage(unwrapped(x) if _is_shared_leaf(x) else x),
 }

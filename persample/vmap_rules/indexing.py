@@ -114,14 +114,9 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
-    """Index a tensor without reading the values of 0-d indices.
+    """Index a tensor without reading the values of 0-d indices that are unreadable.
 
     torch reads the value of a 0-d index i. It does not read [i], which leaves an axis of 1 to be removed.
-
-    Args:
-        x: the tensor.
-        index: the index, or a tuple of them.
-        is_unreadable: whether the value of a 0-d index cannot be read.
     """
     parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
     scalars = [isinstance(part, Tensor) and not part.ndim and is_unreadable(part) for part in parts]
@@ -138,17 +133,21 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
     return x[tuple(parts)]
 
 
-def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:  # noqa: A002
-    if not _adds_rows(input, dim, index, source):
-        return torch.index_add(input, dim, index, source, alpha=alpha)  # adds, or raises
+def _index_add(
+    add: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    *,
+    alpha: Any = 1,
+) -> Tensor:
+    in_place = add is Tensor.index_add_
+    if (in_place and source is input) or not _adds_rows(input, dim, index, source):
+        return add(input, dim, index, source, alpha=alpha)  # adds, or raises
     places = _along(index.long(), input.ndim, dim).expand_as(source)
-    return torch.scatter_add(input, dim, places, source if alpha == 1 else source * alpha)
-
-
-def _index_add_in_place(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:  # noqa: A002
-    if source is input or not _adds_rows(input, dim, index, source):
-        return input.index_add_(dim, index, source, alpha=alpha)  # adds, or raises
-    return input.copy_(_index_add(input, dim, index, source, alpha=alpha))
+    out = torch.scatter_add(input, dim, places, source if alpha == 1 else source * alpha)
+    return input.copy_(out) if in_place else out
 
 
 def _adds_rows(x: Tensor, dim: Any, index: Tensor, source: Tensor) -> bool:
@@ -164,29 +163,16 @@ def _adds_rows(x: Tensor, dim: Any, index: Tensor, source: Tensor) -> bool:
     return list(source.shape) == shape and source.dtype == x.dtype and (x.is_floating_point() or x.is_complex())
 
 
-def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
+def _index_fill(fill: Callable[..., Tensor], input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
     # A tensor that all samples share is filled by torch.func with the last sample's value.
-    if not _takes_scalar_tensor(input, dim, value):
-        return torch.index_fill(input, dim, index, value)  # fills with a number, or raises
-    return torch.where(_mask_of_rows(input, dim, index), value.to(input.dtype), input)
-
-
-def _index_fill_in_place(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
-    if not _takes_scalar_tensor(input, dim, value):
-        return input.index_fill_(dim, index, value)
-    return input.copy_(torch.where(_mask_of_rows(input, dim, index), value.to(input.dtype), input))
-
-
-def _takes_scalar_tensor(x: Tensor, dim: Any, value: Any) -> bool:
-    scalar = isinstance(value, Tensor) and not value.ndim and (x.is_complex() or not value.is_complex())
-    axes = max(x.ndim, 1)
-    return scalar and isinstance(dim, int) and -axes <= dim < axes
-
-
-def _mask_of_rows(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return a mask of the indexed rows, of the size of x along one axis and of size 1 along the others."""
-    rows = torch.zeros(x.shape[dim] if x.ndim else 1, dtype=torch.bool, device=x.device)
-    return _along(rows.index_fill(0, index, True), x.ndim, dim)
+    is_scalar = isinstance(value, Tensor) and not value.ndim and (input.is_complex() or not value.is_complex())
+    axes = max(input.ndim, 1)
+    if not is_scalar or not isinstance(dim, int) or not -axes <= dim < axes:
+        return fill(input, dim, index, value)  # fills with a number, or raises
+    rows = torch.zeros(input.shape[dim] if input.ndim else 1, dtype=torch.bool, device=input.device)
+    mask = _along(rows.index_fill(0, index, True), input.ndim, dim)
+    out = torch.where(mask, value.to(input.dtype), input)
+    return input.copy_(out) if fill is Tensor.index_fill_ else out
 
 
 def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
@@ -223,11 +209,7 @@ def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Te
     if not known or not input.is_floating_point() or is_autocast(input.device):
         return torch.cumprod(input, dim, dtype=dtype)
     axis = dim % input.ndim - input.ndim  # axes of samples come in front
-    return call_kernel(partial(_cumprod_kernel, axis), partial(_cumprod_gradients, axis), input.to(kind))
-
-
-def _cumprod_kernel(axis: int, x: Tensor) -> tuple[Tensor]:
-    return (torch.cumprod(x, axis),)
+    return call_kernel(lambda x: (torch.cumprod(x, axis),), partial(_cumprod_gradients, axis), input.to(kind))[0]
 
 
 def _cumprod_gradients(axis: int, _: Sequence[bool], grad: Tensor, x: Tensor, product: Tensor) -> tuple[Tensor]:
@@ -250,25 +232,12 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.one_hot: _one_hot,
     F.embedding_bag: partial(embedding_bag, _embedding),
-    torch.index_select: _index_select,
-    Tensor.index_select: _index_select,
     Tensor.__getitem__: _getitem,
-    torch.index_add: _index_add,
-    Tensor.index_add: _index_add,
-    Tensor.index_add_: _index_add_in_place,
-    torch.index_fill: _index_fill,
-    Tensor.index_fill: _index_fill,
-    Tensor.index_fill_: _index_fill_in_place,
-    torch.masked_select: _masked_select,
-    Tensor.masked_select: _masked_select,
-    torch.roll: _roll,
-    Tensor.roll: _roll,
-    torch.select_scatter: _select_scatter,
-    Tensor.select_scatter: _select_scatter,
+    **{add: partial(_index_add, add) for add in (torch.index_add, Tensor.index_add, Tensor.index_add_)},
+    **{fill: partial(_index_fill, fill) for fill in (torch.index_fill, Tensor.index_fill, Tensor.index_fill_)},
+    **dict.fromkeys((torch.index_select, Tensor.index_select), _index_select),
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
+    **dict.fromkeys((torch.roll, Tensor.roll), _roll),
+    **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), _select_scatter),
 }
-
-
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
-    torch.cumprod: _cumprod,
-    Tensor.cumprod: _cumprod,
-}
+FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = dict.fromkeys((torch.cumprod, Tensor.cumprod), _cumprod)

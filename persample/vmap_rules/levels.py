@@ -1,6 +1,6 @@
 """The levels of ``torch.func``: what wraps a tensor, who differentiates a loss, and kernels called below all levels.
 
-``VmapRules`` is told who differentiates the loss:
+``differentiated_by`` of ``VmapRules`` says who differentiates the loss:
 
 - ``"torch.func"``: one ``vjp`` or ``grad`` of ``torch.func``, around or inside of vmap;
 - ``"autograd"``: plain autograd, outside of all transforms;
@@ -14,9 +14,9 @@ autograd node, at the level of that derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ from persample._torch import (
     add_batch_dim,
     enable_single_level_autograd_function,
     get_unwrapped,
-    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     retrieve_all_functorch_interpreters,
     unwrap_dead_wrappers,
     wrap_for_grad,
 )
+from persample.utils.tracing import wrapped
 
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
 
@@ -47,22 +47,8 @@ class SecondDerivativeError(RuntimeError):
     """
 
 
-def reject_second_derivative() -> None:
-    """Raise an error if autograd records the backward pass that calls this function.
-
-    Raises:
-        SecondDerivativeError: if it does.
-    """
-    if torch.is_grad_enabled():
-        raise SecondDerivativeError
-
-
 def is_differentiated_once(by: DifferentiatedBy) -> bool:
-    """Return whether the transforms that are active now are vmaps and at most one derivative, which is not recorded.
-
-    Args:
-        by: who differentiates the loss.
-    """
+    """Return whether the transforms that are active now are vmaps and at most one derivative, which is not recorded."""
     if by == "any":
         return False
     levels = retrieve_all_functorch_interpreters()
@@ -75,46 +61,33 @@ def is_differentiated_once(by: DifferentiatedBy) -> bool:
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Return whether autograd, or a derivative of torch.func at any level, differentiates a tensor.
-
-    Args:
-        x: a tensor.
-    """
-    while is_functorch_wrapped_tensor(x):
-        if x.requires_grad:
-            return True
-        x = get_unwrapped(x)
-    return x.requires_grad
-
-
-def batch_first(x: Tensor) -> Tensor:
-    """Return the tensor inside of the wrapper of a vmap, with the batch axis first.
-
-    Args:
-        x: a tensor that a vmap batches.
-    """
-    inside, axis = get_unwrapped(x), maybe_get_bdim(x)
-    return inside.movedim(axis, 0) if axis else inside
+    """Return whether autograd, or a derivative of torch.func at any level, differentiates a tensor."""
+    return any(inside.requires_grad for inside in wrapped(x))
 
 
 # A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
 Kernel = Callable[..., tuple[Any, ...]]
 
 
-def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: int = 0, returned: int = 0) -> Any:
-    """Call a kernel whose gradient is hand-written; for rules of losses that are differentiated once.
+def call_kernel(
+    kernel: Kernel,
+    gradients: Kernel,
+    *tensors: Tensor,
+    unneeded: int = 0,
+    returned: int = 1,
+    reads_returned: bool = True,
+) -> tuple[Tensor, ...]:
+    """Call a kernel whose gradient is hand-written, and return its first results; a loss may differentiate these once.
 
     Args:
-        kernel: the kernel. Its first result is returned; the others are for its gradient.
+        kernel: the kernel.
         gradients: from (which tensors need a gradient, the gradients of the results that are returned or None, the
             tensors, the results) to the gradients of the tensors. It is called once, so it may overwrite the results
             that are not returned.
         *tensors: the arguments of the kernel.
         unneeded: how many of the first tensors are not passed to ``gradients``, so that they need not be saved.
-        returned: how many results are returned and not passed to ``gradients``; 0 for the first, which is passed.
-
-    Returns:
-        The first result of the kernel, or as many as ``returned`` says.
+        returned: how many results are returned.
+        reads_returned: whether these are passed to ``gradients``, too; if not, the loss may write into them.
     """
     grads = (x.level() for x in retrieve_all_functorch_interpreters() if isinstance(x, GradInterpreter))
     level = next(grads, 0)  # 0: plain autograd differentiates
@@ -122,17 +95,9 @@ def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: i
     if level:
         inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
     with enable_single_level_autograd_function():
-        out = _Node.apply(_Call(kernel, gradients, unneeded, returned, level), *inner)
-    results = batched(out[: returned or 1], batch_levels)
-    return results if returned else results[0]
-
-
-class _Call(NamedTuple):
-    kernel: Kernel
-    gradients: Kernel
-    unneeded: int
-    returned: int
-    level: int
+        saved = slice(unneeded, None), slice(0 if reads_returned else returned, None)
+        out = _Node.apply(kernel, gradients, saved, returned, level, *inner)
+    return tuple(batched(x, batch_levels) for x in out[:returned])
 
 
 class _Node(SingleLevelFunction):
@@ -141,27 +106,28 @@ class _Node(SingleLevelFunction):
     apply: Callable[..., tuple[Tensor, ...]]
 
     @staticmethod
-    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        out = _called_on_plain_tensors(call.kernel, tensors)
-        return tuple(wrap_for_grad(x, call.level) for x in out) if call.level else out
+    def forward(
+        kernel: Kernel, _gradients: Kernel, _saved: Any, _returned: int, level: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        out = _called_on_plain_tensors(kernel, tensors)
+        return tuple(wrap_for_grad(x, level) for x in out) if level else out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        call, *tensors = inputs
-        ctx.gradients, ctx.returned = call.gradients, call.returned or 1
-        ctx.save_for_backward(*tensors[call.unneeded :], *output[call.returned :])
+        _, ctx.gradients, (of_tensors, of_results), ctx.returned, _, *tensors = inputs
+        ctx.save_for_backward(*tensors[of_tensors], *output[of_results])
         ctx.mark_non_differentiable(*output[ctx.returned :])
         ctx.set_materialize_grads(False)  # the results that are not returned have none
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        reject_second_derivative()
-        if ctx.gradients is None:  # a second backward pass inside the loss: saved results may be overwritten
+        # A second backward pass inside the loss: saved results may be overwritten.
+        if torch.is_grad_enabled() or ctx.gradients is None:
             raise SecondDerivativeError
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[5:]
         gradients, ctx.gradients = partial(ctx.gradients, needed), None
         out = _called_on_plain_tensors(gradients, (*grads[: ctx.returned], *ctx.saved_tensors))
-        return None, *(x if wanted else None for x, wanted in zip(out, needed, strict=True))
+        return *[None] * 5, *(x if wanted else None for x, wanted in zip(out, needed, strict=True))
 
 
 def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -170,7 +136,7 @@ def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...
         plain, batch_levels = samples_first(tuple(x for x in tensors if x is not None), 0)
         given = iter(plain)
         out = function(*(None if x is None else next(given) for x in tensors))
-    return batched(out, batch_levels)
+    return tuple(None if x is None else batched(x, batch_levels) for x in out)
 
 
 def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -201,12 +167,8 @@ def _moved(x: Tensor, axis: tuple[int, int] | None, done: int, size: int) -> Ten
     return x.movedim(axis[0] + done, done) if axis[0] else x
 
 
-def batched(tensors: tuple[Any, ...], levels: list[int]) -> tuple[Any, ...]:
-    """Wrap tensors for vmaps, the first level for the first axis: the inverse of ``samples_first``."""
-
-    def wrapped(x: Any) -> Any:
-        for level in levels if x is not None else ():
-            x = add_batch_dim(x, 0, level)
-        return x
-
-    return tuple(map(wrapped, tensors))
+def batched(x: Tensor, levels: Sequence[int]) -> Tensor:
+    """Wrap a tensor for vmaps, the first level for the first axis: the inverse of ``samples_first``."""
+    for level in levels:
+        x = add_batch_dim(x, 0, level)
+    return x

@@ -39,11 +39,13 @@ def _group_norm(  # noqa: PLR0917 - as torch's
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    fits = _is_normalizable(input, num_groups, weight, bias)
-    return (compute if fits else F.group_norm)(input, num_groups, weight, bias, eps)
+    channels = input.shape[1:2]
+    fits = input.ndim > 1 and not channels[0] % num_groups and input.numel() > num_groups
+    fits = fits and all(parameter is None or parameter.shape == channels for parameter in (weight, bias))
+    return (compute if fits else F.group_norm)(input, num_groups, weight, bias, eps)  # the latter mostly raises
 
 
-def _of_copy(x: Tensor, *args: Any) -> Tensor:
+def _by_copy(x: Tensor, *args: Any) -> Tensor:
     return F.group_norm(x.clone(memory_format=torch.contiguous_format), *args)
 
 
@@ -51,14 +53,6 @@ def _by_layer_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tens
     groups = x.reshape(x.shape[0], num_groups, -1)
     out = F.layer_norm(groups, groups.shape[2:], eps=eps).reshape(x.shape)
     return _scaled(out, weight, bias, x.shape[1:2], (1,) * (x.ndim - 2)).to(x.dtype)
-
-
-def _is_normalizable(x: Tensor, num_groups: int, *affine: Tensor | None) -> bool:
-    """Return whether ``F.group_norm`` accepts the arguments, and has anything to normalize."""
-    channels = x.shape[1:2]
-    if x.ndim < 2 or channels[0] % num_groups or x.numel() <= num_groups:
-        return False
-    return all(parameter is None or parameter.shape == channels for parameter in affine)
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -85,12 +79,9 @@ def _layer_norm(
 
 
 def _composed(norm: Callable[..., Tensor], flag: str, samples: tuple[int, ...]) -> Callable[..., Tensor]:
-    """Return batch or instance norm by its formula where the statistics are those of the input.
+    """Return batch or instance norm by its formula where the statistics are those of the input, as a flag asks for.
 
-    Args:
-        norm: the function of torch.
-        flag: its argument that asks for these statistics.
-        samples: the axes beside those of positions that a mean is over.
+    A mean is over positions, and over the axes ``samples``.
     """
     signature = inspect.signature(norm)
 
@@ -151,19 +142,15 @@ def _difference_loss(
     given = {name: option for name, option in options.items() if option is not None}
     plain = given.keys() <= {"delta", "beta"} and all(x > 0 for x in given.values())
     floats = input.is_floating_point() and target.is_floating_point() and not is_autocast(input.device)
-    if not plain or not floats or input.shape != target.shape or reduction not in _REDUCTIONS:
+    if not plain or not floats or input.shape != target.shape or reduction not in REDUCTIONS:
         return function(input, target, reduction=reduction, **options)  # warns, raises, or takes weights
-    return _REDUCTIONS[reduction](of_difference(input - target, **given))
+    return REDUCTIONS[reduction](of_difference(input - target, **given))
 
 
 def _huber(difference: Tensor, delta: float = 1.0) -> Tensor:
     is_far = difference.abs() >= delta  # selected, since a product with an infinite gradient may be NaN
     near, far = torch.where(is_far, 0, difference), torch.where(is_far, difference, delta)
     return torch.where(is_far, delta * (far.abs() - delta / 2), near.square() / 2)
-
-
-def _smooth_l1(difference: Tensor, beta: float = 1.0) -> Tensor:
-    return _huber(difference, beta) / beta
 
 
 def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
@@ -177,7 +164,7 @@ def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     """Compute ``F.gaussian_nll_loss`` without its check that a tensor of variances is not negative."""
     sizes = {input.shape, input.shape[:-1], (*input.shape[:-1], 1)}
     fits = var.shape in sizes if isinstance(var, Tensor) else var >= 0
-    if not fits or reduction not in _REDUCTIONS:
+    if not fits or reduction not in REDUCTIONS:
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)  # raises
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
@@ -187,10 +174,10 @@ def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
     loss = (var.log() + (input - target).square() / var) / 2
     if full:
         loss = loss + math.log(2 * math.pi) / 2
-    return _REDUCTIONS[reduction](loss)
+    return REDUCTIONS[reduction](loss)
 
 
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": lambda x: x}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": lambda x, *_: x}
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
@@ -253,19 +240,22 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, _layer_norm),
     F.batch_norm: functools.partial(_autocast, _composed(F.batch_norm, "training", (0,))),
     F.instance_norm: functools.partial(_autocast, _composed(F.instance_norm, "use_input_stats", ())),
-    F.group_norm: functools.partial(_autocast, functools.partial(_group_norm, _of_copy)),
+    F.group_norm: functools.partial(_autocast, functools.partial(_group_norm, _by_copy)),
     weight_norm: _weight_norm,
     F.mse_loss: functools.partial(_difference_loss, F.mse_loss, torch.square),
     F.huber_loss: functools.partial(_difference_loss, F.huber_loss, _huber),
-    F.smooth_l1_loss: functools.partial(_difference_loss, F.smooth_l1_loss, _smooth_l1),
+    F.smooth_l1_loss: functools.partial(
+        _difference_loss, F.smooth_l1_loss, lambda difference, beta=1.0: _huber(difference, beta) / beta
+    ),
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.linear_cross_entropy: _linear_cross_entropy,
     torch.prelu: _prelu,
     Tensor.prelu: _prelu,
     F.affine_grid: _affine_grid,
-    F.max_unpool1d: functools.partial(_max_unpool, F.max_unpool1d, 1),
-    F.max_unpool2d: functools.partial(_max_unpool, F.max_unpool2d, 2),
-    F.max_unpool3d: functools.partial(_max_unpool, F.max_unpool3d, 3),
+    **{
+        pool: functools.partial(_max_unpool, pool, axes)
+        for axes, pool in enumerate((F.max_unpool1d, F.max_unpool2d, F.max_unpool3d), 1)
+    },
 }
 
 

@@ -61,8 +61,8 @@ class LinearEinsum(NamedTuple):
 
     Args:
         transposed: whether the layer's weight ``[o, i]`` is the transpose of the matrix.
-        contracted: the axis of the other tensor that the layer takes for its last, counted from the end.
-        made: the axis of the result that is the layer's last, counted from the end.
+        contracted: the axis of the other tensor that the layer takes for its last, counted from the end; negative.
+        made: the axis of the result that is the layer's last, likewise.
     """
 
     transposed: bool
@@ -72,11 +72,7 @@ class LinearEinsum(NamedTuple):
 
 @functools.lru_cache
 def linear_einsum(equation: str, place: int) -> LinearEinsum | None:
-    """Return how an einsum of two operands is a linear layer, or None if it is none.
-
-    Args:
-        equation: the equation.
-        place: which operand is the matrix, 0 or 1.
+    """Return how an einsum of two operands, the matrix at ``place``, is a linear layer, or None if it is none.
 
     Examples:
         >>> linear_einsum("oi,ti->to", 0)
@@ -229,11 +225,8 @@ def _is_product(x1: Tensor, x2: Tensor, p: float, compute_mode: str) -> bool:
 
 
 def _distances_by_kernel(x1: Tensor, x2: Tensor, p: float) -> Tensor:
-    return call_kernel(functools.partial(_cdist_kernel, p=p), functools.partial(_cdist_gradients, p=p), x1, x2)
-
-
-def _cdist_kernel(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
-    return (aten_cdist_forward(x1, x2, p, 2),)
+    gradients = functools.partial(_cdist_gradients, p=p)
+    return call_kernel(lambda *pair: (aten_cdist_forward(*pair, p, 2),), gradients, x1, x2)[0]
 
 
 def _cdist_gradients(

@@ -30,13 +30,12 @@ from persample.vmap_rules.recurrent_steps import (
     RNN_TANH,
     Cell,
     looped,
-    looped_back,
     one_step,
     repeated,
 )
 
-# (cell, inputs, initial state, weights) → outputs and the last state, as ``unrolled``
-Recurrence = Callable[..., tuple[Tensor, ...]]
+# Runs one layer, as ``unrolled`` does, of a cell; or, of the functions below, of the arguments behind the cell.
+_Recurrence = Callable[..., tuple[Tensor, ...]]
 
 
 def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -50,7 +49,7 @@ def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Ten
     size, unneeded = len(initial), [*initial, *biases]
     kernel, gradients = partial(scan_kernel, cell, size), partial(_gradients, cell, size)
     tensors = [*unneeded, x, w_ih, w_hh]
-    out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size)
+    out, *others = call_kernel(kernel, gradients, *tensors, unneeded=len(unneeded), returned=size, reads_returned=False)
     return out, out[-1], *others
 
 
@@ -69,7 +68,7 @@ def unrolled(
         x: the inputs, ``[T, N, I]``.
         initial: the state before the first step, ``[1, N, H]`` each.
         weights: W ``[G, I]`` and W' ``[G, H]``, b and b' ``[G]`` if there are biases, and the matrix ``[P, H]`` that
-            projects the state if there is one: then a step is not elementwise, and P stands for H elsewhere.
+            projects the state if there is one: then a step is not elementwise, and P takes the place of H elsewhere.
         linear: computes products with the weights, as ``F.linear``.
 
     Returns:
@@ -98,12 +97,7 @@ def _projected(cell: Cell, weight: Tensor, linear: Callable[..., Tensor]) -> Cel
 
 
 def scan_kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
-    """Compute all steps.
-
-    Args:
-        cell: one step.
-        size: the number of tensors of the state.
-        *args: the initial state, the biases if there are any, the inputs, and the weights.
+    """Compute all steps from the ``size`` tensors of the initial state, the biases if any, the inputs, and the weights.
 
     Returns:
         The outputs, the rest of the last state, and of each step the state before it and what the cell kept.
@@ -169,7 +163,7 @@ def scan_signals(
         at_products = signals if cell.at_inputs is None else signals[:, :width]
         return (torch.addmm(first, at_products, weight), *rest), (signals,)
 
-    first, (signals,) = looped_back(step, later, [earlier, *states], w_hh, prepare=prepare)
+    first, (signals,) = looped(step, later, [earlier, *states], w_hh, reverse=True, prepare=prepare)
     at_inputs = signals if cell.at_inputs is None else cell.at_inputs(signals)
     of_x = _unfolded(at_inputs @ w_ih, axes) if needs_x else None
     if cell.at_inputs is None:  # both weights have the same signals: eager code copies them here, not once for each
@@ -193,10 +187,6 @@ def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     return x.reshape(len(x), *axes, x.shape[-1]).movedim(0, len(axes) - 1)
 
 
-# (inputs [T, N, I], initial states [1, N, H], weights) → outputs [T, N, H], last states [N, H]
-_Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
-
-
 def _one_step(  # noqa: PLR0917 - as torch's
     step: Callable[..., Any],
     cell: Cell,
@@ -212,19 +202,14 @@ def _one_step(  # noqa: PLR0917 - as torch's
     states: Sequence[Tensor] = _as_tuple(state)
     if x.ndim != 2 or {s.shape for s in states} != {(len(x), w_hh.shape[1])}:
         return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
-    gates = linear(x, w_ih, b_ih)
     states = [*map(autocast, states)]
-    after = one_step(cell, *_of_one_dtype(gates, linear(states[0], w_hh, b_hh), *states))
+    tensors = linear(x, w_ih, b_ih), linear(states[0], w_hh, b_hh), *states
+    dtype = reduce(torch.promote_types, (y.dtype for y in tensors))  # in which torch's cells compute
+    after = one_step(cell, *(y.to(dtype) for y in tensors))
     return after if len(after) > 1 else after[0]
 
 
-def _of_one_dtype(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return tensors in the widest of their dtypes, in which torch's cells compute."""
-    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-    return [x.to(dtype) for x in tensors]
-
-
-def _sequence(layer: _Layer, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _sequence(layer: _Recurrence, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     if isinstance(args[2], list | tuple):  # a packed sequence: the weights come third, after the sizes and the state
         return _packed(layer, x, *args)
     *args, batch_first = args  # type: ignore[assignment]
@@ -232,7 +217,7 @@ def _sequence(layer: _Layer, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return out.transpose(0, 1) if batch_first else out, *finals
 
 
-def _packed(layer: _Layer, data: Tensor, batch_sizes: Tensor, state: Any, *args: Any) -> tuple[Tensor, ...]:
+def _packed(layer: _Recurrence, data: Tensor, batch_sizes: Tensor, state: Any, *args: Any) -> tuple[Tensor, ...]:
     sizes = batch_sizes.tolist()
     starts = batch_sizes.cumsum(0) - batch_sizes
     lengths = [sum(size > n for size in sizes) for n in range(sizes[0])]
@@ -249,7 +234,7 @@ def _packed(layer: _Layer, data: Tensor, batch_sizes: Tensor, state: Any, *args:
 
 
 def _stack(  # noqa: PLR0917 - as torch's
-    layer: _Layer,
+    layer: _Recurrence,
     x: Tensor,
     state: Any,
     weights: Sequence[Tensor],
@@ -278,13 +263,15 @@ def _as_tuple(state: Any) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
 
 
-def recurrent_rule(function: Any, recurrence: Recurrence, linear: Callable[..., Tensor]) -> Callable[..., Any] | None:
-    """Return the rule of a function of torch, or None if it is not recurrent.
+def recurrent_rule(
+    function: Any, recurrence: _Recurrence, linear: Callable[..., Tensor] = F.linear
+) -> Callable[..., Any] | None:
+    """Return the rule of what ``nn.GRU``, ``nn.GRUCell`` and their like call, or None for any other function.
 
     Args:
-        function: what ``nn.GRU``, ``nn.GRUCell`` and their like call.
+        function: the function of torch.
         recurrence: runs one layer.
-        linear: computes the gates of one step of a cell, as ``F.linear``.
+        linear: computes the gates of one step of a cell.
     """
     if function in _SEQUENCES:
         return partial(_sequence, partial(recurrence, _SEQUENCES[function]))
@@ -324,16 +311,12 @@ def _unpack(
 
 
 _SEQUENCES = {torch.gru: GRU, torch.lstm: LSTM, torch.rnn_tanh: RNN_TANH, torch.rnn_relu: RNN_RELU}
-_STEPS = {
-    torch.gru_cell: GRU,
-    torch.lstm_cell: LSTM,
-    torch.rnn_tanh_cell: RNN_TANH,
-    torch.rnn_relu_cell: RNN_RELU,
-}
+_CELLS = torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
+_STEPS = dict(zip(_CELLS, _SEQUENCES.values(), strict=True))
 
 
 RULES: dict[Any, Any] = {
-    **{function: recurrent_rule(function, unrolled, F.linear) for function in (*_STEPS, *_SEQUENCES)},
+    **{function: recurrent_rule(function, unrolled) for function in (*_STEPS, *_SEQUENCES)},
     pad_sequence: _pad,
     pack_padded_sequence: _pack,
     pad_packed_sequence: _unpack,
@@ -341,6 +324,4 @@ RULES: dict[Any, Any] = {
 }
 
 
-FIRST_DERIVATIVE_RULES: dict[Any, Any] = {
-    **{function: recurrent_rule(function, scan, F.linear) for function in _SEQUENCES},
-}
+FIRST_DERIVATIVE_RULES: dict[Any, Any] = {function: recurrent_rule(function, scan) for function in _SEQUENCES}

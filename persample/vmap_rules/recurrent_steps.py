@@ -32,14 +32,7 @@ class Cell(NamedTuple):
 
 
 def one_step(cell: Cell, x: Tensor, a: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-    """Return the state after one step.
-
-    Args:
-        cell: the cell.
-        x: the gates of the input.
-        a: the gates of the first tensor of the state.
-        *state: the state before.
-    """
+    """Return the state after one step; x are the gates of the input, a those of the first tensor of the state."""
     after, _ = cell.step(x + a, *state) if cell.at_inputs is None else cell.step(x, a, *state)
     return after
 
@@ -119,14 +112,7 @@ _WITHOUT_LOOP = 20
 def repeated(
     step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any, reverse: bool = False
 ) -> States:
-    """Run a recurrence, under any transforms.
-
-    Args:
-        step: one step.
-        state: the state before the first step.
-        sequences: tensors ``[T, ...]``.
-        *shared: further arguments of all steps.
-        reverse: whether the steps run from the last row to the first.
+    """Run a recurrence over the rows of sequences ``[T, ...]``, under any transforms.
 
     Returns:
         The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
@@ -141,57 +127,37 @@ def repeated(
     return tuple(state), tuple(torch.stack(column) for column in zip(*kept, strict=True))
 
 
-def looped(step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any) -> States:
-    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop.
-
-    Args:
-        step: one step.
-        state: the state before the first step.
-        sequences: tensors ``[T, ...]``.
-        *shared: further arguments of all steps.
-    """
-    whole = _steps_in_turns(sequences)
-    if not whole:
-        return repeated(step, state, sequences, *shared)
-    blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
-    state, kept = _loop(partial(repeated, step), state, blocks, shared)
-    state, rest = repeated(step, state, others, *shared)
-    return state, _joined(kept, rest)
-
-
-def looped_back(
+def looped(
     step: Step,
     state: Sequence[Tensor],
     sequences: Sequence[Tensor],
     *shared: Any,
-    prepare: Callable[..., Sequence[Tensor]],
+    reverse: bool = False,
+    prepare: Callable[..., Sequence[Tensor]] = lambda *rows: rows,
 ) -> States:
-    """Run steps from the last row to the first, as ``looped`` does.
+    """Return what ``repeated`` returns, for tensors that no transform wraps; a trace records a loop.
 
-    Args:
-        step: one step.
-        state: the state before the step of the last row.
-        sequences: tensors ``[T, ...]``.
-        *shared: further arguments of all steps.
-        prepare: from a range of rows of the sequences to those whose rows the steps are given.
-
-    Returns:
-        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
+    In reverse, ``prepare`` makes the rows that the steps receive, from a range of rows of the sequences.
     """
-    whole = _steps_in_turns(sequences)
+    run, whole = partial(repeated, step, reverse=reverse), _steps_in_turns(sequences)
     if not whole:
-        return repeated(step, state, prepare(*sequences), *shared, reverse=True)
+        return run(state, prepare(*sequences), *shared)
     blocks, others = [_blocks(x[:whole]) for x in sequences], [x[whole:] for x in sequences]
 
     def turn(state: Sequence[Tensor], row: Sequence[Tensor], *given: Tensor) -> States:
         rows = [x.index_select(0, row[0])[0] for x in given[: len(blocks)]]
-        return repeated(step, state, prepare(*rows), *given[len(blocks) :], reverse=True)
+        return run(state, prepare(*rows), *given[len(blocks) :])
 
-    state, rest = repeated(step, state, prepare(*others), *shared, reverse=True)
-    # Loops go through their sequences forward. Each turn looks up its block, since flipped copies take longer.
-    places = torch.arange(len(blocks[0]) - 1, -1, -1, device=blocks[0].device).unsqueeze(1)
-    state, kept = _loop(turn, state, [places], (*blocks, *shared))
-    return state, _joined([_blocks(x).flip(0).flatten(0, 1) for x in kept], rest)
+    if reverse:
+        state, rest = run(state, prepare(*others), *shared)
+        # Loops go through their sequences forward. Each turn looks up its block, since flipped copies take longer.
+        places = torch.arange(len(blocks[0]) - 1, -1, -1, device=blocks[0].device).unsqueeze(1)
+        state, kept = _loop(turn, state, [places], (*blocks, *shared))
+        kept = tuple(_blocks(x).flip(0).flatten(0, 1) for x in kept)
+    else:
+        state, kept = _loop(run, state, blocks, shared)
+        state, rest = run(state, others, *shared)
+    return tuple(state), tuple(map(torch.cat, zip(kept, rest, strict=True))) if rest else kept
 
 
 def _steps_in_turns(sequences: Sequence[Tensor]) -> int:
@@ -214,10 +180,6 @@ def _loop(turn: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], shar
 
     results = scan(body, list(map(_copied, state)), sequences, tuple(shared))
     return tuple(results[: len(state)]), tuple(x.flatten(0, 1) for x in results[len(state) :])
-
-
-def _joined(kept: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(map(torch.cat, zip(kept, rest, strict=True))) if rest else tuple(kept)
 
 
 def _copied(state: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ from torch.nn import functional as F
 from persample._torch import (
     add_batch_dim,
     lazy_load_decompositions,
+    maybe_get_level,
     multi_head_attention_by,
     remove_batch_dim,
+    temporarily_clear_interpreter_stack,
     transforms,
     vmap_increment_nesting,
 )
-from persample.engines.layers.functions import LOSSES, loss_of_rows
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams, Vmap
@@ -36,16 +37,20 @@ from persample.inputs.options import NestedCallError
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
 from persample.utils.origin import is_users
-from persample.utils.tracing import is_traced, is_wrapped, unwrapped
+from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
 from persample.utils.trees import map_tensors, tree_map
 from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
+from persample.vmap_rules.levels import batched
+from persample.vmap_rules.nn_functional import REDUCTIONS
 
 # Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
 _SINGLE_PRECISION = {
     *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
     *(F.hinge_embedding_loss, F.poisson_nll_loss, F.adaptive_avg_pool3d, torch.trace, Tensor.trace),
 }
+_LOSSES: set[Any] = {F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
+_OF_LOSSES = {"beta", "delta", "ignore_index"}  # options
 # Functions whose results have memory of their own: what a loss may write into, such as masks.
 _MAKERS = {
     *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
@@ -57,10 +62,6 @@ class LayerGuard(VmapRules):
     """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
 
     Such functions read autograd's state or memory, register hooks, or write into tensors that the loss did not compute.
-
-    Args:
-        interceptor: computes the functions that the loss calls with shared parameters.
-        leaves: the tensors and constants of the sample.
     """
 
     def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
@@ -83,8 +84,8 @@ class LayerGuard(VmapRules):
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
                 return self._interceptor.call(func, args, kwargs)
-            if func in LOSSES:
-                result = loss_of_rows(self._interceptor.vmap, func, *args, **kwargs)
+            if func in _LOSSES:
+                result = _loss_of_rows(self._interceptor.vmap, func, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
@@ -120,44 +121,58 @@ class LayerGuard(VmapRules):
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
-        if not self._interceptor.has_one_each(x):
+        if self._interceptor.vmap.level not in map(maybe_get_level, wrapped(x)):
             return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
 
 
-def unsuited(call: Call) -> str:
-    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried.
+def _loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any, **options: Any) -> Any:  # noqa: A002
+    """Call one of ``_LOSSES`` once for all samples; return ``NotImplemented`` for arguments that this does not know."""
+    given = {name: option for name, option in options.items() if option is not None}
+    reduction, smoothing = given.pop("reduction", "mean"), given.pop("label_smoothing", 0)
+    if args or smoothing or not given.keys() <= _OF_LOSSES or reduction not in REDUCTIONS:
+        return NotImplemented
+    one, other = vmap.rows(input), vmap.rows(target)
+    if one is None or other is None or one[1] != other[1] or not input.numel():
+        return NotImplemented
+    has_classes = function is F.cross_entropy
+    if has_classes:
+        fits = target.dtype == torch.long and input.ndim in {1, 2} and input.shape[:-1] == target.shape
+    else:
+        fits = input.shape == target.shape and input.is_floating_point() and target.is_floating_point()
+    if not fits:
+        return NotImplemented
+    (rows, levels), (targets, _) = one, other
+    with temporarily_clear_interpreter_stack():
+        flat = (rows.flatten(0, -2), targets.flatten()) if has_classes else (rows, targets)
+        losses = function(*flat, reduction="none", **given).view(targets.shape)
+        own = tuple(range(len(levels), losses.ndim))
+        if reduction == "mean" and has_classes:
+            kept = targets != given.get("ignore_index", -100)
+            losses = losses.sum(own) / kept.sum(own) if own else losses / kept  # 0 / 0 where none is kept
+        elif own:
+            losses = REDUCTIONS[reduction](losses, own)
+    return batched(losses, levels)
 
-    Args:
-        call: the chunk, not empty.
-    """
+
+def unsuited(call: Call) -> str:
+    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried."""
     if call.differentiated or transforms():
         return "the caller differentiates or batches the call"
     if any(call.params_batched):
         return "each sample has parameters of its own"
     if not all(map(Tensor.is_floating_point, call.params)):
         return "a parameter is complex"
-    if is_traced(call.params[0]) and _enters_transforms(call.loss.fn):
+    # A captured loss does so by operations: a refusal would leave it between them.
+    graph = getattr(getattr(call.loss.fn, "capture", None), "graph", None) if is_traced(call.params[0]) else None
+    if graph is not None and any("nesting" in str(node.target) for node in graph.graph.nodes):
         return "the loss enters transforms of torch.func"
     return ""
 
 
-def _enters_transforms(captured: Any) -> bool:
-    """Return whether a captured loss enters transforms, by operations: a refusal would leave it between them."""
-    graph = getattr(getattr(captured, "capture", None), "graph", None)
-    return graph is not None and any("nesting" in str(node.target) for node in graph.graph.nodes)
-
-
 def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     """Compute the gradients of all samples at once.
-
-    Args:
-        call: the chunk, not empty.
-        required_ops: the operations of ``Factor`` that the reductions call.
-
-    Returns:
-        The gradients.
 
     Raises:
         NotLayersError: if the loss does what is not known here, or if torch raises a ``RuntimeError`` or a warning: its
@@ -166,7 +181,6 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
         Exception: what the loss itself raises, and any other error of torch's (an index out of range).
     """
     handled = sys.exc_info()[1]
-    in_trace = is_traced(call.params[0])
     try:
         return _gradients(call, required_ops)
     except (LossError, TorchVersionError):
@@ -176,7 +190,7 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     except (RuntimeError, ValueError, Warning) as error:
         raise_interrupt(error, handled)
         # A captured graph raises no errors of the user's, and those of torch's about views are ValueErrors in a trace.
-        if not in_trace and (isinstance(error, ValueError) or is_users(error, handled)):
+        if not is_traced(call.params[0]) and (isinstance(error, ValueError) or is_users(error, handled)):
             raise
         raise NotLayersError(str(error)) from error
 
@@ -221,7 +235,7 @@ def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tenso
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
         vmap = Vmap(level, call.size)
         params = SharedParams(call.params, vmap)
-        recorder = LayerRecorder(params.plain, call.size, plan)
+        recorder = LayerRecorder(params.plain, plan)
         with LayerGuard(LayerInterceptor(params, vmap, recorder), leaves):
             value, (aux, has_aux) = call.loss(params.given, leaves)
         penalty = params.get(value)  # a loss of parameters alone

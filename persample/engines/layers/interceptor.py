@@ -3,50 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import (
-    add_batch_dim,
-    get_unwrapped,
-    maybe_get_level,
-    temporarily_clear_interpreter_stack,
-)
-from persample.engines.layers.functions import (
+from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
+from persample.engines.layers.recorder import (
     Geometry,
+    LayerParams,
+    LayerRecorder,
     geometry_of,
-    is_pointwise,
-    scanned_sequences,
     transposed_geometry_of,
 )
-from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped, unwrapped
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
+from persample.vmap_rules.effects import getters
 from persample.vmap_rules.indexing import embedding_bag
-from persample.vmap_rules.levels import batch_first
+from persample.vmap_rules.levels import batched, call_kernel, samples_first
 from persample.vmap_rules.products import linear, linear_einsum
-from persample.vmap_rules.recurrent import recurrent_rule, unrolled
+from persample.vmap_rules.recurrent import recurrent_rule, scan_kernel, scan_signals, unrolled
 from persample.vmap_rules.recurrent_steps import Cell
 
-# Functions are given copies of matrices of up to so many numbers for all samples: more work than products with one
-# matrix, and less than that of the transforms of ``vmap(vjp)``.
+# Functions are given copies of matrices of up to so many elements for all samples, or as many as another argument has:
+# more work than products with one matrix, and less than that of the transforms of ``vmap(vjp)``.
 _FEW = 2**20
 
 
 class LayerInterceptor:
-    """Computes layers once, on the rows of all samples, and has their backward passes report to a recorder.
-
-    Args:
-        params: the parameters.
-        vmap: the vmap around the loss.
-        recorder: receives the inputs and output gradients of layers.
-    """
+    """Computes layers once, on the rows of all samples, and has a recorder keep their inputs and outputs."""
 
     def __init__(self, params: SharedParams, vmap: Vmap, recorder: LayerRecorder) -> None:
         self.params, self.vmap, self._recorder = params, vmap, recorder
@@ -54,13 +44,19 @@ class LayerInterceptor:
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
         try:
-            if func in _LAYERS:
-                return _LAYERS[func](self, *args, **kwargs)
-            if (result := self._layer(func, args, kwargs)) is not NotImplemented:
-                return result
+            layer = _LAYERS.get(func) or (None if kwargs else _OPERATORS.get(func))
+            if layer is not None:
+                return layer(self, *args, **kwargs)
+            if func in _READS:
+                return func(*args, **kwargs)
+            if func in _CONVOLUTIONS:
+                return self.convolution(func, *args, **kwargs)
+            rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
+            if rule is not None:
+                return rule(*args, **kwargs)
         except NotLayersError:
             pass  # perhaps a function that is given copies
-        if not self.vmap.is_innermost:
+        if peek_interpreter_stack().level() != self.vmap.level:
             raise NotLayersError("the loss calls a function of parameters inside of a transform")
         try:
             return self._other(func, args, kwargs)
@@ -90,25 +86,12 @@ class LayerInterceptor:
             param = self.params.get(x)
             if param is None:
                 return x
-            numbers = self.vmap.size * param.tensor.numel()
-            if (is_pointwise(func) and numbers <= largest) or (numbers <= _FEW and func not in _UNLIKE_COPIES):
+            elements = self.vmap.size * param.tensor.numel()
+            if elements <= max(largest, _FEW) and func not in _UNLIKE_COPIES:
                 return self.params.copy(param)
             raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
 
         return list(map(copied, leaves))
-
-    def _layer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a layer of another kind, or return ``NotImplemented`` for any other function."""
-        if func in _READS:
-            return func(*args, **kwargs)
-        if func in _CONVOLUTIONS:
-            return self.convolution(func, *args, **kwargs)
-        if func in _OPERATORS and not kwargs:
-            return _OPERATORS[func](self, *args)
-        if func is F.embedding_bag:
-            return embedding_bag(self.embedding, *args, **kwargs)
-        rule = recurrent_rule(func, self.recurrence, lambda x, *weights: self.linear(self._one_each(x), *weights))
-        return NotImplemented if rule is None else rule(*args, **kwargs)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Compute ``F.linear``, whose weight and bias may be parameters or not."""
@@ -118,19 +101,11 @@ class LayerInterceptor:
         known = isinstance(weight, Tensor) and (param is not None or not weight.requires_grad)
         known &= bias_place is not None or bias is None or (isinstance(bias, Tensor) and not bias.requires_grad)
         if known and (found := self.vmap.rows(input)) is not None and _fits(input, weight, plain_bias):
-            rows, levels = found
-            flat, matrix = rows if rows.ndim == 2 else rows.flatten(0, -2), weight.detach()
-            with temporarily_clear_interpreter_stack():
-                recorded = torch.is_grad_enabled() and (param is not None or bias_place is not None)
-                if recorded and not flat.requires_grad:
-                    flat = flat.detach().requires_grad_()  # so that the output has a gradient
-                out = F.linear(flat, matrix, plain_bias)
-                if recorded:
-                    place, transposed = (None, False) if param is None else param[1:]
-                    layer = LayerParams(place, bias_place, transposed)
-                    self._recorder.record(LayerRecorder.add_products, (layer,), flat, out)
-                out = out if rows.ndim == 2 else out.view(*rows.shape[:-1], len(weight))
-            return self.vmap.batched(out, levels)
+            place, transposed = (None, False) if param is None else param[1:]
+            layer = LayerParams(place, bias_place, transposed)
+            record = partial(self._recorder.record, LayerRecorder.add_products, (layer,))
+            compute = partial(F.linear, weight=weight.detach(), bias=plain_bias)
+            return self._of_rows(found, 2, compute, None if place is bias_place is None else record)
         if (
             param is not None
             and isinstance(bias, Tensor)
@@ -163,19 +138,34 @@ class LayerInterceptor:
         geometry = _CONVOLUTIONS[func](weight, *settings, **named)
         if geometry is None:
             raise NotLayersError("the loss calls a convolution that pads one side of its images or output alone")
-        given, levels = found
-        layer, lead = LayerParams(place, bias_place), given.shape[: given.ndim - weight.ndim + 1]
+
+        def compute(images: Tensor) -> Tensor:  # by the function that the loss calls, which refuses what torch refuses
+            return func(images, weight.detach(), plain_bias, *settings, **named)
+
+        layer = LayerParams(place, bias_place), geometry
+        record = partial(self._recorder.record, LayerRecorder.add_convolution, layer)
+        return self._of_rows(found, weight.ndim, compute, record)
+
+    @staticmethod
+    def _of_rows(
+        found: tuple[Tensor, Sequence[int]],
+        axes: int,
+        compute: Callable[[Tensor], Tensor],
+        record: Callable[[Tensor, Tensor], None] | None,
+    ) -> Tensor:
+        """Call a layer on rows with ``axes`` axes: all before these are taken as one of samples."""
+        rows, levels = found
+        lead = rows.shape[: rows.ndim - axes + 1]
         with temporarily_clear_interpreter_stack():
-            images = given.flatten(0, len(lead) - 1) if len(lead) > 1 else given
-            recorded = torch.is_grad_enabled()
-            if recorded and not images.requires_grad:
-                images = images.detach().requires_grad_()
-            # By the function that the loss calls, which refuses what torch refuses.
-            out = func(images, weight.detach(), plain_bias, *settings, **named)
-            if recorded:
-                self._recorder.record(LayerRecorder.add_convolution, (layer, geometry), images, out)
+            flat = rows.flatten(0, len(lead) - 1) if len(lead) > 1 else rows
+            record = record if torch.is_grad_enabled() else None
+            if record is not None and not flat.requires_grad:
+                flat = flat.detach().requires_grad_()  # so that the output has a gradient
+            out = compute(flat)
+            if record is not None:
+                record(flat, out)
             out = out.view(*lead, *out.shape[1:]) if len(lead) > 1 else out
-        return self.vmap.batched(out, levels)
+        return batched(out, levels)
 
     def recurrence(
         self, cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]
@@ -187,21 +177,37 @@ class LayerInterceptor:
         places = list(map(self._parameter, weights))
         if not x.numel() or not (is_autocast(x.device) or x.dtype == weights[0].dtype):
             raise NotLayersError("the loss calls a recurrent layer with inputs of another dtype, or without elements")
-        *state, sequences = map(batch_first, (*initial, x))
+        *state, x = map(autocast, (*initial, x))
+        (rows,), levels = samples_first((x,), 0)
+        w_ih, w_hh, *biases = (autocast(self.params.values[place]) for place in places)
+        # A kernel returns no signals of its gates, so that they are the gradients of tensors that it does not read.
         with temporarily_clear_interpreter_stack():
-            w_ih, w_hh, *biases = (autocast(self.params.values[place]) for place in places)
-            tensors = *map(autocast, state), *biases, autocast(sequences), w_ih, w_hh
-            # A kernel returns no signals of its gates, so that they are the gradients of tensors that it does not read.
-            shape, recorded = sequences.shape[:-1], torch.is_grad_enabled()
+            recorded, shape = torch.is_grad_enabled(), rows.shape[:-1]
             gates = [w.new_zeros(()).expand(shape.numel(), len(w)).requires_grad_(recorded) for w in (w_ih, w_hh)]
-            with full_precision(x.device):
-                unflattened = [gate.view(*shape, -1) for gate in gates]
-                out, *others, states = scanned_sequences(cell, len(state), *unflattened, *tensors)
-            for k, rows in enumerate((tensors[-3], states) if recorded else ()):
-                layer = LayerParams(places[k], places[k + 2] if biases else None)
-                self._recorder.record(LayerRecorder.add_products, (layer,), rows.flatten(0, 2), gates[k])
-            results = out, out[:, -1], *others
-        return tuple(add_batch_dim(y, 0, self.vmap.level) for y in results)
+            of_steps = [gate.view(*shape, -1) for gate in gates]
+        states: list[Tensor] = []
+
+        def kernel(_at_inputs: Tensor, _at_state: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            results = scan_kernel(cell, len(state), *tensors)
+            states.append(results[len(state)])  # before each step
+            return results
+
+        def gradients(needed: Sequence[bool], *saved: Any) -> tuple[Any, ...]:
+            grads, (_, w_ih, w_hh, *kept) = saved[: len(state)], saved[len(state) :]
+            of_state, of_x, signals = scan_signals(cell, grads, w_ih, w_hh, kept, needs_x=needed[-3])
+            return *signals, *of_state, *[None] * len(biases), of_x, None, None  # layers give weights no gradient
+
+        unneeded = [*(batched(gate, levels) for gate in of_steps), *state, *biases]
+        given = *unneeded, x, w_ih, w_hh
+        with full_precision(x.device):
+            out, *others = call_kernel(
+                kernel, gradients, *given, unneeded=len(unneeded), returned=len(state), reads_returned=False
+            )
+        for k, inputs in enumerate((rows, *states) if recorded else ()):
+            layer = LayerParams(places[k], places[k + 2] if biases else None)
+            with temporarily_clear_interpreter_stack():
+                self._recorder.record(LayerRecorder.add_products, (layer,), inputs.flatten(0, 2), gates[k])
+        return out, out[-1], *others
 
     def _parameter(self, x: Any) -> int:
         """Return the place of a parameter, which is given to a layer as it is."""
@@ -281,7 +287,7 @@ class LayerInterceptor:
             if torch.is_grad_enabled():
                 padding = None if padding_idx is None else padding_idx % len(weight)
                 self._recorder.record(LayerRecorder.add_lookup, (param.place, padding), index, out)
-        return self.vmap.batched(out, levels)
+        return batched(out, levels)
 
     def selected(self, table: Tensor, dim: int, index: Tensor) -> Tensor:
         """Compute ``torch.index_select`` of rows as a lookup."""
@@ -296,14 +302,6 @@ class LayerInterceptor:
             raise NotLayersError("the loss indexes a parameter, and not by the numbers of rows")
         return self.embedding(torch.where(index < 0, index + len(table), index), table)
 
-    def has_one_each(self, x: Tensor) -> bool:
-        """Return whether the vmap around the loss batches a tensor, beside whatever transforms of the loss."""
-        while is_wrapped(x):
-            if maybe_get_level(x) == self.vmap.level:
-                return True
-            x = get_unwrapped(x)
-        return False
-
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
     if weight.ndim != 2 or not input.numel() or input.shape[-1:] != weight.shape[1:] or is_wrapped(weight):
@@ -314,13 +312,8 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: 
     return alike or is_autocast(input.device)
 
 
-def _getters(*names: str) -> list[Any]:
-    """Return attributes of tensors as modes see them."""
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
 _READS = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *_getters("shape", "ndim", "dtype", "device", "is_cuda")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *getters("shape", "ndim", "dtype", "device", "is_cuda")),
     *(Tensor.detach, torch.detach, Tensor.data_ptr),
 }
 # Functions that torch batches within a derivative alone; outside of one it computes sample after sample.
@@ -329,7 +322,11 @@ WITHIN_A_DERIVATIVE = {
     *(torch.kl_div, torch.margin_ranking_loss, torch.triplet_margin_loss, torch.diagflat, Tensor.diagflat),
     *(torch.linalg.tensorsolve, torch.lu_solve, Tensor.lu_solve),
 }
-_LAYERS: dict[Any, Callable[..., Tensor]] = {F.linear: LayerInterceptor.linear, F.embedding: LayerInterceptor.embedding}
+_LAYERS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: LayerInterceptor.linear,
+    F.embedding: LayerInterceptor.embedding,
+    F.embedding_bag: lambda self, *args, **kwargs: embedding_bag(self.embedding, *args, **kwargs),
+}
 _CONVOLUTIONS: dict[Any, Callable[..., Geometry | None]] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), geometry_of),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_geometry_of),
@@ -340,8 +337,8 @@ _UNLIKE_COPIES = {
     *(torch.index_select, Tensor.index_select),
 }
 # The latter as torch.compile writes them since torch 2.14.
-_TRANSPOSES = *_getters("T", "mT"), torch.ops.aten.numpy_T, torch.ops.aten.mT
-_OPERATORS: dict[Any, Callable[..., Tensor]] = {
+_TRANSPOSES = *getters("T", "mT"), torch.ops.aten.numpy_T, torch.ops.aten.mT
+_OPERATORS: dict[Any, Callable[..., Tensor]] = {  # without keyword arguments
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),

@@ -20,7 +20,6 @@ from torch.func import vmap
 from torch.nn.functional import pad
 
 from persample._torch import node_outputs, saved_by, version
-from persample.engines.layers.functions import Geometry
 from persample.engines.layers.shared import Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
@@ -30,33 +29,65 @@ _MOST = 32  # nodes of a graph, which are passed once for each path
 
 
 class LayerParams(NamedTuple):
-    """The parameters of one call of a layer.
-
-    Args:
-        weight: the weight's place among all parameters, or None: it is frozen.
-        bias: the bias's place, or None.
-        transposed: whether the layer multiplies with the weight's transpose ``[i, o]`` (``x @ w``).
-    """
+    """The places of a layer's weight (None: frozen) and bias; ``transposed`` of a weight ``[i, o]`` (``x @ w``)."""
 
     weight: int | None
     bias: int | None
     transposed: bool = False
 
 
+class Geometry(NamedTuple):
+    """How a kernel is moved over images, one number per spatial axis: the settings of ``aten.convolution``."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+def geometry_of(
+    kernel: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Geometry | None:
+    """Return the geometry that ``F.conv2d`` and its like are given, or None if the two sides are padded unequally."""
+    sizes = kernel.shape[2:]
+    strides, dilations = (_per_axis(x, len(sizes)) for x in (stride, dilation))
+    if isinstance(padding, str):
+        total = [apart * (size - 1) * (padding == "same") for apart, size in zip(dilations, sizes, strict=True)]
+        if any(x % 2 for x in total):
+            return None
+        padding = [x // 2 for x in total]
+    return Geometry(strides, _per_axis(padding, len(sizes)), dilations, False, (0,) * len(sizes), groups)
+
+
+def transposed_geometry_of(  # noqa: PLR0917 - as torch's
+    kernel: Tensor, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
+) -> Geometry | None:
+    """Return the geometry that ``F.conv_transpose2d`` and its like are given.
+
+    None if the output is padded by a whole stride: a convolution of the output would be larger than the images.
+    """
+    settings = (_per_axis(x, kernel.ndim - 2) for x in (stride, padding, dilation, output_padding))
+    stride, padding, dilation, output_padding = settings
+    fits = all(pad < step for pad, step in zip(output_padding, stride, strict=True))
+    return Geometry(stride, padding, dilation, True, output_padding, groups) if fits else None
+
+
+def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
+    values = tuple(map(int, x if isinstance(x, Sequence) else (x,)))  # numbers of NumPy, too
+    return values * axes if len(values) == 1 else values
+
+
 class LayerRecorder:
     """Records the inputs of layers, and makes factors of them and of the gradients of the layers' outputs.
 
     Signals below are ``[B·…, o]``, and ``[K, B·…, o]`` of losses with K outputs.
-
-    Args:
-        params: the parameters.
-        size: B.
-        plan: how gradients are stored.
     """
 
-    def __init__(self, params: Sequence[Tensor], size: int, plan: Plan) -> None:
+    def __init__(self, params: Sequence[Tensor], plan: Plan) -> None:
         self._params, self._plan = params, plan
-        self.sizes: tuple[int, ...] = (size,)  # (B, K) of K outputs
+        self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
         self._uses: list[tuple[Callable[..., None], tuple[Any, ...], Tensor, int]] = []
         self._factors: dict[int, list[Factor]] = defaultdict(list)
@@ -69,7 +100,7 @@ class LayerRecorder:
                 method: the graph is freed with the recorder.
             settings: what ``use`` is given before the inputs and the signals.
             inputs: the inputs of the layer.
-            output: the output. A leaf stands for the gradient of an output that a kernel does not return.
+            output: the output. A leaf stands for an output that a kernel does not return.
         """
         # Not the output itself: the loss may write into it.
         self.outputs.append(output if output.is_leaf else get_gradient_edge(output))
@@ -230,28 +261,19 @@ def _times(number: Any, *, divided: bool = False) -> _Step | None:
     return lambda x: replace(x, left=x.left / number if divided else x.left * number)
 
 
-def _of_product(saved: Any) -> Sequence[_Step]:
-    left, right = saved("self"), saved("mat2")
-
-    def of_left(x: Outer) -> Outer:
-        return replace(x, right=x.right @ right.mT, param_shape=(x.param_shape[0], len(right)))
-
-    def of_right(x: Outer) -> Outer:
-        return replace(x, left=x.left @ left, param_shape=(left.shape[1], x.param_shape[1]))
-
-    return of_left, of_right
-
-
-def _as_it_is(x: Outer) -> Outer:
-    return x
+def _of_product(left: Tensor, right: Tensor) -> Sequence[_Step]:
+    return (
+        lambda x: replace(x, right=x.right @ right.mT, param_shape=(x.param_shape[0], len(right))),
+        lambda x: replace(x, left=x.left @ left, param_shape=(left.shape[1], x.param_shape[1])),
+    )
 
 
 # From what a node of a graph has saved to what the gradient of each of its arguments is, of the gradient of its result.
 _LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
-    "AddBackward0": lambda saved: (_as_it_is, _times(saved("alpha"))),
-    "SubBackward0": lambda saved: (_as_it_is, _times(-saved("alpha"))),
+    "AddBackward0": lambda saved: (lambda x: x, _times(saved("alpha"))),
+    "SubBackward0": lambda saved: (lambda x: x, _times(-saved("alpha"))),
     "NegBackward0": lambda _saved: (_times(-1),),
     "MulBackward0": lambda saved: (_times(saved("other")), _times(saved("self"))),
     "DivBackward0": lambda saved: (_times(saved("other"), divided=True), None),
-    "MmBackward0": _of_product,
+    "MmBackward0": lambda saved: _of_product(saved("self"), saved("mat2")),
 }

@@ -14,7 +14,6 @@ from persample._torch import (
     is_batchedtensor,
     maybe_get_bdim,
     maybe_get_level,
-    peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
     view_base,
 )
@@ -23,7 +22,7 @@ from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
 LISTS = {list, tuple, immutable_list}  # the last in captured graphs
-_SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
+_SMALL = 2**12  # elements of a vector up to which the loss receives one copy per sample
 
 
 class NotLayersError(Exception):
@@ -31,12 +30,7 @@ class NotLayersError(Exception):
 
 
 class Vmap(NamedTuple):
-    """The vmap around the loss.
-
-    Args:
-        level: its level.
-        size: B.
-    """
+    """The vmap around the loss, of ``size`` samples."""
 
     level: int
     size: int
@@ -45,6 +39,7 @@ class Vmap(NamedTuple):
         """Return the plain tensor of all samples, and the levels whose batch axes are its first, the outermost first.
 
         None if the vmap does not batch the value, or if anything but vmaps that the loss has called acts on it, too.
+        ``levels.batched`` is the inverse.
         """
         levels: list[int] = []
         axes: list[int] = []
@@ -58,27 +53,9 @@ class Vmap(NamedTuple):
             x = x.movedim(axis + done, done) if axis else x
         return x, levels
 
-    @staticmethod
-    def batched(rows: Tensor, levels: Sequence[int]) -> Tensor:
-        """Return what the loss is given of all samples: the inverse of ``rows``."""
-        for level in levels:
-            rows = add_batch_dim(rows, 0, level)
-        return rows
-
-    @property
-    def is_innermost(self) -> bool:
-        """Whether no other transform, which the loss has called, is active."""
-        return peek_interpreter_stack().level() == self.level
-
 
 class SharedParam(NamedTuple):
-    """A parameter that all samples share, or its transpose.
-
-    Args:
-        tensor: the parameter or its transpose, plain, as the loss is given it.
-        place: the parameter's place among all.
-        transposed: whether the tensor is the transpose.
-    """
+    """A parameter that all samples share, or its transpose, as the loss is given it; and the parameter's place."""
 
     tensor: Tensor
     place: int
@@ -86,15 +63,7 @@ class SharedParam(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A matrix that is a part of a parameter: of its numbers, seen as a larger matrix.
-
-    Args:
-        of: the parameter's place.
-        rows: the rows of the larger matrix.
-        columns: its columns.
-        row: the first row of the part.
-        column: its first column.
-    """
+    """A part of a parameter, whose elements are seen as a matrix: it begins at ``(row, column)``."""
 
     of: int
     rows: int
@@ -109,10 +78,6 @@ class SharedParams:
     Small vectors are given as one copy per sample, for any use. Matrices and large vectors are shared by all samples,
     and are expanded to copies only where that takes no longer. What a function computes of them alone is computed once,
     and is a further parameter. Beside them, copies stand for the vector.
-
-    Args:
-        params: the parameters.
-        vmap: the vmap around the loss.
     """
 
     def __init__(self, params: Sequence[Tensor], vmap: Vmap) -> None:
