@@ -71,7 +71,7 @@ class Explanation:
     def __str__(self) -> str:
         """Return the tables."""
         head = ("parameter", "shape", "factor", "T", "choice", "stored", "written out", "ms (estimated)", "reason")
-        text = _table(
+        text = table(
             head,
             [
                 (
@@ -100,10 +100,11 @@ def _programs(compilations: Sequence[Compilation]) -> str:
     engine = compilations[0].engine if compilations else "made"
     noun = "program" if len(compilations) == 1 else "programs"
     summary = f"{len(compilations)} {noun} {engine} in {seconds:.1f} s, no graph breaks"
-    return f"{summary}\n{_table(('reductions', 'batch size', 'seconds', 'because this changed'), lines)}"
+    return f"{summary}\n{table(('reductions', 'batch size', 'seconds', 'because this changed'), lines)}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, aligned below a head."""
     lines = [head, *lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

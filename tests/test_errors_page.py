@@ -32,6 +32,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "merge.py": "Results of chunks",
     "pipeline.py": "`out=`",
     "explain.py": "`explain`",
+    "checkup.py": "`check`",
     "factors": "Linear systems",
     "utils": "Backward passes",
     "composite": "Composite gradients",
