@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from persample import inputs, naive
 from persample._torch import NormBase
+from persample.engines.diagnosis import RAISED
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explain import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
@@ -33,9 +34,6 @@ from persample.vmap_rules.effects import guarded
 _DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 _DIFFERS = "differs from the loop"
 _WIDE = 100  # characters of an error in the table
-# What a loss may raise; interrupts, and memory that ran out, end the check.
-_RAISED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-           TypeError, ValueError, Warning)  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -222,7 +220,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of a function and "", or None and the first line of its error."""
     try:
         return function(), ""
-    except _RAISED as error:
+    except RAISED as error:
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
