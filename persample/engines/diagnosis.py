@@ -162,7 +162,7 @@ def hinted(call: Call, index: int = 0) -> Iterator[None]:
     try:
         yield
     except RAISED as error:
-        if not isinstance(error, ArgumentError | LossError | TorchVersionError):
+        if not isinstance(error, ArgumentError | LossError | TorchVersionError | Warning):
             add_hint(call, error, index)
         raise
 
