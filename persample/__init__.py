@@ -7,6 +7,7 @@ tensor([-1., -1.])
 """
 
 from persample import losses, naive
+from persample.checkup import check
 from persample.composite import composite_grads
 from persample.engines.compiled import clear_cache
 from persample.errors import (
@@ -86,6 +87,7 @@ __all__ = [
     "WeightedSum",
     "WrapperWarning",
     "accumulate",
+    "check",
     "clear_cache",
     "composite_grads",
     "explain",

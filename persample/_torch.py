@@ -280,6 +280,19 @@ schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's argume
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
+
+
+def tensordict_slots(module: Any) -> list[dict[str, Any]]:
+    """Return the dicts in which a ``TensorDictParams`` keeps its tensors beside those of modules; [] of other modules.
+
+    Tensordict is no dependency; it has no public way to replace a tensor of a locked TensorDict.
+    """
+    dicts = [held] if (held := getattr(vars(module).get("_param_td"), "_tensordict", None)) else []
+    for slots in dicts:  # which grows
+        dicts += [nested for x in slots.values() if (nested := getattr(x, "_tensordict", None))]
+    return dicts
+
+
 num_parametrize_caches = attribute(parametrize, "_cache_enabled")  # the contexts in which values are kept
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _NORMS = *_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d

@@ -12,6 +12,7 @@ from torch import Tensor
 from persample import inputs
 from persample._torch import uncaptured
 from persample.engines.compiled import PROGRAMS, Compilation, compilations_of
+from persample.engines.diagnosis import hinted
 from persample.engines.uncompiled import eager, factored
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
@@ -71,7 +72,7 @@ class Explanation:
     def __str__(self) -> str:
         """Return the tables."""
         head = ("parameter", "shape", "factor", "T", "choice", "stored", "written out", "ms (estimated)", "reason")
-        text = _table(
+        text = table(
             head,
             [
                 (
@@ -100,10 +101,11 @@ def _programs(compilations: Sequence[Compilation]) -> str:
     engine = compilations[0].engine if compilations else "made"
     noun = "program" if len(compilations) == 1 else "programs"
     summary = f"{len(compilations)} {noun} {engine} in {seconds:.1f} s, no graph breaks"
-    return f"{summary}\n{_table(('reductions', 'batch size', 'seconds', 'because this changed'), lines)}"
+    return f"{summary}\n{table(('reductions', 'batch size', 'seconds', 'because this changed'), lines)}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, aligned below a head."""
     lines = [head, *lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
@@ -184,7 +186,8 @@ def explain(
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        passes = _passes(call, uses)
+        with hinted(call):
+            passes = _passes(call, uses)
         times = [_times(factor, call.plan(uses)) for factor in passes[0]]
         rows = tuple(map(_storage, call.loss.spec.paths, *passes, times))
         made = tuple(x for x in compilations_of(loss_fn) if x.engine == engine)

@@ -170,7 +170,7 @@ def _(w, x):
     return y
 
 
-@flow("`if x.isnan().any():`", eager=VALUES, captured=VALUES)
+@flow("`if x.isnan().any():`, false for all samples", captured=CAPTURE)
 def _(w, x):
     return w.sum() if x.isnan().any() else (w @ x) ** 2
 
@@ -1364,7 +1364,7 @@ def test_side_effects_happen_once_for_each_call_of_a_program(engine):
 # Threads on GitHub in which users ask for a construct, under vmap or in per-sample gradients.
 ASKED = {
     "`if x.sum() > 0:` (a value of the sample)": "pytorch/functorch#90",
-    "`if x.isnan().any():`": "pytorch/pytorch#186301",
+    "`if x.isnan().any():`, false for all samples": "pytorch/pytorch#186301",
     "`torch.cond`": "pytorch/pytorch#114136",
     "`x[0].item()` of the sample, used as a factor": "pytorch/functorch#1108",
     "`q[a]`, with `a` in the batch": "pytorch/functorch#747",

@@ -15,13 +15,17 @@ from oracle import assert_trees_close, oracle
 from stable_baselines3 import A2C
 from stable_baselines3.common.policies import ActorCriticPolicy
 from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictParams
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 from torchrl.collectors import Collector
+from torchrl.data import Bounded, OneHot
 from torchrl.envs import GymEnv, SerialEnv
+from torchrl.modules import ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss, DQNLoss, ReinforceLoss, SACLoss
 
-from persample import ClippedMean, Norm, per_sample_grads
+from persample import ClippedMean, LossError, Norm, per_sample_grads
 from persample.losses import discounted_returns, policy_gradient_loss, reinforce_loss, td_loss
 from persample.rl import collect_episodes
 
@@ -108,6 +112,100 @@ class TestTorchRL:
         data = TensorDict.lazy_stack(rows[:12]).contiguous()
         columns = tuple(column[:12] for column in plain(collected))
         assert_is_the_loop(transition_loss, network(), data, engine, plain_transition_loss, columns)
+
+
+def torchrl_losses():
+    """Loss modules, each with transitions; they hold their parameters in TensorDictParams."""
+    torch.manual_seed(0)
+    size, s_tm1, s_t = 6, torch.randn(6, 4), torch.randn(6, 4)
+
+    def data(action, **more):
+        ends = torch.zeros(size, 1, dtype=torch.bool)
+        following = {"observation": s_t, "reward": torch.randn(size, 1), "done": ends, "terminated": ends}
+        found = {"observation": s_tm1, "action": action, "next": TensorDict(following, [size]), **more}
+        return TensorDict(found, [size])
+
+    logits = TensorDictModule(network(3), ["observation"], ["logits"])
+    actor = ProbabilisticActor(logits, in_keys=["logits"], distribution_class=torch.distributions.Categorical)
+    critic = ValueOperator(network(), in_keys=["observation"])
+    known = {name: torch.randn(size, 1) for name in ("advantage", "value_target", "state_value")}
+    steps = data(torch.randint(3, (size,)), action_log_prob=-torch.rand(size), **known)
+    values = QValueActor(network(3), in_keys=["observation"], spec=OneHot(3))
+    moments = nn.Sequential(network(4), NormalParamExtractor())
+    gaussian = TensorDictModule(moments, ["observation"], ["loc", "scale"])
+    bounds = {"distribution_class": TanhNormal, "spec": Bounded(-1, 1, (2,))}
+
+    class Q(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(6, 1)
+
+        def forward(self, s, a):
+            return self.net(torch.cat([s, a], -1))
+
+    sac = SACLoss(
+        ProbabilisticActor(gaussian, ["loc", "scale"], **bounds), ValueOperator(Q(), ["observation", "action"])
+    )
+    return {
+        "PPO": (ClipPPOLoss(actor, critic), steps),
+        "REINFORCE": (ReinforceLoss(actor, critic), steps),
+        "DQN": (DQNLoss(values, action_space="one-hot", delay_value=True), data(torch.eye(3)[torch.arange(6) % 3])),
+        "SAC": (sac, data(torch.rand(size, 2) - 0.5)),
+    }
+
+
+def of_torchrl(module, data):
+    return sum(term for name, term in module(data).items() if name.startswith("loss"))
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater:UserWarning")
+class TestTorchRLLosses:
+    @pytest.mark.parametrize("engine", ["eager", "loop"])
+    @pytest.mark.parametrize("name", ["PPO", "REINFORCE", "DQN"])
+    def test_gradients_of_each_transition(self, name, engine):
+        module, data = torchrl_losses()[name]
+        params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        for _ in range(2):  # a second call with the same module
+            found = per_sample_grads(of_torchrl, module, data, keep_batch_dim=True, engine=engine)
+            for i in range(len(data)):
+                alone = torch.autograd.grad(of_torchrl(module, data[i : i + 1]), list(params.values()))
+                assert_trees_close(
+                    {name: g[i] for name, g in found.items()}, dict(zip(params, alone, strict=True)), 1e-5
+                )
+        assert dict(module.named_parameters()).keys() >= params.keys()
+        assert all(module.get_parameter(name) is p for name, p in params.items())
+
+    def test_sac_draws_its_actions_in_place(self):
+        module, data = torchrl_losses()["SAC"]
+        with pytest.raises(
+            LossError, match=r"draws random numbers in place .*Normal\(...\)\.rsample\(\) does.*engine='loop'"
+        ):
+            per_sample_grads(of_torchrl, module, data, Norm(), keep_batch_dim=True, randomness="different")
+        options = {"keep_batch_dim": True, "randomness": "same", "engine": "loop"}
+        torch.manual_seed(0)
+        found = per_sample_grads(of_torchrl, module, data, **options)
+        torch.manual_seed(0)
+        alone = torch.autograd.grad(of_torchrl(module, data[:1]), module.get_parameter("log_alpha"))
+        torch.testing.assert_close(found["log_alpha"][:1], alone[0][None])
+
+    def test_networks_in_containers_of_parameters(self):
+        """Nested ``TensorDictParams``, with a frozen one and one that is tied to a layer."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4), requires_grad=False)
+                inner = {"w": self.layer.weight, "scale": scale, "shift": torch.ones(4)}
+                self.kept = TensorDictParams(TensorDict({"a": inner, "b": torch.randn(4)}), no_convert=True)
+
+            def forward(self, x):
+                held = self.kept["a"]
+                return (held["w"] @ self.layer(x) * held["scale"] + held["shift"]) @ self.kept["b"].sin()
+
+        model, x = Model(), torch.randn(5, 4)
+        found = per_sample_grads(lambda m, x: m(x), model, x, engine="eager")
+        plain = [torch.autograd.grad(model(row), model.layer.weight)[0] for row in x]
+        torch.testing.assert_close(found["layer.weight"], torch.stack(plain))
 
 
 class TestStableBaselines:

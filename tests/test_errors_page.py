@@ -32,6 +32,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "merge.py": "Results of chunks",
     "pipeline.py": "`out=`",
     "explain.py": "`explain`",
+    "checkup.py": "`check`",
     "factors": "Linear systems",
     "utils": "Backward passes",
     "composite": "Composite gradients",
@@ -47,6 +48,7 @@ WRITERS = {  # functions that return the text of a message
     "_not_batchable": "FallbackWarning",
     "_advice": "CompilerWarning",
     "_one_sample": "added to torch's message",
+    "_with_axis": "added to torch's message",
     "_tree": "added to torch's message",
     "wrote": "LossError",
 }

@@ -13,7 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from persample import ArgumentError, Gram, LossError, Mean, accumulate, per_sample_grads, set_grads, vmap_rules
+from persample import (
+    ArgumentError,
+    Gram,
+    LossError,
+    Mean,
+    accumulate,
+    composite_grads,
+    per_sample_grads,
+    set_grads,
+    vmap_rules,
+)
 from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
 from persample.utils.origin import LIBRARY
 
@@ -87,7 +97,7 @@ def test_a_list_in_the_batch_is_a_tree(engine, params):
     ("fails", "error"),
     [([].pop, IndexError), (lambda: int("abc"), ValueError), (lambda: 3 + None, TypeError)],
 )
-def test_a_loss_that_fails_in_python_runs_once(fails, error):
+def test_a_loss_that_fails_in_python_runs_once_and_once_with_a_batch_axis(fails, error):
     calls = []
 
     def loss(model, x):
@@ -96,7 +106,77 @@ def test_a_loss_that_fails_in_python_runs_once(fails, error):
 
     with pytest.raises(error):
         per_sample_grads(loss, nn.Linear(3, 2), torch.ones(4, 3))
-    assert len(calls) == 1
+    assert [x.ndim for x in calls] == [1, 2]
+
+
+class Unpacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, ids):
+        b, t = ids.shape
+        return self.table(ids).view(b, 4 * t)
+
+
+class Checked(nn.Linear):
+    def forward(self, x):
+        if x.ndim != 2:
+            raise ValueError("a batch of vectors is expected")
+        return super().forward(x)
+
+
+WANT_A_BATCH = {
+    "x[:, 0]": (lambda m, x: m(x)[:, 0].sum(), nn.Linear(3, 2), torch.ones(4, 3), IndexError),
+    "b, t = ids.shape": (lambda m, i: m(i).sum(), Unpacked(), torch.ones(4, 6, dtype=torch.int64), ValueError),
+    "bmm": (lambda m, x: torch.bmm(m(x), m(x).mT).sum(), nn.Linear(3, 2), torch.ones(4, 5, 3), RuntimeError),
+    "a check of the model's": (lambda m, x: m(x).sum(), Checked(3, 2), torch.ones(4, 3), ValueError),
+    "an assertion": (
+        lambda w, x: (w * x).sum() if x.ndim == 2 else 1 / 0,
+        torch.ones(3),
+        torch.ones(4, 3),
+        ArithmeticError,
+    ),
+    "len of a scalar": (lambda w, x: w * x.sum() / len(x), torch.ones(()), torch.ones(4), TypeError),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", WANT_A_BATCH)
+def test_a_sample_that_passes_with_a_batch_axis_has_the_hint(case, engine):
+    loss, params, x, error = WANT_A_BATCH[case]
+    hint = r"pass keep_batch_dim=True: then batch has the shape \[1.*\], and the loss runs\."
+    with pytest.raises(error, match=rf"loss_fn sees one sample, without the batch axis: batch of .*{hint}") as caught:
+        per_sample_grads(loss, params, x, Mean(), engine=engine)
+    assert str(caught.value).count("one sample") == 1
+    per_sample_grads(loss, params, x, Mean(), engine=engine, keep_batch_dim=True)  # what it says, works
+
+
+def test_the_hint_is_of_the_sample_that_fails():
+    """The third sample fails in both shapes, the first in none."""
+
+    def loss(w, x):
+        if x.sum() < 0:
+            raise ValueError("a negative sample")
+        return (w * x).sum()
+
+    with pytest.raises(ValueError, match=r"^a negative sample$"):
+        per_sample_grads(loss, torch.ones(3), torch.tensor([1.0, 1, -1])[:, None] * torch.ones(3), engine="loop")
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_encoders_have_the_hint_too(engine):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten()).eval()
+    hint = (
+        r"encode_fn sees one sample, .*inputs of shape \[1, 8, 8\]\. .*keep_batch_dim=True: then inputs has the shape"
+    )
+    with pytest.raises(ValueError, match=rf"(?s)expected 4D input.*{hint}"):
+        composite_grads(lambda m, x: m(x), lambda z: z.logsumexp(0).sum(), net, IMAGES, engine=engine)
+
+
+def test_arguments_that_are_swapped_are_shown():
+    with pytest.raises(RuntimeError, match=r"at least 1D.*\n.*batch\[0\] of shape \[\], batch\[1\] of shape \[3\]"):
+        per_sample_grads(classify, nn.Linear(3, 4), (CLASSES.float(), torch.ones(4, 3)))
 
 
 def test_many_ragged_episodes_are_padded():

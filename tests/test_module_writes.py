@@ -264,3 +264,27 @@ def test_gradients_that_a_loss_switches_off_or_keeps(change):
         per_sample_grads(loss, model, x)
     per_sample_grads(loss, model, x, engine="loop")
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+class Lazily(nn.Module):
+    """Makes a buffer of an attribute at its first call, as torchrl's ``SACLoss`` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self._scale = nn.Parameter(torch.ones(3)), "auto"
+
+    def forward(self, x):
+        if "_scale" not in self._buffers:
+            value = 2.0 if self._scale == "auto" else 0.0
+            del self._scale
+            self.register_buffer("_scale", torch.tensor(value))
+        return self._scale * (self.w * x).sum()
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_an_attribute_that_became_a_buffer_is_an_attribute_again(engine):
+    module, x = Lazily(), torch.eye(3)
+    for _ in range(2):
+        assert torch.equal(per_sample_grads(lambda m, x: m(x), module, x, engine=engine)["w"], 2 * x)
+    assert module._scale == "auto"
+    assert not module._buffers

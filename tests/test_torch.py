@@ -436,6 +436,18 @@ def test_flat_weights():
     assert gru._weights_have_changed()
 
 
+def test_tensordict_slots():
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictParams
+
+    nested = TensorDictParams(TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(3)}}))
+    outer, inner = _torch.tensordict_slots(nested)
+    assert inner["c"] is nested["b", "c"]
+    outer["a"] = torch.zeros(2)
+    assert nested["a"].tolist() == [0, 0]
+    assert _torch.tensordict_slots(nn.Linear(2, 3)) == []
+
+
 def test_captures_end_before_dynamos_limit():
     assert _torch._CAPTURE_SETTINGS["recompile_limit"] > MOST_CAPTURES
 

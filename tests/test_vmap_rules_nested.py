@@ -75,6 +75,21 @@ def test_scalars_are_not_rolled_from_sample_to_sample():
     assert_eager_is_loop(lambda w, x: (w * x).roll(1) + torch.roll(x, 2) * w, draw(()), draw(4), WANTED)
 
 
+SCALARS = {
+    "squeeze": lambda z: z.squeeze(-1),
+    "squeeze of several axes": lambda z: torch.squeeze(z, (0,)),
+    "squeeze in place": lambda z: (2 * z).squeeze_(-1),
+    "flip": lambda z: z.flip(0),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars_have_an_axis_of_minus_1(name):
+    assert_eager_is_loop(lambda w, x: SCALARS[name](w * x).sin(), draw(()), draw(4), WANTED)
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        per_sample_grads(lambda w, x: (w * x).squeeze(-2), draw(()), draw(4))
+
+
 NESTED = {
     "mse": lambda w, y, x: F.mse_loss(w * 1.5, y),
     "mse of one": lambda w, y, x: F.mse_loss(w[:1] * x[0, :1], y[:1], reduction="sum"),

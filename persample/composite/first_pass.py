@@ -12,7 +12,7 @@ from torch import Tensor
 
 from persample.composite.encoders import BufferRecorder, Encoder
 from persample.composite.full_batch import Statistics, normalized, solve_statistics
-from persample.engines.diagnosis import diagnosed, unwritten
+from persample.engines.diagnosis import diagnosed, hinted, unwritten
 from persample.engines.uncompiled import no_rows, of_fake_sample, vmapped
 from persample.errors import LossError
 from persample.inputs.call import Call, SampleLoss
@@ -49,14 +49,14 @@ def _under_vmap(chunk: Call) -> Any:
         with VmapRules():
             return _returned(chunk.loss, params, leaves)
 
-    with diagnosed(chunk, batched=True):
+    with diagnosed(chunk, batched=True), hinted(chunk):
         return vmapped(one, chunk)
 
 
 def _one_by_one(chunk: Call) -> Any:
     rows = []
     for i in range(chunk.size):
-        with diagnosed(chunk, batched=False):
+        with diagnosed(chunk, batched=False), hinted(chunk, i):
             rows.append(guarded(_returned)(chunk.loss, *chunk.at(i)))
     return trees.tree_map(lambda *z: torch.stack(z), *rows)
 

@@ -5,6 +5,7 @@ With ``keep_batch_dim`` the batch is one sample, and the gradient of a loss that
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import traceback
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,15 +22,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from persample import naive
-from persample._torch import NormBase, version
-from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, BatchStatisticsWarning, LossError
+from persample._torch import NormBase, transforms, version
+from persample.errors import (
+    SAY_RANDOMNESS,
+    STOP_STATISTICS,
+    ArgumentError,
+    BatchStatisticsWarning,
+    LossError,
+    TorchVersionError,
+)
 from persample.inputs.call import Call
 from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
 from persample.utils.origin import is_raised, is_users, user_line, users_depth
 from persample.utils.tracing import is_wrapped
-from persample.vmap_rules.effects import wrote
+from persample.vmap_rules.effects import guarded, wrote
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
@@ -109,9 +118,14 @@ _SHOWN = 4  # leaves in a message
 # torch's messages about tensors of too few axes, and about the sizes that follow from them.
 _SHAPES = (
     r"shapes cannot be multiplied|must match the size|is invalid for input of size|Dimension out of range"
-    r"|[Ee]xpected \d+D|[Ee]xpected (?!.*dtype).*(input|target|channels|batch)"
-    r"|Given (groups|normalized_shape|input size)|number of (dimensions|channels)"
+    r"|[Ee]xpected \d+D|[Ee]xpected (?!.*dtype).*(input|target|channels|batch)|must be a \d+D|at least \d+D"
+    r"|Given (groups|normalized_shape|input size)|number of (dimensions|channels)|too many indices"
     r"|inconsistent tensor size|size mismatch"
+)
+# What a loss may raise, by name: interrupts, and memory that runs out, are none of it.
+RAISED = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
+    *(RuntimeError, TypeError, ValueError, Warning),
 )
 
 
@@ -119,27 +133,37 @@ _SHAPES = (
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
     """Explain torch's errors inside the loss: which line, what it did, what to do instead.
 
-    Any other error passes, with what ``add_hint`` adds.
+    An error whose cause is not known passes.
     """
     handled = sys.exc_info()[1]
     try:
         yield
     except LossError:
         raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if isinstance(error, RuntimeError) and not is_users(error, handled):
+    except RuntimeError as error:
+        if not is_users(error, handled):
             _explain(call, error, batched=batched)
-        add_hint(call, error)
         raise
 
 
-def add_hint(call: Call, error: Exception) -> None:
-    """Add to torch's message about a shape or type what the loss sees; nothing to what the user's code raised."""
+@contextmanager
+def hinted(call: Call, index: int = 0) -> Iterator[None]:
+    """Add to an error of the loss, which failed at the sample ``index``, what ``add_hint`` knows."""
+    try:
+        yield
+    except RAISED as error:
+        if not isinstance(error, ArgumentError | LossError | TorchVersionError | Warning):
+            add_hint(call, error, index)
+        raise
+
+
+def add_hint(call: Call, error: Exception, index: int = 0) -> None:
+    """Add to an error what the loss sees, and whether the same sample passes with a batch axis, which is tried once."""
     said = str(error)
     is_of_types = isinstance(error, TypeError)
-    if is_raised(error) and not is_of_types:
-        return
-    hint = (_tree if is_of_types else _one_sample)(call, said)
+    hint = _with_axis(call, index)
+    if not hint and (is_of_types or not is_raised(error)):  # what the user's code says of shapes needs no more words
+        hint = (_tree if is_of_types else _one_sample)(call, said)
     if hint:
         error.args = (f"{said}{hint}",)
 
@@ -166,21 +190,47 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
 
 def _one_sample(call: Call, said: str) -> str:
     """Return that the loss sees one sample, and how to give it a batch axis, where torch speaks of shapes."""
-    if not re.search(_SHAPES, said):
+    if not re.search(_SHAPES, said) or not (seen := _seen(call)) or call.loss.called != "loss_fn":
         return ""
-    loss = call.loss
-    rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
-    shapes = {name: [1, *x.shape[1:]] if loss.keep_batch_dim else [*x.shape[1:]] for name, x, split in rows if split}
-    if not shapes or loss.called != "loss_fn":  # an encoder may take many samples
-        return ""
-    seen = ", ".join(f"{name} of shape {shape}" for name, shape in [*shapes.items()][:_SHOWN])
-    if loss.keep_batch_dim:
-        return f"\nloss_fn sees one sample, with a batch axis of 1: {seen}."
-    name, shape = next(iter(shapes.items()))
+    if call.loss.keep_batch_dim:
+        return f"\nloss_fn sees one sample, with a batch axis of 1: {', '.join(seen)}."
     return (
-        f"\nloss_fn sees one sample, without the batch axis: {seen}. If the model needs that axis, "
-        f"pass keep_batch_dim=True: then {name} has the shape {[1, *shape]}."
+        f"\nloss_fn sees one sample, without the batch axis: {', '.join(seen)}. If the model needs that axis, "
+        f"pass keep_batch_dim=True: then {_grown(call)}."
     )
+
+
+def _with_axis(call: Call, index: int) -> str:
+    """Return that a sample, at which the loss fails, passes with a batch axis of 1; or nothing, if it does not."""
+    loss, start, handled = replace(call.loss, keep_batch_dim=True), rng.Streams.now(), sys.exc_info()[1]
+    if call.loss.keep_batch_dim or transforms() or not _seen(call):  # transforms of the caller's take no other values
+        return ""
+    params, leaves = call.at(index)
+    function = guarded(loss if loss.called == "loss_fn" else loss.returned)
+    try:
+        with torch.enable_grad():
+            loss.params.unchanged(partial(function, [x.detach().requires_grad_() for x in params], leaves))
+    except RAISED as error:
+        raise_interrupt(error, handled)
+        return ""
+    finally:
+        start.go_back()
+    return (
+        f"\n{loss.called} sees one sample, without the batch axis: {', '.join(_seen(call))}. If the model needs that "
+        f"axis, pass keep_batch_dim=True: then {_grown(call)}, and the loss runs."
+    )
+
+
+def _seen(call: Call) -> list[str]:
+    """Return the names and shapes of the first leaves of one sample."""
+    rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
+    lead = [1] if call.loss.keep_batch_dim else []
+    return [f"{name} of shape {[*lead, *x.shape[1:]]}" for name, x, split in rows if split][:_SHOWN]
+
+
+def _grown(call: Call) -> str:
+    name, shape = _seen(call)[0].split(" of shape ")
+    return f"{name} has the shape {[1, *json.loads(shape)]}"
 
 
 def _tree(call: Call, said: str) -> str:

@@ -24,6 +24,7 @@ from torch.overrides import resolve_name
 
 from persample import _torch
 from persample.engines.compiled import PROGRAMS
+from persample.engines.diagnosis import add_hint
 from persample.engines.newer_torch import changed
 from persample.engines.uncompiled import batched_gradients, eager, loop, unfactored
 from persample.errors import (
@@ -66,6 +67,8 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         lacking = _lacking(error, handled)
         if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's
             lacking = lacking or TorchVersionError(", ".join(MISSING))
+        if engine != "loop" and _is_final(error, handled) and not isinstance(error, ArgumentError | LossError):
+            add_hint(call, error)  # the loop has done so
         if engine == "loop" or _is_final(error, handled) or (_is_refusal(error) and engine != "auto" and not lacking):
             raise
         start = rng.Streams.now() if start is None else start

@@ -15,7 +15,7 @@ from torch.func import vjp, vmap
 from persample import naive
 from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import layers
-from persample.engines.diagnosis import add_hint, diagnosed
+from persample.engines.diagnosis import diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
@@ -45,9 +45,6 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
             return layers.gradients(call, required_ops), ""
         except layers.NotLayersError as error:
             reason = str(error)
-        except (ValueError, IndexError, TypeError) as error:
-            add_hint(call, error)
-            raise
         if start is not None:
             rng.rewind(start)
     # Outside of the block above, so that the error of a loss that is wrong is its own.
@@ -169,7 +166,7 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001
 def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
     loss, start = call.loss, rng.snapshot()
     for i in rng.replayed(range(call.size), call.randomness):
-        with diagnosed(call, batched=False):
+        with diagnosed(call, batched=False), hinted(call, i):
             params, leaves = call.at(i)
             options: dict[str, Any] = {"like": loss.params.tensors, "create_graph": call.differentiated}
             row = loss.params.unchanged(partial(naive.value_and_grad, guarded(loss), params, leaves, **options))

@@ -59,7 +59,7 @@ def _as_tensor(path: str, leaf: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 
 def sample_structure(
-    batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], *, keep_batch_dim: bool
+    batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], rows: int | slice
 ) -> trees.TreeSpec:
     """Return the structure of one sample: that of the batch, except that TensorDicts store a batch size.
 
@@ -67,7 +67,7 @@ def sample_structure(
         batch: the argument.
         structure: the structure of the batch.
         dims: the batch axis of every leaf, or None.
-        keep_batch_dim: whether a sample keeps a batch axis of 1.
+        rows: the index of one sample, or of several.
     """
     if type(batch) in {tuple, list} and trees.is_flat(structure):  # the common case
         return structure
@@ -78,7 +78,7 @@ def sample_structure(
     for index, node in enumerate(nodes):
         own = {next(remaining) for _ in range(trees.structure(node).num_leaves)}
         if _is_tensordict(node) and own == {0} and node.batch_size[:1].numel():
-            nodes[index] = node[:1] if keep_batch_dim else node[0]
+            nodes[index] = node[rows]
     return trees.structure(trees.unflatten(nodes, outer))
 
 

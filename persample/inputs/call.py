@@ -274,7 +274,7 @@ def normalize(
         dtypes.append(x.dtype)
     spec = ParamSpec(tree.result, tree.paths, tuple(shapes), tuple(dtypes))
     unpack = type(batch) in (tuple, list)
-    sample = sample_structure(batch, structure, leaf_dims, keep_batch_dim=keep_batch_dim)
+    sample = sample_structure(batch, structure, leaf_dims, slice(0, 1) if keep_batch_dim else 0)
     loss = SampleLoss(loss_fn, tree, spec, sample, batched[count:], unpack, keep_batch_dim, outputs, called, given)
     _check_signature(called, loss_fn, params, batch if unpack else (batch,), unpacked=unpack)
     for reduction in wanted:

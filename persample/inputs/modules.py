@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from persample._torch import buffer_slots, flat_weights, module_slots, parameter_slots, set_flat_weights
+from persample._torch import (
+    buffer_slots,
+    flat_weights,
+    module_slots,
+    parameter_slots,
+    set_flat_weights,
+    tensordict_slots,
+)
 from persample.utils import trees
 from persample.utils.isolation import undone
 from persample.utils.numerics import storage_key
@@ -64,6 +71,7 @@ class _Modules:
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._plain: list[nn.Module] = []
+        self._inner: list[dict[str, Any]] = []  # of TensorDictParams, which read these in place of their slots
         first_names: dict[int, str] = {}
         for prefix, part in self.parts.items():
             # Scripted modules accept no other tensors; the arguments were checked, so these have no tensors to swap.
@@ -75,6 +83,13 @@ class _Modules:
                     self.parameters.setdefault(first, param)
                     if is_plain:
                         self._slots.append((slots, name, first))
+            for inner in tensordict_slots(part):
+                self._inner.append(inner)
+                for name, held in inner.items():
+                    if isinstance(held, Tensor) and id(held) in first_names:
+                        self._slots.append((inner, name, first_names[id(held)]))
+                    elif isinstance(held, Tensor):
+                        self._buffers.append((inner, name, held))
             if is_plain:
                 self._plain.append(part)
                 for name, held in buffers.items():
@@ -115,6 +130,7 @@ class _Modules:
 
     def remember(self) -> None:
         """Note what the modules hold, for ``restore``."""
+        self._held += [(inner, inner.copy()) for inner in self._inner]
         for part in self._plain:
             attributes, slots, buffers = part.__dict__, parameter_slots(part), buffer_slots(part)
             self._attributes.append((attributes, attributes.copy()))
@@ -170,9 +186,8 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
                 slots[name] = held[name]
             else:
                 del slots[name]
-    for name, value in held.items():
-        if isinstance(value, Tensor):
-            slots.setdefault(name, value)
+    for name, value in held.items():  # a lazy attribute that became a buffer, say, which is gone
+        slots.setdefault(name, value)
 
 
 def _restore_container(container: Any, held: Any) -> None:

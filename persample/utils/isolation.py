@@ -20,11 +20,11 @@ from contextlib import _GeneratorContextManager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from persample import _torch
 from persample._torch import DONE_ONCE, compile_lock
@@ -37,7 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 _Lock = type(threading.RLock())
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks = WeakIdKeyDictionary()  # by identity: modules such as TensorDictParams compare their content
 _PAUSE = 0.01  # seconds
 _STEPS = {"__enter__", "__exit__"}
 _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}

@@ -257,6 +257,15 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     return make_dual(tensor, tangent, level=level)
 
 
+def _truth(x: Tensor) -> bool:
+    """Return the truth value that a tensor has in all samples: each would take the same branch if it were alone."""
+    if is_batched(x) and x.numel() == 1 and not is_traced(plain := unwrapped(x)):
+        is_true = (plain != 0).flatten()
+        if is_true.numel() and (is_true == is_true[0]).all():
+            return bool(is_true[0])
+    return Tensor.__bool__(x)  # where samples differ, torch raises its error
+
+
 def _set_data(*_: Any) -> None:
     # torch would put a wrapper into the object, which outlives the wrapper's level and crashes when it is read.
     raise refusal("a tensor (x.data = y)")
@@ -286,6 +295,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),
     **dict.fromkeys(SETS_DATA, _set_data),
     make_dual: _dual,
+    Tensor.__bool__: _truth,
     Tensor.__deepcopy__: _deepcopy,
     # Pickle reads it.
     Tensor.untyped_storage: lambda x: Tensor.untyped_storage(unwrapped(x) if _is_shared_leaf(x) else x),

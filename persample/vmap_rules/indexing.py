@@ -228,8 +228,19 @@ def _sum_of_later(x: Tensor, axis: int) -> Tensor:
     return x.flip(axis).cumsum(axis).flip(axis)
 
 
+def _of_scalar(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    if not isinstance(input, Tensor) or input.ndim or not is_batched(input):
+        return function(input, *args, **kwargs)
+    function(torch.zeros(()), *args, **kwargs)  # may raise
+    return input if function is Tensor.squeeze_ else input.view_as(input)  # torch.func has no axis -1 of a scalar
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
+    **{
+        function: partial(_of_scalar, function)
+        for function in (torch.squeeze, Tensor.squeeze, Tensor.squeeze_, torch.flip, Tensor.flip)
+    },
     F.one_hot: _one_hot,
     F.embedding_bag: partial(embedding_bag, _embedding),
     Tensor.__getitem__: _getitem,
