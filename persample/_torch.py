@@ -89,6 +89,12 @@ def _unknown(*_: object) -> None:
     """Replace a reader of torch's state, which is not written back then."""
 
 
+def _refuse(allowed: bool) -> None:
+    """Replace what allows functions of a single level, but for forbidding them."""
+    if allowed:
+        raise TorchVersionError("torch._C._functorch.set_single_level_autograd_function_allowed")
+
+
 def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
     """Return a function that reads private attributes of an object, or what replaces it if torch no longer has them.
 
@@ -108,52 +114,43 @@ def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
     return operator.attrgetter(*names)
 
 
+def _none(x: torch.Tensor) -> int:
+    """Return the level of a tensor that has none; replaces what tells the levels of others, too."""
+    if torch.func.debug_unwrap(x, recurse=False) is x:
+        return -1
+    raise TorchVersionError("torch._C._functorch.maybe_get_level")
+
+
 # --- The levels of torch.func. Its public API applies transforms, but does not tell which ones are active, nor which of
 # --- them wraps a tensor, nor what is inside of the wrapper.
 retrieve_all_functorch_interpreters = private("torch._functorch.pyfunctorch:retrieve_all_functorch_interpreters")
-peek_interpreter_stack = private(  # the innermost level, or None
-    "torch._C._functorch:peek_interpreter_stack", lambda: next(reversed(retrieve_all_functorch_interpreters()), None)
+# How many levels are active: the level of the innermost.
+get_dynamic_layer_stack_depth = private(
+    "torch._C._functorch:get_dynamic_layer_stack_depth", lambda: len(retrieve_all_functorch_interpreters())
 )
-GradInterpreter = private("torch._functorch.pyfunctorch:GradInterpreter")  # the class of levels of grad, vjp, jacrev
-TransformType = private("torch._C._functorch:TransformType")  # the kinds of levels, an enum
-is_batchedtensor = private("torch._C._functorch:is_batchedtensor")  # whether the outermost wrapper is one of vmap
-get_unwrapped = private("torch._C._functorch:get_unwrapped")  # the tensor inside of the outermost wrapper
-maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis of the outermost wrapper, or -1
-maybe_get_level = private("torch._C._functorch:maybe_get_level")  # the level of the outermost wrapper, or -1
-is_functorch_wrapped_tensor = private(  # by a level of any kind
+maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis, if the outermost wrapper is vmap's; -1
+maybe_get_level = private("torch._C._functorch:maybe_get_level", _none)  # of the outermost wrapper; -1: none, -2: ended
+is_functorch_wrapped_tensor = private(  # by a level of any kind; asked fifty times a call, and in C
     "torch._C._functorch:is_functorch_wrapped_tensor", lambda x: maybe_get_level(x) != -1
 )
-unwrap_dead_wrappers = private("torch._functorch.utils:unwrap_dead_wrappers")  # of levels that have ended
 
 # Public vmap and vjp take functions; these wrap single tensors, and run code below all levels.
 add_batch_dim = private("torch._C._functorch:_add_batch_dim")
-remove_batch_dim = private("torch._C._functorch:_remove_batch_dim")
 wrap_for_grad = private("torch._C._functorch:_wrap_for_grad")
 vmap_increment_nesting = private("torch._functorch.vmap:vmap_increment_nesting")  # a level of vmap, as a context
-lazy_load_decompositions = private("torch._functorch.predispatch:lazy_load_decompositions")  # vmap does so by itself
 temporarily_clear_interpreter_stack = private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
-DisableFuncTorch = private("torch._C:_DisableFuncTorch")  # a context in which wrappers are opaque
-
-# A public autograd.Function passes through all levels, in Python; this one belongs to a single level.
-enable_single_level_autograd_function = private("torch._functorch.utils:enable_single_level_autograd_function")
 
 # --- The state of a thread. Public contexts restore it when they are left; after an interrupt none of them was left.
-get_dynamic_layer_stack_depth = private("torch._C._functorch:get_dynamic_layer_stack_depth", _unknown)
 pop_dynamic_layer_stack_and_undo_to_depth = private("torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth")
-get_single_level_autograd_function_allowed = private(
-    "torch._C._functorch:get_single_level_autograd_function_allowed", _unknown
+# A public autograd.Function passes through all levels, in Python; where this is allowed, one may belong to one level.
+allow_single_level_autograd_function = private(
+    "torch._C._functorch:set_single_level_autograd_function_allowed", _refuse
 )
-set_single_level_autograd_function_allowed = private("torch._C._functorch:set_single_level_autograd_function_allowed")
 get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack", _unknown)
-push_function_mode = private("torch.overrides:_push_mode")
-pop_function_mode = private("torch.overrides:_pop_mode")
 get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _unknown)
-push_dispatch_mode = private(
-    "torch.utils._python_dispatch:_push_mode",
-    lambda mode: torch._C._push_on_torch_dispatch_stack(mode),  # noqa: PLW0108 - asked for when it is needed
-)
-pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode", lambda: torch._C._pop_torch_dispatch_stack(None))
+push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
+pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
 is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)
 set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
@@ -161,11 +158,9 @@ saved_tensors_hooks_disabled_message = private(
     "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message", _unknown
 )
 saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
-saved_tensors_hooks_disable = private("torch._C._autograd:_saved_tensors_hooks_disable")
 
 _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
-_set_compile_flag = private("torch._C._dynamo.guards:set_is_in_mode_without_ignore_compile_internals")
 _forward_level = attribute(forward_ad, "_current_level")
 _jvp_nesting = attribute(_transforms, "JVP_NESTING", otherwise=lambda _: 0)
 _dispatch_flags = attribute(
@@ -186,7 +181,8 @@ def set_dispatch_flags(flags: tuple[bool, bool, bool]) -> None:
     """Set what ``dispatch_flags`` returns."""
     _dispatch._is_in_torch_dispatch_mode, _dispatch._is_in_non_infra_torch_dispatch_mode, compiles = flags
     _dispatch._is_in_any_mode_without_ignore_compile_internals = compiles
-    _set_compile_flag(compiles)
+    with TorchDispatchMode():  # which leaves a copy of the last one in C
+        pass
 
 
 def forward_levels() -> tuple[int, int]:
@@ -201,7 +197,7 @@ def set_jvp_nesting(levels: int) -> None:
 
 def transforms() -> list[str]:
     """Return the names of the active ``torch.func`` transforms, outermost first: "vmap", "grad", "jvp", …."""
-    if peek_interpreter_stack() is None:  # the common case; the list takes longer
+    if not get_dynamic_layer_stack_depth():  # the common case; the list takes longer
         return []
     return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
 
@@ -235,7 +231,7 @@ def saved_by(node: Any) -> Callable[[str], Any]:
 
 
 # Methods and attributes that read a tensor's memory or views.
-private_reads = "_base", "_version", "_is_view", "_typed_storage"
+private_reads = "_base", "_version", "_backward_hooks", "_is_view", "_typed_storage"
 
 # --- Modes and fake tensors, whose public users are torch.compile and torch.export.
 disable_current_modes = private("torch.utils._python_dispatch:_disable_current_modes")  # a context
@@ -257,7 +253,7 @@ else:
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
-    TreeSpec = private("torch.utils._pytree:TreeSpec")
+    TreeSpec = object  # of annotations
 fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints their errors, which are raised anyway
 inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
@@ -270,11 +266,9 @@ foreach_div_ = private("torch:_foreach_div_", lambda values, divisor: [x.div_(di
 version = attribute(torch.Tensor, "_version")  # how often a tensor was written into
 view_base = attribute(torch.Tensor, "_base")  # the tensor that another one is a view of, or None
 backward_hooks = attribute(torch.Tensor, "_backward_hooks")
-backward_hooks_getter = private("torch:Tensor._backward_hooks.__get__")  # as modes see the same
 post_accumulate_grad_hooks = attribute(torch.Tensor, "_post_accumulate_grad_hooks")
 is_zerotensor = private("torch:Tensor._is_zerotensor", torch.is_complex)  # perhaps a tensor of zeros without memory
 storage_id = attribute(torch.UntypedStorage, "_cdata")  # as data_ptr, of storages without memory too
-is_alias_of = private("torch._C:_is_alias_of")  # whether two tensors share a storage, of fake ones too
 node_outputs = attribute(torch.autograd.graph.Node, "_input_metadata")  # shapes and dtypes of a node's results
 schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
@@ -282,22 +276,21 @@ buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
 
 
+TENSORDICT_SLOT = "_param_td"  # the attribute that a ``TensorDictParams`` has beside those of modules
+
+
 def tensordict_slots(module: Any) -> list[dict[str, Any]]:
     """Return the dicts in which a ``TensorDictParams`` keeps its tensors beside those of modules; [] of other modules.
 
     Tensordict is no dependency; it has no public way to replace a tensor of a locked TensorDict.
     """
-    dicts = [held] if (held := getattr(vars(module).get("_param_td"), "_tensordict", None)) else []
+    dicts = [held] if (held := getattr(vars(module).get(TENSORDICT_SLOT), "_tensordict", None)) else []
     for slots in dicts:  # which grows
         dicts += [nested for x in slots.values() if (nested := getattr(x, "_tensordict", None))]
     return dicts
 
 
 num_parametrize_caches = attribute(parametrize, "_cache_enabled")  # the contexts in which values are kept
-_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_NORMS = *_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
-NormBase = private("torch.nn.modules.batchnorm:_NormBase", _NORMS)  # of all batch and instance norms
-BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm", _BATCH_NORMS)
 
 
 def flat_weights(layer: nn.RNNBase) -> tuple[list[Any], list[Any]]:
@@ -318,9 +311,6 @@ pad_packed_sequence = private("torch:_pad_packed_sequence")
 pad_sequence = private("torch._C._nn:pad_sequence")
 cudnn_rnn_flatten_weight = private("torch:_cudnn_rnn_flatten_weight")  # moves the weights of nn.GRU into one block
 make_dual = private("torch:_VF._make_dual")
-unpool_output_size = private("torch.nn.functional:_unpool_output_size")
-aten_cdist_forward = private("torch:ops.aten._cdist_forward")
-aten_cdist_backward = private("torch:ops.aten._cdist_backward")
 aten_attention_math = private("torch:ops.aten._scaled_dot_product_attention_math")
 aten_attention_cpu = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
 aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
@@ -345,11 +335,12 @@ def multi_head_attention_by(attention: Callable[..., torch.Tensor]) -> Any:
 
 
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
-tree_leaves = private("torch.utils._pytree:tree_leaves")
-tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: (tree_leaves(*args), tree_structure(*args)))
-tree_unflatten = private("torch.utils._pytree:tree_unflatten")
-tree_structure: Any = private("torch.utils._pytree:tree_structure", lambda *args: tree_flatten(*args)[1])
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
+tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: _without_paths(*tree_flatten_with_path(*args)))
+
+
+def _without_paths(leaves: Sequence[tuple[Any, Any]], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
+    return [leaf for _, leaf in leaves], structure
 
 
 # --- The compiler, which torch.compile alone makes public.
@@ -383,12 +374,13 @@ _CAPTURE_SETTINGS: dict[str, Any] = {
 DONE_ONCE = frozenset({"lazy_init", "lazy_load_decompositions"})
 
 
-def has_loaded_decompositions() -> bool:
-    """Return whether torch has loaded the decompositions for vmap, as the first call of vmap in a process does."""
-    return getattr(lazy_load_decompositions, "__globals__", {}).get("DECOMPOSITIONS_LOADED", True)
+@functools.cache
+def load_decompositions() -> None:
+    """Have torch load its decompositions for vmap, as its first vmap in a process does."""
+    with disable_current_modes():
+        torch.vmap(torch.neg)(torch.zeros(1))
 
 
-GlobalStateGuard = private("torch._C._dynamo.guards:GlobalStateGuard")  # the modes and defaults that Dynamo guards
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 frame_callback_state = private("torch._C._dynamo.eval_frame:get_eval_frame_callback", _unknown)
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
@@ -512,20 +504,11 @@ def is_number_input(node: torch.fx.Node) -> bool:
     return argument is not None and not attribute(argument, "is_tensor")(argument)
 
 
-def is_size_input(node: torch.fx.Node) -> bool:
-    """Return whether a placeholder of Dynamo stands for a size, stride or offset of another input."""
+def source_of(node: torch.fx.Node) -> str | None:
+    """Return the expression of what a placeholder of Dynamo stands for, as L['args'][0].size()[0]; None if unknown."""
     argument = node.meta.get("grapharg")
-    kind = private("torch._dynamo.source:TensorPropertySource")
-    return argument is not None and isinstance(attribute(argument, "source")(argument), kind)
-
-
-def is_part_of(node: torch.fx.Node, local: str) -> bool:
-    """Return whether a placeholder of Dynamo stands for a part of a local variable, or may do so."""
-    argument = node.meta.get("grapharg")
-    if argument is None:
-        return True
-    source = attribute(argument, "source")(argument)
-    return f"L[{local!r}]" in attribute(source, "name")(source)
+    source = None if argument is None else attribute(argument, "source")(argument)
+    return None if source is None else attribute(source, "name")(source)
 
 
 def recompile_reason() -> str:
@@ -539,7 +522,7 @@ enable_python_dispatcher = private("torch._dispatch.python:enable_python_dispatc
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions of aten operations."""
-    private("torch._inductor.lowering")  # registers decompositions of pooling
+    private("torch._inductor.compile_fx:compile_fx_inner")  # whose import registers those of pooling
     return private("torch._inductor.decomposition:select_decomp_table")()
 
 
@@ -585,11 +568,11 @@ def compile_graph(
         "cpp_wrapper_build_separate": len(graph.graph.nodes) > _LARGE_GRAPH,
         "cpp.min_chunk_size": max(config.cpp.min_chunk_size, _LEAST_PER_THREAD),
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
-        "_pre_fusion_custom_pass": _after_writes(),
-        "_post_fusion_custom_pass": _without_shared_buffers(),
         # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.
         "unsafe_marked_cacheable_functions": {f"{x.__module__}.{x.__name__}": "body in key" for x in (scan, cond)},
     }
+    if torch.__version__ < "2.14":  # which has two faults less
+        settings |= {"_pre_fusion_custom_pass": _after_writes(), "_post_fusion_custom_pass": _without_shared_buffers()}
     tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
     with (
         private("torch._inductor.virtualized:V").set_fake_mode(mode),
@@ -607,7 +590,7 @@ def _after_writes() -> Any:
     """Return a pass of Inductor's scheduler that keeps what reads a buffer after the writes into it.
 
     Where the scheduler changes the loops of a reader to fuse it, it forgets the order, unless the reader has a
-    dependency that no index shows. torch 2.13 has this fault, later ones do not:
+    dependency that no index shows. Wrong in torch 2.13, mended in 2.14:
     https://github.com/pytorch/pytorch/issues/185509.
     """
     dependency = private("torch._inductor.dependencies:WeakDep")
@@ -625,7 +608,7 @@ def _without_shared_buffers() -> Any:
     """Return a pass of Inductor's scheduler, after which fused loops never share a buffer of one step among several.
 
     On a CPU, fused loops over the same steps hand values on in a buffer of one step. Where vectors run along the steps,
-    several of them use that buffer at once, and results are wrong. torch 2.13 has this fault, later ones do not:
+    several of them use that buffer at once. Wrong in torch 2.13, mended in 2.14:
     https://github.com/pytorch/pytorch/issues/185702.
     """
     fused = private("torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode")
@@ -690,24 +673,18 @@ def functionalize(function: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def lacks_cpp_compiler(error: BaseException) -> bool:
-    """Return whether Inductor failed because it found no C++ compiler."""
-    return isinstance(getattr(error, "inner_exception", error), private("torch._inductor.exc:InvalidCxxCompiler"))
-
-
 def keep_strides(x: torch.Tensor) -> torch.Tensor:
     """Return a traced tensor as it lies in memory; Inductor may change the layout of any other."""
     return private("torch._inductor.inductor_prims:force_stride_order")(x, x.stride())
 
 
-def symbolic_size(env: Any, size: int) -> Any:
+def symbolic_size(mode: FakeTensorMode, size: int) -> Any:
     """Return a symbol for a size of inputs.
 
     Args:
-        env: the ``ShapeEnv`` that keeps the symbol.
+        mode: the mode of the inputs, whose ``ShapeEnv`` keeps the symbol.
         size: an example of the size.
     """
     shapes = private("torch.fx.experimental.symbolic_shapes")
-    source = private("torch._dynamo.source:ConstantSource")("batch_size")
-    symbol = env.create_symbol(size, source, dynamic_dim=shapes.DimDynamic.DYNAMIC)
-    return env.create_symintnode(symbol, hint=size, source=source)
+    context = shapes.StatelessSymbolicContext(dynamic_sizes=[shapes.DimDynamic.DYNAMIC])
+    return mode.from_tensor(torch.empty(size, device="cpu"), symbolic_context=context).shape[0]

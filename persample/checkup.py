@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from persample import inputs, naive
-from persample._torch import NormBase
 from persample.engines.diagnosis import RAISED
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explain import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
 from persample.inputs.batch import sample_structure, split_in_dims, spread_dims
 from persample.inputs.call import NotConnectedError
+from persample.inputs.params import NORMS
 from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Reduce, Stack
 from persample.utils import rng, trees
@@ -432,7 +432,7 @@ class _Readings:
     def _list_modules(self) -> None:
         parts = [(path.partition(".")[2], part) for path, part in self._calls[False].loss.params.parts.items()]
         for name, part in parts:
-            if isinstance(part, NormBase) and part.training and part.track_running_stats:
+            if isinstance(part, NORMS) and part.training and part.track_running_stats:
                 self.findings.append(
                     f"{name!r} ({type(part).__name__}) is in train mode and normalizes samples by statistics of their "
                     f"batch, so that no sample has a gradient of its own. {STOP_STATISTICS}"

@@ -80,7 +80,9 @@ def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) 
     Raises:
         NotConnectedError: if the loss depends on no parameter.
     """
-    chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
+    chunks = call.chunks(chunk_size)
+    if call.randomness == "same":
+        chunks = rng.replayed(chunks)
     return finish(call, merge_all(map(lift, chunks)), reductions)
 
 

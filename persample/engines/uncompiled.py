@@ -164,8 +164,8 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001
 
 
 def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
-    loss, start = call.loss, rng.snapshot()
-    for i in rng.replayed(range(call.size), call.randomness):
+    loss, start, rows = call.loss, rng.snapshot(), range(call.size)
+    for i in rng.replayed(rows) if call.randomness == "same" else rows:
         with diagnosed(call, batched=False), hinted(call, i):
             params, leaves = call.at(i)
             options: dict[str, Any] = {"like": loss.params.tensors, "create_graph": call.differentiated}

@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from persample import _torch
@@ -178,7 +179,9 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
         deque(releases, 0)
 
     try:
-        return undone(unrecorded if _torch.has_loaded_decompositions() else lambda: after_imports(unrecorded), undo)
+        return undone(
+            unrecorded if _torch.load_decompositions.cache_info().currsize else lambda: after_imports(unrecorded), undo
+        )
     except Exception as error:
         raise_interrupt(error, handled)
         raise
@@ -210,14 +213,17 @@ def _set_stack(stack: Callable[[], Any], push: Callable[[Any], None], pop: Calla
         push(mode)
 
 
-def _disable_saved_tensor_hooks(message: str | None) -> None:
-    if message is None:
+def _enable_saved_tensor_hooks(message: str | None) -> None:
+    if message is None:  # else they stay disabled; what another message says is of no consequence
         _torch.saved_tensors_hooks_enable()
-    else:
-        _torch.saved_tensors_hooks_disable(message)
 
 
-_FUNCTION_MODES = _torch.get_function_mode_stack, _torch.push_function_mode, _torch.pop_function_mode
+# The context of all modes; that of a class may do more.
+_FUNCTION_MODES = (
+    _torch.get_function_mode_stack,
+    TorchFunctionMode.__enter__,
+    lambda: TorchFunctionMode().__exit__(None, None, None),
+)
 _DISPATCH_MODES = _torch.dispatch_mode_state, _torch.push_dispatch_mode, _torch.pop_dispatch_mode
 _States = list[tuple[Callable[[], Any], Callable[[Any], None]]]  # how to read each and to write it back
 # What torch keeps for this thread, and what it keeps once for all threads, that contexts of a call or a loss change.
@@ -226,8 +232,9 @@ _OWN: _States = [
     *((modes[0], partial(_set_stack, *modes)) for modes in (_FUNCTION_MODES, _DISPATCH_MODES)),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
     (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
-    (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
-    (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
+    # Not read, but always written: they are allowed only while torch or a rule calls one.
+    (object, lambda _: _torch.allow_single_level_autograd_function(False)),
+    (_torch.saved_tensors_hooks_disabled_message, _enable_saved_tensor_hooks),
     *(
         (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
         for kind in ("cpu", "cuda")

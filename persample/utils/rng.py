@@ -56,11 +56,8 @@ def moved_since(states: list[Tensor]) -> bool:
     return len(now) == len(states) and any(not torch.equal(a, b) for a, b in zip(now, states, strict=True))
 
 
-def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
-    """Iterate over items; under "same", rewind the streams before each, so that every item draws the same numbers."""
-    if randomness != "same":  # a snapshot would wait for every CUDA device
-        yield from items
-        return
+def replayed(items: Iterable[T]) -> Iterator[T]:
+    """Iterate over items, and rewind the streams before each, so that every item draws the same numbers."""
     start = snapshot()
     for item in items:
         rewind(start)

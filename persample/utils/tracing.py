@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -26,10 +26,10 @@ from persample._torch import (
     dispatch_mode_state,
     fake_tensor_log,
     get_dispatch_mode_stack,
-    get_unwrapped,
     inductor_log,
-    is_batchedtensor,
     is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
 
@@ -97,6 +97,10 @@ def any_exception() -> Tensor | None:
     return torch.stack([first, *(x.to(first.device) for x in others)]).any() if others else first
 
 
+unwrapped = torch.func.debug_unwrap  # the plain tensor inside of all wrappers, which holds the values of all samples
+unwrapped_once = partial(unwrapped, recurse=False)
+
+
 # Returns whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read.
 is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
@@ -113,20 +117,15 @@ def wrapped(x: Tensor) -> Iterator[Tensor]:
     """Yield a tensor and what each of its wrappers holds, the plain tensor last."""
     while is_wrapped(x):
         yield x
-        x = get_unwrapped(x)
+        x = unwrapped_once(x)
     yield x
 
 
 def is_batched(x: object) -> bool:
     """Return whether a value is a tensor that a vmap batches, so that its values may differ between samples."""
-    return isinstance(x, Tensor) and any(map(is_batchedtensor, wrapped(x)))
-
-
-def unwrapped(x: Tensor) -> Tensor:
-    """Return the plain tensor inside of all wrappers, which holds the values of all samples."""
-    while is_wrapped(x):
-        x = get_unwrapped(x)
-    return x
+    if not isinstance(x, Tensor):
+        return False
+    return maybe_get_bdim(x) >= 0 or (is_wrapped(x) and is_batched(unwrapped_once(x)))
 
 
 def is_traced(x: Tensor) -> bool:
@@ -147,7 +146,7 @@ def is_compiling() -> bool:
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors are neither recorded nor traced for a compiler: their memory may be written into."""
-    if any(map(is_wrapped, tensors)) or any(map(_REQUIRES_GRAD, tensors)):
+    if not {-1}.issuperset(map(maybe_get_level, tensors)) or any(map(_REQUIRES_GRAD, tensors)):
         return False
     return FakeTensor not in map(type, tensors) or not is_compiling()
 

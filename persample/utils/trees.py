@@ -19,7 +19,6 @@ from torch import Tensor
 from persample import _torch
 
 TreeSpec = _torch.TreeSpec
-structure = _torch.tree_structure
 _KINDS = {dict, tuple, list}
 _LEAVES: set[type] = {Tensor, torch.nn.Parameter, type(None)}
 _Kind = TypeVar("_Kind", bound=type)
@@ -29,6 +28,11 @@ def leaf(kind: _Kind) -> _Kind:
     """Mark a class, which no one registers as a container, as always a leaf: ``flatten`` skips torch's check of it."""
     _LEAVES.add(kind)
     return kind
+
+
+def structure(tree: Any) -> TreeSpec:
+    """Return the structure of a tree."""
+    return _torch.tree_flatten(tree)[1]
 
 
 def is_flat(spec: TreeSpec) -> bool:
@@ -89,7 +93,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """Return the tree with given leaves, in the order of ``flatten``, and structure."""
     kind = spec.type
     if len(leaves) != spec.num_leaves or (kind is not None and kind not in _KINDS):
-        return _torch.tree_unflatten(leaves, spec)  # which also raises the error
+        return spec.unflatten(leaves)  # which also raises the error
     if kind is None:
         return leaves[0]
     parts: Iterable[Any] = leaves
@@ -190,7 +194,7 @@ def stop_gradient(tree: Any) -> Any:
         return tree.detach()
     # Not ``map_tensors``, whose cache torch.compile warns of when a loss calls this function.
     leaves, spec = _torch.tree_flatten(tree)
-    return _torch.tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return spec.unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def as_array(x: Tensor) -> np.ndarray[Any, Any]:

@@ -16,12 +16,11 @@ from persample._torch import (
     aten_attention_math,
     multi_head_attention_by,
     nested_tensor_from_mask_left_aligned,
-    temporarily_clear_interpreter_stack,
 )
 from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
-from persample.vmap_rules.levels import call_kernel
+from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
 
 
 def _attention(
@@ -111,10 +110,8 @@ def _gradients(
     normalizers, composed = normalizers.reshape(images[0].shape[:-1]), composed.reshape(images[0].shape[:-2])
     grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, scale=scale)
     if holds(composed.any()):
-        with temporarily_clear_interpreter_stack(), torch.enable_grad():
-            leaves = [x[composed].detach().requires_grad_() for x in images[1:4]]
-            attended = _composed_heads(*leaves, is_causal=is_causal, scale=scale)
-            found = torch.autograd.grad(attended, leaves, images[0][composed])
+        attend = functools.partial(_composed_heads, is_causal=is_causal, scale=scale)
+        found = gradients_by_autograd(attend, *(x[composed] for x in images[:4]))
         grads = [x.index_put((composed,), y) for x, y in zip(grads, found, strict=False)]
     return tuple(x.reshape(like.shape) for x, like in zip(grads, same, strict=False))
 

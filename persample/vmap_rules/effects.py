@@ -20,14 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from persample._torch import (
     OpOverload,
-    TransformType,
-    backward_hooks_getter,
-    is_batchedtensor,
     make_dual,
-    peek_interpreter_stack,
+    maybe_get_bdim,
     private_reads,
     schema,
     temporarily_clear_interpreter_stack,
+    transforms,
 )
 from persample.errors import LossError
 from persample.utils.numerics import storage_key
@@ -44,10 +42,8 @@ def getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
-_AUTOGRAD = {
-    *(torch.autograd.grad, Tensor.backward, backward_hooks_getter),
-    *getters("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2]),
-}
+_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:3])
+_AUTOGRAD = {torch.autograd.grad, Tensor.backward, *getters(*_ATTRIBUTES)}
 # By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
 _STATE = re.compile(
     "register_hook|retain_grad|register_post_accumulate_grad_hook|(untyped_)?storage|data_ptr|(sym_)?(stride|storage_offset)"
@@ -248,8 +244,7 @@ _data = Tensor.data.__get__  # type: ignore[attr-defined]
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     # linearize traces the function to a graph in which parameters are constants: their gradients would be zeros.
-    top = peek_interpreter_stack()
-    if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
+    if get_proxy_mode() is not None and transforms()[-1:] != ["jvp"]:
         raise LossError(
             "loss_fn calls torch.func.linearize (or traces a forward derivative), which treats the parameters as "
             "constants. Use torch.func.jvp, or pass engine='loop'."
@@ -292,7 +287,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.
     Tensor.data_ptr: lambda x: unwrapped(x).data_ptr(),
     # torch.func rejects .data of what vmap wraps last.
-    _data: lambda x, *rest: x.detach() if is_batchedtensor(x) else _data(x, *rest),
+    _data: lambda x, *rest: x.detach() if maybe_get_bdim(x) >= 0 else _data(x, *rest),
     **dict.fromkeys(SETS_DATA, _set_data),
     make_dual: _dual,
     Tensor.__bool__: _truth,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import add_batch_dim, peek_interpreter_stack, temporarily_clear_interpreter_stack
+from persample._torch import add_batch_dim, get_dynamic_layer_stack_depth, temporarily_clear_interpreter_stack
 from persample.engines.layers.recorder import (
     Geometry,
     LayerParams,
@@ -56,7 +56,7 @@ class LayerInterceptor:
                 return rule(*args, **kwargs)
         except NotLayersError:
             pass  # perhaps a function that is given copies
-        if peek_interpreter_stack().level() != self.vmap.level:
+        if get_dynamic_layer_stack_depth() != self.vmap.level:
             raise NotLayersError("the loss calls a function of parameters inside of a transform")
         try:
             return self._other(func, args, kwargs)

@@ -10,14 +10,12 @@ from torch.fx.immutable_collections import immutable_list
 
 from persample._torch import (
     add_batch_dim,
-    get_unwrapped,
-    is_batchedtensor,
     maybe_get_bdim,
     maybe_get_level,
     temporarily_clear_interpreter_stack,
     view_base,
 )
-from persample.utils.tracing import is_wrapped
+from persample.utils.tracing import is_wrapped, unwrapped_once
 from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
@@ -43,15 +41,20 @@ class Vmap(NamedTuple):
         """
         levels: list[int] = []
         axes: list[int] = []
-        while isinstance(x, Tensor) and is_batchedtensor(x):
+        while isinstance(x, Tensor) and (axis := maybe_get_bdim(x)) >= 0:
             levels.insert(0, maybe_get_level(x))
-            axes.insert(0, maybe_get_bdim(x))
-            x = get_unwrapped(x)
+            axes.insert(0, axis)
+            x = unwrapped_once(x)
         if not levels or levels[0] != self.level or is_wrapped(x):
             return None
         for done, axis in enumerate(axes):
             x = x.movedim(axis + done, done) if axis else x
         return x, levels
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        """Return the values of all samples of a result of the loss, ``[B, ...]``."""
+        axis = maybe_get_bdim(x)
+        return unwrapped_once(x).movedim(axis, 0) if axis >= 0 else x.expand(self.size, *x.shape)
 
 
 class SharedParam(NamedTuple):
