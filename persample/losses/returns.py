@@ -284,7 +284,7 @@ def truncated_generalized_advantage_estimation(
     axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
     steps = r_t.shape[axis]
     longer = [*r_t.shape[:axis], steps + 1, *r_t.shape[axis + 1 :]]
-    if not is_tensor("values", values) or list(values.shape) != longer:
+    if not is_tensor(values, "values") or list(values.shape) != longer:
         received = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
         expected = f"shape {longer}, the values at times 0 … T"
         fix = "Append the value of the state after the last step (any, if its discount is 0)."

@@ -24,7 +24,6 @@ from persample.errors import ArgumentError
 Envs = VectorEnv[Any, Any, Any]
 Policy = Callable[[Tensor, torch.Generator], Tensor]
 Network = Callable[[Tensor], Any]
-Progress = Callable[[int], object]
 
 _ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
