@@ -192,12 +192,6 @@ def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
     """Return ‖gᵢ‖² of each parameter: as ``Factor.squared_norms``, with one check of the magnitudes of all operands.
 
     What several factors share, as layers with one input do, is read once.
-
-    Args:
-        factors: the gradients of one parameter each.
-
-    Returns:
-        ``[B]`` float64 each.
     """
     operands = [factor.norm_operands for factor in factors]
     terms = [() if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]

@@ -61,12 +61,7 @@ class Summed:
 
 
 def divided(sums: Sequence[Summed], divisor: Tensor | None) -> list[Tensor]:
-    """Return sums in their final dtypes, divided before they are converted.
-
-    Args:
-        sums: the sums, to which nothing else refers.
-        divisor: a 0-d tensor, or None for 1.
-    """
+    """Return sums in their final dtypes, divided before they are converted."""
     values = [x.value for x in sums]
     if divisor is not None:  # in place: new memory costs more than the division
         if are_plain(values):
@@ -179,11 +174,7 @@ class Stacked:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return views of as many numbers as stay in a CPU's cache; small tensors, unlike ones and those of GPUs whole.
-
-    Args:
-        tensors: those that are written to come first, and are contiguous.
-    """
+    """Return views of as many numbers as stay in a CPU's cache; small tensors, unlike ones and those of GPUs whole."""
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
         return [tensors]
@@ -196,15 +187,7 @@ def _share(part: Tensor, n: Tensor) -> Tensor:
 
 
 def check_alike(expected: TreeSpec, received: TreeSpec) -> None:
-    """Reject leaves whose tree is another than that of earlier batches.
-
-    Args:
-        expected: the structure of the earlier ones.
-        received: the structure of these.
-
-    Raises:
-        LossError: if they differ.
-    """
+    """Reject leaves whose tree is another than that of earlier batches."""
     if expected is not received and expected != received:
         one, other = on_one_line(expected), on_one_line(received)
         raise LossError(f"expected results like those of earlier batches, {one}, received {other}.")
@@ -238,13 +221,6 @@ class AnyOf:
 def merge(left: Any, right: Any) -> Any:
     """Merge two partial results of the same structure, leaf by leaf.
 
-    Args:
-        left: a tree of leaves of this module, for the earlier samples.
-        right: the same for the later samples.
-
-    Returns:
-        The tree for all samples.
-
     Examples:
         >>> a, b = Summed(torch.tensor(1.0)), Summed(torch.tensor(2.0))
         >>> merge({"loss": a}, {"loss": b})["loss"].finish()
@@ -254,12 +230,5 @@ def merge(left: Any, right: Any) -> Any:
 
 
 def merge_all(partials: Iterable[Any]) -> Any:
-    """Merge partial results from left to right; at most two of them exist at a time.
-
-    Args:
-        partials: trees of one structure, at least one.
-
-    Returns:
-        The tree for the samples of all.
-    """
+    """Merge partial results from left to right; at most two of them exist at a time."""
     return functools.reduce(merge, partials)

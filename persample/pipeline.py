@@ -25,40 +25,17 @@ Lift: TypeAlias = Callable[[Call], Any]  # from a chunk to the result of ``Reduc
 
 
 def lift_by(engine: Engine, reductions: Reductions) -> Lift:
-    """Return the function that computes the gradients of a chunk and lifts them.
-
-    Args:
-        engine: computes the gradients of a chunk.
-        reductions: the reductions of the call.
-    """
+    """Return the function that computes the gradients of a chunk and lifts them."""
     return lambda chunk: reductions.lift(engine(chunk, reductions.required_ops))
 
 
 def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Any:
-    """Lift the gradients of every chunk and merge the leaves.
-
-    Args:
-        chunks: the chunks of a call, at least one.
-        engine: computes the gradients of a chunk.
-        reductions: the reductions of the call.
-
-    Returns:
-        The merged leaves of every reduction, and whether the loss depends on any parameter.
-    """
+    """Lift the gradients of every chunk and merge the leaves."""
     return merge_all(map(lift_by(engine, reductions), chunks))
 
 
 def finish(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
-    """Return the result of every reduction.
-
-    Args:
-        call: the call.
-        lifted: the merged leaves of all its chunks.
-        reductions: the reductions of the call.
-
-    Raises:
-        NotConnectedError: if the loss depends on no parameter.
-    """
+    """Return the result of every reduction."""
     leaves, connected = lifted
     if not connected.value:
         raise NotConnectedError
@@ -66,20 +43,7 @@ def finish(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
 
 
 def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) -> list[Any]:
-    """Compute the result of every reduction, chunk by chunk.
-
-    Args:
-        call: the call.
-        lift: computes the gradients of a chunk and lifts them.
-        reductions: the reductions of the call.
-        chunk_size: the number of samples processed at a time, or None for all.
-
-    Returns:
-        One result per reduction.
-
-    Raises:
-        NotConnectedError: if the loss depends on no parameter.
-    """
+    """Compute the result of every reduction, chunk by chunk."""
     chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
     return finish(call, merge_all(map(lift, chunks)), reductions)
 
@@ -89,13 +53,6 @@ def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
 
     Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
     to every element). An auxiliary output of the loss may be an input of the loss.
-
-    Args:
-        result: a tree of tensors and factors.
-        inputs: the tensors among the arguments of the loss.
-
-    Returns:
-        The tree; each of its tensors has memory of its own.
 
     Examples:
         >>> import torch
@@ -169,10 +126,6 @@ def write_into(out: Any, result: Any) -> Any:
 
 def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
     """Return whether a previous result can be written while the inputs are still read: they share no memory.
-
-    Args:
-        out: the previous result, a tree.
-        inputs: the arguments of the loss.
 
     Examples:
         >>> import torch

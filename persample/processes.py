@@ -53,11 +53,7 @@ class Processes:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """Explain the error of a collective that another process does not answer.
-
-        Raises:
-            LossError: instead of torch's error.
-        """
+        """Explain the error of a collective that another process does not answer."""
         try:
             yield
         except LossError:
@@ -103,16 +99,7 @@ class Processes:
         return result
 
     def raise_failures(self, own: str | None, arguments: Mapping[str, str] | None = None) -> None:
-        """Raise an error if a process has failed, or has other arguments; all processes call this at once.
-
-        Args:
-            own: how this process failed; None if it did not.
-            arguments: what must be the same on all processes, in words, by name.
-
-        Raises:
-            LossError: if another process failed.
-            ArgumentError: if none failed, but an argument differs.
-        """
+        """Raise an error if a process has failed, or has other arguments; all processes call this at once."""
         texts, known = zip(*self.gather_objects((own, arguments)), strict=True)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if failed and own is None:
@@ -124,15 +111,7 @@ class Processes:
                 raise ArgumentError.about(name, expected="the same on all ranks", received=listed, fix=fix)
 
     def gather_rows(self, z: Any, sizes: Sequence[int]) -> Any:
-        """Return the rows of all processes, in the order of their ranks.
-
-        Args:
-            z: the rows of this process, a tree of tensors ``[n, ...]``.
-            sizes: the n of every process.
-
-        Raises:
-            LossError: if z of the processes differ in structure, shape or dtype.
-        """
+        """Return the rows of all processes, in the order of their ranks."""
         if self.group is None:
             return z
         leaves, structure = trees.flatten(z)
@@ -180,13 +159,6 @@ def merged(partial: Any, processes: Processes) -> Any:
 
     Sums are all-reduced, all of one dtype at once. So are moments, by Chan's formula for many parts at once: the
     mean first, then the deviations from it. Everything else is gathered, and merged in the order of the ranks.
-
-    Args:
-        partial: the tree of this process.
-        processes: the processes.
-
-    Returns:
-        The tree for the samples of all processes, the same on all.
     """
     if processes.group is None:
         return partial
@@ -222,15 +194,7 @@ def _all_reduced(tensors: Sequence[Tensor], processes: Processes) -> list[Tensor
 
 
 def one_by_one(own: Any, processes: Processes) -> Iterator[Any]:
-    """Iterate over the trees of all processes, of which each holds one beside its own at a time.
-
-    Args:
-        own: the tree of this process, of the same structure on every process.
-        processes: the processes.
-
-    Yields:
-        The trees, by rank.
-    """
+    """Iterate over the trees of all processes, of which each holds one beside its own at a time."""
     leaves, structure = trees.flatten(own)
     for rank in range(processes.size):
         packed = [_packed(leaves) if rank == processes.rank else None]

@@ -387,7 +387,7 @@ class TestLearning:
             training = Trainer(TD0(epsilon=0.1, learning_rate=0.01), "FrozenLake-v1", seed=seed, steps=1_000_000)
             while not training.finished:
                 row = training.update()
-            print("TD0", seed, row["value_error"])  # noqa: T201 (shown by -s)
+            print("TD0", seed, row["value_error"])
             assert row["value_error"] < 0.02
 
     def test_reinforce_reaches_475(self):
@@ -410,7 +410,7 @@ class TestLearning:
             returns = evaluate(training.network, "CartPole-v1", seed=seed)
             after.append(sum(returns) / len(returns))
         minutes = (time.monotonic() - start) / 60
-        print("REINFORCE", max_norm, averages, after, f"{minutes:.1f} minutes")  # noqa: T201 (shown by -s)
+        print("REINFORCE", max_norm, averages, after, f"{minutes:.1f} minutes")
         assert sum(average >= 475 for average in averages) >= 4
         assert sum(average >= 475 for average in after) >= 4
 

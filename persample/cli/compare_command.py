@@ -63,7 +63,7 @@ class Comparison:
     norms: list[float]
 
 
-def compare(  # noqa: PLR0917 (typer turns every argument into an option)
+def compare(
     env: Annotated[str, typer.Option(help="A gymnasium environment with discrete actions.")] = "CartPole-v1",
     episodes: Annotated[int, typer.Option(help="Episodes for REINFORCE; TD(0) gets 8 transitions for each.")] = 64,
     hidden: Annotated[int, typer.Option(help="Width of the two hidden layers.")] = 64,

@@ -33,11 +33,7 @@ def check_counts(least: int, **counts: int) -> None:
 
 
 def writable(directory: Path, *names: str) -> Path:
-    """Make a directory, check that files with these names can be written to it, and return it.
-
-    Raises:
-        ArgumentError: if the directory cannot be made or written to, or has a link, a pipe, … in the place of a file.
-    """
+    """Make a directory, check that files with these names can be written to it, and return it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

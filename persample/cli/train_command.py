@@ -48,7 +48,7 @@ def _command(name: str, kind: type[Algorithm[Any]], what: str) -> None:
     """Add the command of one algorithm, with an option for each of its hyperparameters."""
     own = {field.name: field.default for field in fields(kind)}
 
-    def run(  # noqa: PLR0917 (typer turns every argument into an option)
+    def run(
         env: Annotated[str, typer.Option(help="A gymnasium environment.")] = "CartPole-v1",
         seed: Annotated[int, typer.Option(help="Seed of network, environments and actions.")] = 0,
         steps: Annotated[int, typer.Option(help="Steps of the environments.")] = 300_000,

@@ -59,14 +59,7 @@ class _Rejecting(TrainModeBatchNorm):
 
 
 def refuse_batch_statistics(params: Any) -> None:
-    """Reject modules that normalize with the statistics of their batch.
-
-    Args:
-        params: the user's parameters.
-
-    Raises:
-        ArgumentError: if there is such a module; the message lists the choices.
-    """
+    """Reject modules that normalize with the statistics of their batch."""
     for module in trees.flatten(params)[0]:
         for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
             if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None):
@@ -80,13 +73,7 @@ def refuse_batch_statistics(params: Any) -> None:
 
 
 def guarded(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
-    """Return an encoder of chunks that raises an error where it breaks the rule.
-
-    Args:
-        fn: the user's encoder.
-        rule: "refuse" rejects batch norm in train mode outside of the modules in ``params``; "chunk" and "full" reject
-            checkpoints, which would recompute activations from other statistics and buffers.
-    """
+    """Return an encoder of chunks that raises an error where it breaks the rule."""
     return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
 
 
@@ -139,11 +126,7 @@ class BufferRecorder:
         self._updates: list[BufferUpdate] = []
 
     def recorded(self, chunk: Call) -> Call:
-        """Return a chunk whose encoder records the buffers after its forward pass.
-
-        Args:
-            chunk: the samples; the encoder takes all of them at once.
-        """
+        """Return a chunk whose encoder records the buffers after its forward pass."""
         fn = chunk.loss.fn
 
         def encode(params: Any, *sample: Any) -> Any:
@@ -156,12 +139,7 @@ class BufferRecorder:
         return replace(chunk, loss=replace(chunk.loss, fn=encode))
 
     def write(self, modules: Sequence[nn.Module], processes: Processes) -> None:
-        """Write the updates of all processes into the modules' own buffers.
-
-        Args:
-            modules: the modules among the parameters.
-            processes: the processes that the samples are spread over.
-        """
+        """Write the updates of all processes into the modules' own buffers."""
         for buffer, update in zip(_buffers(modules), merged(self._updates, processes), strict=True):
             value = update.value.to(buffer.dtype)
             if update.weight and not torch.equal(buffer, value):
@@ -219,11 +197,7 @@ def build_encoders(
     mode: str,
     batch_norm: str,
 ) -> tuple[list[Encoder], trees.TreeSpec]:
-    """Return the encoders of a call of ``composite_grads`` and the structure of their container.
-
-    Raises:
-        ArgumentError: if an argument is of the wrong form.
-    """
+    """Return the encoders of a call of ``composite_grads`` and the structure of their container."""
     functions, container = trees.flatten(encode_fn)
     batches = trees.leaves_like(inputs, container)
     if batches is None or not functions:

@@ -114,13 +114,7 @@ class FirstPass:
 
 
 def encode(encoder: Encoder, recorder: BufferRecorder | None, processes: Processes) -> FirstPass:
-    """Encode all samples, chunk by chunk.
-
-    Args:
-        encoder: the encoder and its samples.
-        recorder: records the buffers after each chunk, if they are to be updated.
-        processes: the processes that the samples are spread over.
-    """
+    """Encode all samples, chunk by chunk."""
     start = rng.Streams.now()
     statistics = _statistics(encoder, start, processes)
     forward = normalized(encoder.call.loss.fn, statistics)

@@ -116,21 +116,7 @@ def loss_and_gradients(
     recorder: BufferRecorder | None,
     processes: Processes,
 ) -> tuple[Tensor, Any, list[Any]]:
-    """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions.
-
-    Args:
-        encoders: the encoders and their samples.
-        head: the loss g.
-        reductions: the reductions of the samples' contributions.
-        recorder: records buffers in the first pass, if they are to be updated.
-        processes: the processes that the samples are spread over.
-
-    Returns:
-        The loss, the gradients of its own parameters, and the merged leaves of every reduction.
-
-    Raises:
-        LossError: if z depends on no parameter.
-    """
+    """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions."""
     sizes = list(
         zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)
     )  # each by rank

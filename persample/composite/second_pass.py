@@ -37,15 +37,7 @@ from persample.vmap_rules.effects import guarded
 
 
 def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)
-    """Compute the gradient of the loss of a whole chunk.
-
-    Args:
-        chunk: the samples, at least one; the loss takes all of them.
-        required_ops: not used.
-
-    Returns:
-        One row, the gradient of the chunk; aux has a leading axis of 1.
-    """
+    """Compute the gradient of the loss of a whole chunk."""
     with diagnosed(chunk, batched=False):
         loss, tree = chunk.loss, chunk.loss.params
         differentiate = partial(naive.value_and_grad, guarded(loss), chunk.params, chunk.leaves, like=tree.tensors)
@@ -54,14 +46,7 @@ def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noq
 
 
 def one_row(chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, **fields: Any) -> Gradients:
-    """Return the gradient of a chunk as that of one sample.
-
-    Args:
-        chunk: the samples.
-        grads: one gradient per parameter, None where there is no path to it.
-        loss: 0-d, the loss of the chunk.
-        **fields: further fields of ``Gradients``.
-    """
+    """Return the gradient of a chunk as that of one sample."""
     pairs = zip(chunk.params, grads, strict=True)
     return Gradients.dense(
         [(torch.zeros_like(x) if g is None else g).detach().unsqueeze(0) for x, g in pairs],
@@ -127,16 +112,7 @@ def deviation(z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checked(engine: Engine, encoder: Encoder, z: Any) -> Engine:
-    """Return an engine that also compares z of each chunk with z of the first pass.
-
-    Args:
-        engine: an engine for the chunks of ``second_pass.contributions``, whose aux is z.
-        encoder: the encoder.
-        z: the result of the first pass.
-
-    Raises:
-        LossError: by the engine, if they differ; the message names the leaf and the first module that differs.
-    """
+    """Return an engine that also compares z of each chunk with z of the first pass."""
     paths, bound, batched = trees.paths(z, "z"), tolerance(encoder, z), encoder.mode == "batched"
 
     def checked_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
@@ -203,18 +179,7 @@ def back_propagate(
     reductions: Reductions,
     processes: Processes,
 ) -> Any:
-    """Lift the gradients of all samples' contributions.
-
-    Args:
-        encoder: the encoder and its samples.
-        first: the result of the first pass.
-        cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
-        reductions: the reductions of the samples' contributions.
-        processes: the processes that the samples are spread over.
-
-    Returns:
-        The leaves of every reduction, merged over all chunks, and whether z depends on any parameter.
-    """
+    """Lift the gradients of all samples' contributions."""
 
     def chunks(statistics: Sequence[Statistics] | None) -> Iterator[Call]:
         replay = Replay(first.start)
@@ -316,14 +281,7 @@ class Replay:
         self._position = start
 
     def over(self, chunks: Iterable[Call]) -> Iterator[Call]:
-        """Iterate over chunks; the streams are set to their states at the same chunk of the first pass.
-
-        Args:
-            chunks: the chunks.
-
-        Yields:
-            The chunks.
-        """
+        """Iterate over chunks; the streams are set to their states at the same chunk of the first pass."""
         for chunk in chunks:
             self._position.go_back()
             yield chunk

@@ -192,13 +192,7 @@ def _inner_products(x: Tensor) -> Tensor:
 
 
 def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
-    """Return the squared norms of pairs, ``[P, B]`` float64.
-
-    Args:
-        left: the inner products of signals, ``[P, B, G, T, T]`` float32.
-        right: those of inputs.
-        pairs: the signals and inputs.
-    """
+    """Return the squared norms of pairs, ``[P, B]`` float64."""
     squares = (left * right).sum((2, 3, 4), dtype=torch.float64)
     of_left, of_right = (x.diagonal(dim1=3, dim2=4).flatten(2).double() for x in (left, right))
     lengths = (of_left * of_right).sqrt()  # ‖lₜ‖ ‖rₜ‖

@@ -143,11 +143,7 @@ class Size(NamedTuple):
 
 
 def inner_products_are_faster(size: Size) -> bool:
-    """Return whether norms from inner products of terms take less time than blocks of written-out gradients.
-
-    Args:
-        size: the size of the gradients.
-    """
+    """Return whether norms from inner products of terms take less time than blocks of written-out gradients."""
     return size.seconds(_INNER_PRODUCTS) < size.seconds(_OF_FACTORS["squared_norms"])
 
 
@@ -189,11 +185,7 @@ class Plan:
     kept: float = _KEPT
 
     def estimate(self, size: Size) -> Estimate:
-        """Return the estimated time of the operations on a sum of products, and on the written-out gradients.
-
-        Args:
-            size: the size of the gradients.
-        """
+        """Return the estimated time of the operations on a sum of products, and on the written-out gradients."""
         ops = sorted(self.required_ops & _OF_FACTORS.keys())
         if {"second_moment", "weighted_sum"} <= self.required_ops:
             ops[ops.index("weighted_sum")] = "sum in float64"
@@ -209,20 +201,11 @@ class Plan:
         return size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
 
     def always_keeps(self, num_terms: int) -> bool:
-        """Return whether gradients of any size stay factors: with T = 1 all operations are products of small tensors.
-
-        Args:
-            num_terms: T.
-        """
+        """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
         return self.required_ops <= {"weighted_sum"} or (num_terms == 1 and "materialize" not in self.required_ops)
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
-        """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
-
-        Args:
-            size: the size of the gradients.
-            is_product: whether they are sums of matrix products, and not of lookups.
-        """
+        """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""
         if "materialize" in self.required_ops:
             return "a reduction asks for the gradients themselves"
         if self.always_keeps(size.num_terms) or size.written > self.allowance * size.stored:
@@ -265,23 +248,12 @@ def budget(memory: Any, needed: float) -> Budget:
 
 
 def block_size(device: torch.device) -> int:
-    """Return how many elements are written out at a time.
-
-    Args:
-        device: where they are.
-    """
+    """Return how many elements are written out at a time."""
     return BLOCK if device.type == "cpu" else _LARGE_BLOCK
 
 
 def rows_per_block(count: int, each: int, device: torch.device, num_blocks: float = 1) -> int:
-    """Return the number of rows that are written out at a time: all, in a program for any number of samples.
-
-    Args:
-        count: the number of rows.
-        each: the number of elements in one row.
-        device: the device of the rows.
-        num_blocks: the number of blocks that may be written out at a time.
-    """
+    """Return the number of rows that are written out at a time: all, in a program for any number of samples."""
     trace = current_trace()
     if trace is not None and trace.any_size:
         trace.block_sizes.append(count * each)
@@ -293,11 +265,6 @@ def rows_in_cache(count: int, each: int, device: torch.device) -> int:
     """Return the number of rows whose copies in float64 stay in the cache of a CPU; all of them on other devices.
 
     A trace has few blocks, since each is code of its own; a program for any number of samples has one.
-
-    Args:
-        count: the number of rows.
-        each: the number of elements in one row.
-        device: the device of the rows.
     """
     if device.type != "cpu" or is_for_any_size():
         return max(1, count)

@@ -307,12 +307,7 @@ class Dense(Factor):
 
     @classmethod
     def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
-        """Return the gradients of a parameter that nothing depends on, stored once for all of them.
-
-        Args:
-            sizes: ``(B,)``, or ``(B, K)`` of K outputs.
-            like: a real parameter.
-        """
+        """Return the gradients of a parameter that nothing depends on, stored once for all of them."""
         return cls(torch.zeros_like(like).expand(*sizes, *like.shape), outputs=tuple(sizes[1:]))
 
     @property
@@ -347,9 +342,6 @@ class Dense(Factor):
 
 def concatenate(factors: Sequence[Factor]) -> Factor:
     """Return one factor for the samples of all. Unlike kinds are written out.
-
-    Args:
-        factors: at least one.
 
     Examples:
         >>> concatenate([Dense(torch.ones(2, 3)), Dense(torch.ones(1, 3))]).materialize().shape

@@ -30,11 +30,6 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
 
     float64 holds the products of all float32 numbers: no operand is balanced.
 
-    Args:
-        factors: the gradients of each parameter.
-        scale: the sᵢ, ``[N]`` float64, or None for ones.
-        lower: whether only the lower triangle is used; numbers above it may be missing (0).
-
     Examples:
         >>> from persample.factors import Dense
         >>> float64_gram([Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))])

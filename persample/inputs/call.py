@@ -172,22 +172,11 @@ class Call:
         return cost_model.budget(self.memory, written_out)
 
     def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
-        """Return how gradients are stored.
-
-        Args:
-            required_ops: the operations of ``Factor`` that the reductions call.
-        """
+        """Return how gradients are stored."""
         return cost_model.Plan(required_ops, *self.budget)
 
     def chunks(self, chunk_size: int | None) -> Iterator[Call]:
-        """Split the call into chunks of at most ``chunk_size`` samples, in order; not if weights are differentiated.
-
-        Args:
-            chunk_size: the number of samples in a chunk, or None for all.
-
-        Yields:
-            The chunks; one empty chunk if there are no samples.
-        """
+        """Split the call into chunks of at most ``chunk_size`` samples, in order; not if weights are differentiated."""
         step = chunk_size or self.size
         # A chunk whose weights are all 0 has no mean that could be merged with derivatives by its weights.
         has_recorded_weights = self.weights is not None and is_recorded(self.weights)

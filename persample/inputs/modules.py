@@ -87,11 +87,7 @@ class _Modules:
         self.keeps = False  # whether what was swapped stays until the end of ``ParamTree.unchanged``
 
     def swap(self, tensors: Mapping[Any, Tensor]) -> None:
-        """Replace some parameters by other tensors, and all buffers by clones, until ``restore``.
-
-        Args:
-            tensors: the new tensors, by the first name of each parameter.
-        """
+        """Replace some parameters by other tensors, and all buffers by clones, until ``restore``."""
         if not self.keeps:
             self.remember()
         for slots, name, first_name in self._slots:
@@ -300,10 +296,6 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
     """Return ``params``, flattened.
 
     Of a module only parameters with ``requires_grad`` count, a tied one once, under its first name.
-
-    Args:
-        params: a pytree of tensors and ``nn.Module``s, or a single one of them.
-        name: the name of the argument, for messages.
     """
     leaves, structure = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
@@ -333,9 +325,6 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module that require gradients, by name; a tied one by its first name.
-
-    Args:
-        module: the module.
 
     Examples:
         >>> list(trained_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))

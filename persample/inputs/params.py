@@ -18,17 +18,7 @@ _RESTRICTED = (torch.jit.ScriptModule, NormBase, nn.Embedding, nn.EmbeddingBag)
 
 
 def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
-    """Return the parameters as flat tensors; reject leaves that cannot be differentiated.
-
-    Args:
-        params: the argument.
-        batch_statistics: whether modules may normalize with the statistics of a batch.
-        name: the name of the argument, for messages.
-
-    Raises:
-        ArgumentError: if there are no leaves, if a leaf is not a floating tensor or has a hook, or if a module cannot
-            be used sample by sample.
-    """
+    """Return the parameters as flat tensors; reject leaves that cannot be differentiated."""
     if isinstance(params, Iterator):
         fix = "Pass the module itself, or dict(model.named_parameters())."
         raise ArgumentError.about(name, expected="a module, or a tree of tensors", received="an iterator", fix=fix)
@@ -109,9 +99,6 @@ def _labelled(name: str, kind: str) -> str:
 def are_hooked(tensors: Sequence[Tensor]) -> bool:
     """Return whether any of some tensors has a hook.
 
-    Args:
-        tensors: the parameters.
-
     Examples:
         >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
@@ -171,12 +158,7 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor], accumulate: bool =
 
 
 def add_grads(params: ParamTree, grads: Any) -> None:
-    """Add gradients to ``.grad``, as ``.backward()`` does.
-
-    Args:
-        params: the parameters, leaf tensors that require gradients.
-        grads: a tree of gradients like the parameters.
-    """
+    """Add gradients to ``.grad``, as ``.backward()`` does."""
     for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
         if param.grad is None:
             param.grad = grad.clone()

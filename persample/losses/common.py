@@ -150,12 +150,6 @@ def overridable(loss: _Loss) -> _Loss:
 
     The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
 
-    Args:
-        loss: a function of tensors.
-
-    Returns:
-        The overridable function.
-
     Examples:
         >>> import torch
         >>> class Named(torch.overrides.TorchFunctionMode):

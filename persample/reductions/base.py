@@ -80,11 +80,7 @@ class SumOverSamples(Reduction):
     """A reduction that is a sum over samples; subclasses define its terms."""
 
     def sums(self, gradients: Gradients) -> Any:
-        """Return a tree of ``Summed`` like the parameters.
-
-        Args:
-            gradients: the gradients of one chunk.
-        """
+        """Return a tree of ``Summed`` like the parameters."""
         raise NotImplementedError
 
     def lift(self, gradients: Gradients) -> Any:
@@ -139,12 +135,7 @@ class Reductions:
             return [reduction.lift(gradients) for reduction in self.reductions], AnyOf(gradients.connected)
 
     def finish(self, lifted: Sequence[Any], device: torch.device) -> list[Any]:
-        """Return the result of every reduction, from its leaves merged over all chunks.
-
-        Args:
-            lifted: one tree of merged leaves per reduction.
-            device: the device of the parameters.
-        """
+        """Return the result of every reduction, from its leaves merged over all chunks."""
         with full_precision(device):
             pairs = zip(self.reductions, lifted, strict=True)
             return [x if self.keep_stacked and r.returns_rows else r.finish(x) for r, x in pairs]
@@ -152,10 +143,6 @@ class Reductions:
 
 def described(reductions: Sequence[Reduction], container: trees.TreeSpec) -> str:
     """Return the reductions of a call in words.
-
-    Args:
-        reductions: the reductions.
-        container: the structure of their container.
 
     Examples:
         >>> from persample import Norm, Sum

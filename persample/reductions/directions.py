@@ -63,18 +63,7 @@ class Dot(PerSample):
 
 
 def check_directions(direction: Any, spec: ParamSpec, *, stacked: bool, argument: str, fix: str) -> None:
-    """Check that a direction is a tree like the parameters, of their shapes.
-
-    Args:
-        direction: the tree.
-        spec: the structure, names, shapes and dtypes of the parameters.
-        stacked: whether the leaves hold K directions each, stacked on axis 0.
-        argument: the name of the argument, for messages.
-        fix: what to do, for messages.
-
-    Raises:
-        ArgumentError: if it is not.
-    """
+    """Check that a direction is a tree like the parameters, of their shapes."""
 
     def rejected(expected: str, received: str) -> ArgumentError:
         return ArgumentError.about(argument, expected=expected, received=received, fix=fix)

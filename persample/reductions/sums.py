@@ -198,14 +198,7 @@ _KEY = re.compile(r"""\[(?:'(.*?)'|"(.*?)"|(.*?))\]|\.(\w+)""")
 
 
 def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
-    """Check that bounds are numbers from 0 to ∞.
-
-    Args:
-        max_norm: one bound, or bounds by name.
-
-    Raises:
-        ArgumentError: if one is not.
-    """
+    """Check that bounds are numbers from 0 to ∞."""
     named = isinstance(max_norm, Mapping)
     for name, bound in max_norm.items() if isinstance(max_norm, Mapping) else [("", max_norm)]:
         if named and not isinstance(name, str):
@@ -222,16 +215,6 @@ def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
 
 def group_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Return the longest of the given names that each parameter belongs to.
-
-    Args:
-        names: of parameters, of modules or subtrees that contain them, or "" for all that no other name has.
-        paths: the paths of the parameters.
-
-    Returns:
-        One name per parameter.
-
-    Raises:
-        ArgumentError: if a parameter belongs to no name, or a name has no parameter.
 
     Examples:
         >>> group_names(["body", "body.bias", ""], ["params['body.weight']", "params['body.bias']", "params['scale']"])

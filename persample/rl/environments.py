@@ -79,14 +79,7 @@ def autoreset_mode(envs: Envs) -> AutoresetMode:
 
 
 def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
-    """Check a policy's actions against the action space, and copy them to NumPy.
-
-    Returns:
-        The actions, ``[N, *act]``: float32 for floating Box spaces, else int64.
-
-    Raises:
-        ArgumentError: if shape, dtype or range do not fit the action space.
-    """
+    """Check a policy's actions against the action space, and copy them to NumPy."""
     space = envs.action_space
     expected = f"actions of shape {space.shape} from {envs.single_action_space}"
     if not isinstance(actions, Tensor) or tuple(actions.shape) != space.shape:

@@ -88,18 +88,7 @@ def gaussian_policy(network: Network) -> Policy:
 
 
 def as_policy(policy: Policy | Network, space: spaces.Space[Any]) -> Policy:
-    """Return a policy as it is; turn a network, which takes observations alone, into the policy of its distribution.
-
-    Args:
-        policy: a function of (observations, generator), or a network for ``gaussian_policy`` or ``categorical_policy``.
-        space: the space of one action: of real numbers (Gaussian) or discrete (categorical).
-
-    Returns:
-        A function ``(observations [N, *obs], generator) → actions [N, *act]``.
-
-    Raises:
-        ArgumentError: if ``policy`` is not callable.
-    """
+    """Return a policy as it is; turn a network, which takes observations alone, into the policy of its distribution."""
     if not callable(policy):
         expected = "a function (observations, generator) → actions, or a network (observations) → logits"
         fix = "Pass the function or the network itself."

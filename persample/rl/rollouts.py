@@ -176,11 +176,7 @@ def collect_episodes(
 
 
 def _record(recorded: list[list[list[Row]]], shares: list[int], step: Step, max_steps: int | None) -> NDArray[np.bool_]:
-    """Append a step to the running episodes (the last of each list).
-
-    Returns:
-        The mask of the wanted episodes that ended with this step, ``[N]``.
-    """
+    """Append a step to the running episodes (the last of each list)."""
     ended = np.zeros_like(step.done_t)
     for i, (episodes, share) in enumerate(zip(recorded, shares, strict=True)):
         if step.real_t[i] and len(episodes) <= share:

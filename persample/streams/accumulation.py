@@ -166,14 +166,7 @@ def accumulate(
 
 
 def unwrapped(params: Any) -> Any:
-    """Return the parameters with the module inside of each ``DistributedDataParallel``.
-
-    Args:
-        params: the user's parameters.
-
-    Warns:
-        WrapperWarning: if there was one.
-    """
+    """Return the parameters with the module inside of each ``DistributedDataParallel``."""
     leaves, structure = trees.flatten(params)
     if not any(isinstance(leaf, DistributedDataParallel) for leaf in leaves):
         return params
@@ -188,14 +181,7 @@ def unwrapped(params: Any) -> Any:
 
 
 def check_constant(*, differentiable: bool) -> None:
-    """Reject derivatives of the results, and transforms of the caller's, whose tensors do not outlive a batch.
-
-    Args:
-        differentiable: the argument.
-
-    Raises:
-        ArgumentError: if there is one.
-    """
+    """Reject derivatives of the results, and transforms of the caller's, whose tensors do not outlive a batch."""
     fix = "Call per_sample_grads(…, differentiable=True) there, on one batch."
     check_outside("accumulate", fix)
     if around := transforms():

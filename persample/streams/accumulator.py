@@ -114,12 +114,7 @@ class Accumulator:
         return state
 
     def load(self, partial: Any, state: dict[str, Tensor]) -> None:
-        """Take the numbers that ``state`` returned.
-
-        Args:
-            partial: the tree of the leaves of no samples.
-            state: the numbers.
-        """
+        """Take the numbers that ``state`` returned."""
         self.add(partial, [])
         total, least, given = state["weight"].tolist()
         self.samples, self.weight = int(state["samples"]), TotalWeight(total, least, bool(given))
@@ -212,12 +207,7 @@ def positions(counts: Sequence[int], order: Order) -> Tensor | None:
 
 
 def sorted_rows(merged: Any, places: Tensor | None) -> Any:
-    """Return merged leaves with their rows in the order of the data set.
-
-    Args:
-        merged: a tree of leaves, the rows of all ranks one after the other.
-        places: what ``positions`` returned.
-    """
+    """Return merged leaves with their rows in the order of the data set."""
     if places is None:
         return merged
 
@@ -236,16 +226,6 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
 
     The processes first exchange what they hold, so that one without batches takes part with nothing, and one with
     results of another form is an error on all.
-
-    Args:
-        own: that of this process.
-        wanted: the reductions whose leaves these are.
-        order: how the data set is spread over the ranks.
-        processes: the processes.
-
-    Raises:
-        LossError: if the results of the ranks differ in form.
-        ArgumentError: if the order of the samples is not as said.
     """
     if processes.group is None:
         return own

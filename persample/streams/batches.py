@@ -40,18 +40,7 @@ class Batch(NamedTuple):
 
 
 def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
-    """Iterate over the batches.
-
-    Args:
-        batches: an iterable of batches.
-        weights: None, a function from a batch to its weights, or an iterable with one entry for each batch.
-
-    Yields:
-        The batches.
-
-    Raises:
-        ArgumentError: if an argument is of another kind, or if there are not as many weights as batches.
-    """
+    """Iterate over the batches."""
     if isinstance(batches, Tensor | nn.Module | dict | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
@@ -120,12 +109,7 @@ class InBatch:
         """Begin."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Name the batch in the error.
-
-        Raises:
-            ArgumentError: as it was raised, with the name in front.
-            LossError: the same.
-        """
+        """Name the batch in the error."""
         if isinstance(error, ArgumentError | LossError):
             if not str(error).startswith(self.batch):
                 kind_of_error = ArgumentError if isinstance(error, ArgumentError) else LossError
@@ -137,18 +121,7 @@ class InBatch:
 
 @contextmanager
 def shown(batches: Any, *, wanted: bool) -> Iterator[Callable[[int], object]]:
-    """Show the number of batches, the samples per second and the time left, on stderr, in terminals and notebooks.
-
-    Args:
-        batches: the batches; the time left is shown if they have a length.
-        wanted: whether to show anything.
-
-    Yields:
-        A function to call after each batch, with the number of its samples.
-
-    Raises:
-        ArgumentError: if a bar is wanted, but not installed.
-    """
+    """Show the number of batches, the samples per second and the time left, on stderr, in terminals and notebooks."""
     if not wanted:
         yield lambda _: None
         return

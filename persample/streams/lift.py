@@ -41,11 +41,7 @@ class RandomStream:
         self.state: list[Tensor] = []
 
     def seed(self, processes: Processes) -> None:
-        """Take the seed from the global stream of the first process; under "different" each process draws its own.
-
-        Args:
-            processes: the processes.
-        """
+        """Take the seed from the global stream of the first process; under "different" each process draws its own."""
         if self.randomness == "error":
             return
         seed = int(torch.randint(2**62, (), device="cpu"))

@@ -52,11 +52,7 @@ class BackwardGuard(TorchFunctionMode):
     def grads(
         self, outputs: Sequence[Tensor], units: Sequence[Tensor], *, retain: bool = False, create_graph: bool = False
     ) -> list[Any]:
-        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added.
-
-        Raises:
-            LossError: if code in the backward pass differentiates what a stand-in stands for.
-        """
+        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added."""
         for x in self._stand_ins:
             if x.is_leaf:
                 x.grad = None

@@ -118,27 +118,14 @@ def _is_importing(frame: FrameType | None, outer: FrameType | None) -> bool:
 
 
 def raise_interrupt(error: Exception, handled: BaseException | None) -> None:
-    """Raise an interrupt again if torch raised another error while cleaning up after that interrupt.
-
-    Args:
-        error: the error.
-        handled: the error that was handled before the ``try``, as ``sys.exc_info`` tells.
-
-    Raises:
-        BaseException: the interrupt.
-    """
+    """Raise an interrupt again if torch raised another error while cleaning up after that interrupt."""
     for cause in raised_since(handled, error):
         if not isinstance(cause, Exception):
             raise cause from None
 
 
 def close_contexts(error: BaseException | None, handled: BaseException | None) -> None:
-    """Close ``@contextmanager`` generators whose exit was interrupted; garbage collection would close them too late.
-
-    Args:
-        error: the error that ends a call, or None.
-        handled: the error that was handled before the call, as ``sys.exc_info`` tells.
-    """
+    """Close ``@contextmanager`` generators whose exit was interrupted; garbage collection would close them too late."""
     for link in raised_since(handled, error):
         for frame in reversed([frame for frame, _ in traceback.walk_tb(link.__traceback__)]):
             if frame.f_code in _CONTEXTS:
@@ -147,22 +134,13 @@ def close_contexts(error: BaseException | None, handled: BaseException | None) -
 
 
 def broke_off(error: BaseException | None, handled: BaseException | None) -> bool:
-    """Return whether an error was raised inside of an ``__enter__`` or ``__exit__``, which may be half done.
-
-    Args:
-        error: the error that ends a call, or None.
-        handled: the error that was handled before the call, as ``sys.exc_info`` tells.
-    """
+    """Return whether an error was raised inside of an ``__enter__`` or ``__exit__``, which may be half done."""
     tracebacks = (traceback.walk_tb(link.__traceback__) for link in raised_since(handled, error))
     return any(frame.f_code.co_name in _STEPS for frames in tracebacks for frame, _ in frames)
 
 
 def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that waits while another thread compiles, or is in a function made by this one.
-
-    Args:
-        function: the function.
-    """
+    """Return a function that waits while another thread compiles, or is in a function made by this one."""
 
     @functools.wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -178,17 +156,6 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
 
     No other thread can swap parameters into the same modules or their parts: it waits. Everything is restored even if a
     signal interrupts the call.
-
-    Args:
-        params: a pytree, perhaps with modules among its leaves.
-        body: the function.
-        keep_graph: whether to record a graph where the caller's grad mode does.
-
-    Returns:
-        What ``body`` returns.
-
-    Raises:
-        BaseException: what ``body`` raises; or an interrupt in whose wake torch raised another error.
     """
     if _torch.replaced:
         warnings.warn(TorchVersionWarning(*_torch.replaced), stacklevel=users_depth())

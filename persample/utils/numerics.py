@@ -48,12 +48,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a real tensor in another dtype; pairs of reals become complex numbers again.
-
-    Args:
-        x: the tensor.
-        dtype: the dtype of the result, or None to return ``x`` unchanged.
-    """
+    """Return a real tensor in another dtype; pairs of reals become complex numbers again."""
     if dtype is None:
         return x
     real = x.to(dtype.to_real())
@@ -76,21 +71,13 @@ def is_autocast(device: torch.device) -> bool:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Return a tensor as matrix products read it: under the caller's autocast, in its dtype.
-
-    Args:
-        x: the tensor.
-    """
+    """Return a tensor as matrix products read it: under the caller's autocast, in its dtype."""
     narrowed = is_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(x.device.type)) if narrowed else x
 
 
 def in_single_precision(x: Tensor) -> Tensor:
-    """Return a tensor as autocast gives it to what it computes in single precision: doubles and integers as they are.
-
-    Args:
-        x: the tensor.
-    """
+    """Return a tensor as autocast reads it for single precision; doubles and integers stay as they are."""
     return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
@@ -159,13 +146,6 @@ def squared_norms_of_each(tensors: Sequence[Tensor], axes: int = 1) -> Sequence[
     """Return the squared norms of the rows of several tensors.
 
     The magnitudes of all norms are checked at once. Tensors that share memory (a bias and its signals) share one norm.
-
-    Args:
-        tensors: ``[B, ...]`` each.
-        axes: how many of the first axes number the rows: 2 for ``[B, K, ...]``.
-
-    Returns:
-        ``[B]`` float64 each, or ``[B, K]``.
     """
     if axes > 1:
         squares = squared_norms_of_each([x.flatten(0, axes - 1) for x in tensors])

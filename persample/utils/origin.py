@@ -66,10 +66,6 @@ def fold(error: BaseException, handled: BaseException | None) -> None:
 
     What stays is the user's code and the functions of torch that it calls; of an error that this library raises on
     purpose, the user's call. A traceback of a fault of ours stays as it is.
-
-    Args:
-        error: the error, as caught by the public function.
-        handled: ``sys.exc_info()[1]`` before the ``try``.
     """
     on_purpose = isinstance(error, ArgumentError | LossError)
     for link in raised_since(handled, error):
@@ -97,13 +93,6 @@ def raised_since(handled: BaseException | None, error: BaseException | None) -> 
     """Follow an error back to the errors that were handled when it was raised.
 
     Python links every error that is raised in an ``except`` or ``finally`` block to the handled one.
-
-    Args:
-        handled: the error to stop at: ``sys.exc_info()[1]`` before the ``try``.
-        error: the error to start from, or None.
-
-    Yields:
-        The errors, the latest first.
     """
     while error is not None and error is not handled:
         yield error

@@ -25,11 +25,7 @@ def snapshot() -> list[Tensor]:
 
 
 def rewind(states: list[Tensor]) -> None:
-    """Set the generators to the states of a snapshot.
-
-    Args:
-        states: what ``snapshot`` returned.
-    """
+    """Set the generators to the states of a snapshot."""
     torch.set_rng_state(states[0])
     module = _accelerator()
     for device, state in enumerate(states[1:]):
@@ -55,25 +51,13 @@ def _accelerator() -> Any:
 
 
 def moved_since(states: list[Tensor]) -> bool:
-    """Return whether random numbers were drawn since a snapshot.
-
-    Args:
-        states: what ``snapshot`` returned.
-    """
+    """Return whether random numbers were drawn since a snapshot."""
     now = snapshot()
     return len(now) == len(states) and any(not torch.equal(a, b) for a, b in zip(now, states, strict=True))
 
 
 def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
-    """Iterate over items; under "same", rewind the streams before each, so that every item draws the same numbers.
-
-    Args:
-        items: chunks, or samples.
-        randomness: "error", "same" or "different".
-
-    Yields:
-        The items.
-    """
+    """Iterate over items; under "same", rewind the streams before each, so that every item draws the same numbers."""
     if randomness != "same":  # a snapshot would wait for every CUDA device
         yield from items
         return

@@ -68,11 +68,7 @@ def current_trace() -> Trace | None:
 
 
 def holds(exceptional: Tensor) -> bool:
-    """Return whether an exceptional case occurs; a trace assumes that it does not, and records the condition.
-
-    Args:
-        exceptional: the condition, a 0-d bool tensor.
-    """
+    """Return whether an exceptional case occurs; a trace assumes that it does not, and records the condition."""
     if not is_traced(exceptional):
         return bool(exceptional)
     trace = current_trace()
@@ -209,15 +205,7 @@ def untraced() -> Iterator[None]:
 
 @contextmanager
 def inside(function: str, owner: Any = None) -> Iterator[None]:
-    """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there.
-
-    Args:
-        function: the name of the function, for error messages.
-        owner: the ``ParamTree`` whose tensors the function must leave alone; None if there is none.
-
-    Raises:
-        Exception: a refusal that was raised inside, even if the function, or torch, caught it.
-    """
+    """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there."""
     before = getattr(flags, "inside", None), getattr(flags, "owner", None), None
     flags.inside, flags.owner, flags.refusal = function, owner, None
     try:

@@ -26,23 +26,13 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def leaf(kind: _Kind) -> _Kind:
-    """Mark a class as always a leaf, so that ``flatten`` skips torch's check for containers.
-
-    Args:
-        kind: the class, which must not be registered as a container.
-
-    Returns:
-        The class.
-    """
+    """Mark a class as always a leaf, so that ``flatten`` skips torch's check for containers."""
     _LEAVES.add(kind)
     return kind
 
 
 def is_flat(spec: TreeSpec) -> bool:
     """Return whether a structure is one container whose children are all leaves.
-
-    Args:
-        spec: the structure.
 
     Examples:
         >>> is_flat(structure((1, 2))), is_flat(structure((1, [2]))), is_flat(structure(1))
@@ -63,10 +53,6 @@ def on_one_line(structure: TreeSpec) -> str:
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves and the structure of a tree, as torch does; faster for dicts, lists and tuples of tensors.
-
-    Args:
-        tree: any pytree.
-        is_leaf: from a node to whether it is a leaf, even if it is a container; or None.
 
     Examples:
         >>> flatten({"w": 1, "b": [2]})[0]
@@ -117,10 +103,6 @@ def _of_nones(outline: Any) -> Any:
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """Return the tree with given leaves and structure.
 
-    Args:
-        leaves: the leaves, in flattening order.
-        spec: the structure.
-
     Examples:
         >>> unflatten([3, 4], structure({"w": 1, "b": 2}))
         {'w': 3, 'b': 4}
@@ -140,14 +122,6 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Apply a function to corresponding leaves of one or more trees.
 
-    Args:
-        fn: from one leaf of each tree to a leaf of the result.
-        tree: any pytree.
-        *others: trees of the same structure; in place of a leaf of ``tree`` they may have a subtree.
-
-    Returns:
-        The tree of the results.
-
     Examples:
         >>> tree_map(lambda x, y: x - y, {"a": 5, "b": [6]}, {"a": 2, "b": [1]})
         {'a': 3, 'b': [5]}
@@ -158,13 +132,6 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def paths(tree: Any, root: str) -> list[str]:
     """Return a name for every leaf of a tree: the Python expression that indexes it.
-
-    Args:
-        tree: any pytree.
-        root: the name of the tree itself.
-
-    Returns:
-        One path per leaf, in flattening order.
 
     Examples:
         >>> paths({"actor": {"w": 1}, "critic": [2]}, "params")
@@ -233,13 +200,6 @@ def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Apply a function to the tensors of a tree and leave every other leaf as it is.
-
-    Args:
-        fn: from a tensor to a leaf of the result.
-        tree: any pytree.
-
-    Returns:
-        The tree with its tensors replaced.
 
     Examples:
         >>> map_tensors(lambda x: x.tolist(), {"x": torch.zeros(1), "name": "cart"})

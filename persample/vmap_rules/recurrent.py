@@ -197,7 +197,7 @@ def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 _Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _one_step(  # noqa: PLR0917 - as torch's
+def _one_step(
     step: Callable[..., Any],
     cell: Cell,
     x: Tensor,
@@ -248,7 +248,7 @@ def _packed(layer: _Layer, data: Tensor, batch_sizes: Tensor, state: Any, *args:
     return torch.cat(outs)[torch.cat(places).argsort()], *(torch.cat(x, 1) for x in ends)
 
 
-def _stack(  # noqa: PLR0917 - as torch's
+def _stack(
     layer: _Layer,
     x: Tensor,
     state: Any,

@@ -95,18 +95,7 @@ def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor, argument: str
 
 
 def checked(episodes: Episodes, *, in_order: bool = True) -> Episodes:
-    """Check the episodes of a diagnostic.
-
-    Args:
-        episodes: the argument.
-        in_order: whether the mask is read: each row is an episode, whose padding follows its real steps.
-
-    Returns:
-        The episodes, with a mask of dtype bool.
-
-    Raises:
-        ArgumentError: if it is no ``Episodes``, if shapes differ, or if a row is no episode.
-    """
+    """Check the episodes of a diagnostic."""
     missing = [field for field in Episodes._fields if not hasattr(episodes, field)]
     if missing:
         fix = f"Pass Episodes({', '.join(Episodes._fields)}), as collect_episodes returns it."

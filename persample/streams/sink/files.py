@@ -34,14 +34,7 @@ _GUARDED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Explain errors of the disk.
-
-    Args:
-        folder: the folder that is written to.
-
-    Raises:
-        SinkError: instead of an ``OSError``.
-    """
+    """Explain errors of the disk."""
     try:
         yield
     except OSError as error:
@@ -71,12 +64,7 @@ def _guarded(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that it is never seen half written, also after the process is killed.
-
-    Args:
-        path: the file, which is replaced if there is one.
-        data: its content.
-    """
+    """Write a file such that it is never seen half written, also after the process is killed."""
     beside = unfinished(path)
     with opened(beside, "w+b") as file:
         file.truncate()
@@ -159,11 +147,7 @@ class Column:
         return self.count * self._like.dtype.itemsize * math.prod(self.shape)
 
     def append(self, rows: Tensor) -> None:
-        """Write more rows.
-
-        Args:
-            rows: ``[n, *shape]``.
-        """
+        """Write more rows."""
         if self._file is None:
             self._file = self._opened()
         data = as_array(rows).tobytes()
@@ -200,15 +184,7 @@ class Column:
         self.close()
 
     def check(self, *, whole: bool = True, contents: bool = True) -> None:
-        """Compare the file with the record.
-
-        Args:
-            whole: whether the file is finished: it has its header, and ends after the recorded rows.
-            contents: whether to compare the checksum of the rows.
-
-        Raises:
-            SinkError: if it differs.
-        """
+        """Compare the file with the record."""
         expected = self._start + self._length
         with opened(self.path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -270,11 +246,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """Return the index of a folder.
-
-        Raises:
-            SinkError: if it is no such index.
-        """
+        """Return the index of a folder."""
         path = folder / NAME
         try:
             found = _parsed(path)
