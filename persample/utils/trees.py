@@ -10,13 +10,17 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from persample import _torch
+
+# A tree as its owner built it, and one of its leaves: only the owner knows their types.
+Tree: TypeAlias = Any
+Leaf: TypeAlias = Any
 
 TreeSpec = _torch.TreeSpec
 structure = _torch.tree_structure
