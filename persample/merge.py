@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.numerics import restore
 from persample.utils.tracing import are_plain
-from persample.utils.trees import TreeSpec, leaf, on_one_line, tree_map
+from persample.utils.trees import Leaf, Tree, TreeSpec, leaf, on_one_line, tree_map
 
 _BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
 
@@ -149,14 +148,14 @@ class Stacked:
         _check_shapes(_row_shape(self.rows), _row_shape(other.rows))
         return Stacked(self.rows, self.dtype, (*self.tail, other.rows, *other.tail))
 
-    def concatenated(self) -> Any:
+    def concatenated(self) -> Tree:
         """Return all rows as one tensor, or one factor."""
         if not self.tail:
             return self.rows
-        rows: list[Any] = [self.rows, *self.tail]
+        rows: list[Leaf] = [self.rows, *self.tail]
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
-    def fits(self, out: Any) -> bool:
+    def fits(self, out: object) -> bool:
         """Return whether ``out`` is a tensor of the shape, dtype and device of the finished rows."""
         shape = _row_shape(self.rows)
         dtype = self.rows.dtype if self.dtype is None else self.dtype
@@ -218,7 +217,7 @@ class AnyOf:
         return AnyOf(self.value or other.value)
 
 
-def merge(left: Any, right: Any) -> Any:
+def merge(left: object, right: object) -> Tree:
     """Merge two partial results of the same structure, leaf by leaf.
 
     Examples:
@@ -229,6 +228,6 @@ def merge(left: Any, right: Any) -> Any:
     return tree_map(lambda a, b: a.merge(b), left, right)
 
 
-def merge_all(partials: Iterable[Any]) -> Any:
+def merge_all(partials: Iterable[Leaf]) -> Tree:
     """Merge partial results from left to right; at most two of them exist at a time."""
     return functools.reduce(merge, partials)

@@ -19,6 +19,7 @@ from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.numerics import full_precision, is_folded, memory
 from persample.utils.tracing import is_traced, is_wrapped
+from persample.utils.trees import Leaf, Tree
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
 Lift: TypeAlias = Callable[[Call], Any]  # from a chunk to the result of ``Reductions.lift``
@@ -29,12 +30,12 @@ def lift_by(engine: Engine, reductions: Reductions) -> Lift:
     return lambda chunk: reductions.lift(engine(chunk, reductions.required_ops))
 
 
-def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Any:
+def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Tree:
     """Lift the gradients of every chunk and merge the leaves."""
     return merge_all(map(lift_by(engine, reductions), chunks))
 
 
-def finish(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
+def finish(call: Call, lifted: Tree, reductions: Reductions) -> list[Leaf]:
     """Return the result of every reduction."""
     leaves, connected = lifted
     if not connected.value:
@@ -42,13 +43,13 @@ def finish(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
     return reductions.finish(leaves, call.params[0].device)
 
 
-def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) -> list[Any]:
+def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) -> list[Leaf]:
     """Compute the result of every reduction, chunk by chunk."""
     chunks = rng.replayed(call.chunks(chunk_size), call.randomness)
     return finish(call, merge_all(map(lift, chunks)), reductions)
 
 
-def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
+def owned(result: object, inputs: Sequence[Tensor]) -> Tree:
     """Copy the tensors of a result that share memory, so that a write to one of them changes no other.
 
     Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
@@ -72,7 +73,7 @@ def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
     return trees.unflatten(leaves, structure)
 
 
-def write_into(out: Any, result: Any) -> Any:
+def write_into(out: object, result: object) -> Tree:
     """Write a result into the storage of a previous one.
 
     Args:
@@ -124,7 +125,7 @@ def write_into(out: Any, result: Any) -> Any:
     return out
 
 
-def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
+def is_apart(out: object, inputs: Sequence[Leaf]) -> bool:
     """Return whether a previous result can be written while the inputs are still read: they share no memory.
 
     Examples:

@@ -17,6 +17,7 @@ from persample.cli.stats_command import stats
 from persample.cli.train_command import train
 from persample.errors import ArgumentError
 from persample.rl.baird import STEP_SIZES, baird_run
+from persample.utils.trees import Tree
 
 # typer raises click's errors, and newer versions of typer vendor click: this is the class in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -25,7 +26,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 class OneLineErrors(TyperGroup):
     """Commands that report invalid input (exit code 2) and interrupts (exit code 130) in one line on stderr."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
+    def main(self, *args: Any, **kwargs: Any) -> Tree:
         """Run a command and exit."""
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
@@ -34,7 +35,7 @@ class OneLineErrors(TyperGroup):
             code = 2
         sys.exit(code)
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Tree) -> Tree:
         """Run a command; exit with code 2 after invalid input, with code 130 after an interrupt."""
         try:
             return super().invoke(ctx)

@@ -22,6 +22,7 @@ from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
 from persample.utils.numerics import accumulate_dtype
+from persample.utils.trees import Tree
 from persample.vmap_rules.effects import guarded
 
 
@@ -83,11 +84,11 @@ class FullBatch(TrainModeBatchNorm):
 
 
 def normalized(
-    fn: Callable[..., Any], statistics: Sequence[Statistics] | None
-) -> Callable[..., tuple[Any, Tensor | float]]:
+    fn: Callable[..., Tree], statistics: Sequence[Statistics] | None
+) -> Callable[..., tuple[Tree, Tensor | float]]:
     """Return a function of the encoder's arguments that returns z, normalized with the statistics, and the term."""
 
-    def encode(*args: Any) -> tuple[Any, Tensor | float]:
+    def encode(*args: Any) -> tuple[Tree, Tensor | float]:
         if statistics is None:
             return fn(*args), 0.0
         with FullBatch(statistics) as mode:

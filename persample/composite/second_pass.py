@@ -32,7 +32,7 @@ from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.backward import BackwardGuard
 from persample.utils.numerics import accumulate_dtype, as_real, is_autocast
-from persample.utils.trees import tree_map
+from persample.utils.trees import Tree, tree_map
 from persample.vmap_rules.effects import guarded
 
 
@@ -85,7 +85,7 @@ _FIX = (
 )
 
 
-def tolerance(encoder: Encoder, z: Any) -> float:
+def tolerance(encoder: Encoder, z: object) -> float:
     """Return √eps of the coarsest format among parameters, z and autocast.
 
     Another dropout mask changes z by much more. Kernels that differ with and without a graph change z by a few eps.
@@ -111,7 +111,7 @@ def deviation(z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     return difference, size
 
 
-def checked(engine: Engine, encoder: Encoder, z: Any) -> Engine:
+def checked(engine: Engine, encoder: Encoder, z: object) -> Engine:
     """Return an engine that also compares z of each chunk with z of the first pass."""
     paths, bound, batched = trees.paths(z, "z"), tolerance(encoder, z), encoder.mode == "batched"
 
@@ -156,7 +156,7 @@ def _module_outputs(call: Callable[[], object]) -> list[tuple[nn.Module, list[Te
     """Return every module called and the tensors that it returned, in the order in which the modules finished."""
     outputs: list[tuple[nn.Module, list[Tensor]]] = []
 
-    def record(module: nn.Module, _: Any, output: Any) -> None:
+    def record(module: nn.Module, _: object, output: object) -> None:
         outputs.append((module, [x.detach().clone() for x in trees.flatten(output)[0] if isinstance(x, Tensor)]))
 
     handle = register_module_forward_hook(record)
@@ -178,7 +178,7 @@ def back_propagate(
     cotangents: Sequence[Tensor | None],
     reductions: Reductions,
     processes: Processes,
-) -> Any:
+) -> Tree:
     """Lift the gradients of all samples' contributions."""
 
     def chunks(statistics: Sequence[Statistics] | None) -> Iterator[Call]:
@@ -192,7 +192,7 @@ def back_propagate(
     if statistics and used:
         statistics = solve_adjoint(chunks, statistics, processes)
 
-    def lift() -> Any:
+    def lift() -> Tree:
         with unwritten(encoder.call):
             return merge_all(map(lift_chunk, chunks(statistics)))
 
@@ -214,7 +214,7 @@ def contributions(call: Call, first: FirstPass, cotangents: Sequence[Tensor | No
     used = [cotangent is not None for cotangent in cotangents]
     given = [cotangent for cotangent in cotangents if cotangent is not None]
 
-    def loss(params: Any, leaves: Any, given: Any, _: Any, statistics: Any) -> tuple[Any, Any]:
+    def loss(params: Tree, leaves: Tree, given: Tree, _: Tree, statistics: Tree) -> tuple[Tree, Tree]:
         sample = trees.unflatten(list(leaves), f.batch)
         z, term = normalized(f.fn, statistics)(params, *(sample if f.unpack else (sample,)))
         replay.forward_done()
@@ -241,12 +241,12 @@ def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
     return (as_real(z).to(dtype) * as_real(cotangent).to(dtype)).sum()
 
 
-def _lift(encoder: Encoder, z: Any, reductions: Reductions) -> Lift:
+def _lift(encoder: Encoder, z: object, reductions: Reductions) -> Lift:
     """Return the function that lifts a chunk by the engine of the encoder's mode; a chunk may contribute nothing."""
     own, zeros = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode], lift_by(_zeros, reductions)
 
-    def lift(chunk: Call) -> Any:
-        def by(engine: Engine) -> Any:
+    def lift(chunk: Call) -> Tree:
+        def by(engine: Engine) -> Tree:
             return lift_by(checked(engine, encoder, z), reductions)(chunk)
 
         try:

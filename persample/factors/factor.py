@@ -17,6 +17,7 @@ from torch import Tensor
 
 from persample.factors import contractions, cost_model
 from persample.utils import numerics, tracing
+from persample.utils.trees import Tree
 
 F = TypeVar("F", bound="Factor")
 
@@ -267,7 +268,7 @@ class Factor(ABC):
             yield index, buffer
 
 
-def tensor_fields(x: Any) -> dict[str, Tensor]:
+def tensor_fields(x: Tree) -> dict[str, Tensor]:
     """Return the fields of a dataclass that are tensors, by name."""
     return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
 

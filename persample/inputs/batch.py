@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from persample._torch import FakeTensor, FakeTensorMode, get_dispatch_mode_stack, is_functorch_wrapped_tensor
 from persample.errors import ArgumentError
 from persample.utils import trees
+from persample.utils.trees import Leaf, Tree
 
 _PAD = (
     "Stack a list of samples (torch.stack, torch.utils.data.default_collate). Pad episodes of different lengths to one "
@@ -25,7 +26,7 @@ PLAIN = {Tensor, nn.Parameter}
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
-def as_tensors(names: Sequence[str], leaves: Sequence[Any], like: Tensor) -> list[Any]:
+def as_tensors(names: Sequence[str], leaves: Sequence[Leaf], like: Tensor) -> list[Leaf]:
     """Return NumPy arrays as tensors on the parameters' device, and any other leaf unchanged."""
     check_kinds(names, leaves)
     pairs = zip(names, leaves, strict=True)
@@ -50,7 +51,7 @@ def _as_tensor(path: str, leaf: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 
 def sample_structure(
-    batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], *, keep_batch_dim: bool
+    batch: object, structure: trees.TreeSpec, dims: Sequence[int | None], *, keep_batch_dim: bool
 ) -> trees.TreeSpec:
     """Return the structure of one sample: that of the batch, except that TensorDicts store a batch size."""
     if type(batch) in {tuple, list} and trees.is_flat(structure):  # the common case
@@ -66,18 +67,18 @@ def sample_structure(
     return trees.structure(trees.unflatten(nodes, outer))
 
 
-def _is_tensordict(node: Any) -> bool:
+def _is_tensordict(node: object) -> bool:
     return hasattr(type(node), "auto_batch_size_")  # tensordict is no dependency of ours
 
 
 def batch_axes_first(
     names: Sequence[str],
-    leaves: Sequence[Any],
+    leaves: Sequence[Leaf],
     dims: Sequence[int | None],
     argument: str,
     *,
     keep_graph: bool = False,
-) -> tuple[tuple[Any, ...], tuple[bool, ...], int]:
+) -> tuple[tuple[Leaf, ...], tuple[bool, ...], int]:
     """Return the leaves with their batch axes first, for each whether it has one, and B."""
     values, batched = [], []
     rows: dict[str, Tensor] = {}
@@ -104,7 +105,7 @@ def batch_axes_first(
     return tuple(values), tuple(batched), _common_size(rows, argument)
 
 
-def _refuse(path: str, leaf: Any) -> NoReturn:
+def _refuse(path: str, leaf: object) -> NoReturn:
     fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
     if isinstance(leaf, nn.Module):
         fix = "Pass the parameters before the batch: per_sample_grads(loss_fn, module, batch)."
@@ -124,7 +125,7 @@ def _refuse_axis(path: str, leaf: Tensor, dim: int) -> NoReturn:
     raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
 
 
-def check_kinds(names: Sequence[str], leaves: Sequence[Any]) -> None:
+def check_kinds(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
     """Reject tensors that are not dense blocks of numbers."""
     for name, x in zip(names, leaves, strict=True):
         is_usual = type(x) in PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized)
@@ -177,7 +178,7 @@ def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
 _CONTAINERS = {tuple, list, dict}
 
 
-def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
+def split_in_dims(in_dims: Tree, *, has_modules: bool) -> tuple[Tree, Tree]:
     """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``."""
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
@@ -192,7 +193,7 @@ def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
     raise ArgumentError.about("in_dims", expected="(params_dims, batch_dims)", received=repr(in_dims), fix=fix)
 
 
-def spread_dims(argument: str, dims: Any, spec: trees.TreeSpec) -> list[int | None]:
+def spread_dims(argument: str, dims: object, spec: trees.TreeSpec) -> list[int | None]:
     """Return one batch axis, or None, for every leaf."""
     if dims is None or type(dims) is int:
         return [dims] * spec.num_leaves

@@ -13,6 +13,7 @@ from torch import Tensor
 from persample import _torch
 from persample._torch import transforms
 from persample.errors import ArgumentError
+from persample.factors.cost_model import Memory
 from persample.inputs.batch import as_tensors, check_kind
 from persample.reductions import Reduction, Stack
 from persample.utils import trees
@@ -25,7 +26,7 @@ _ENGINES, _RANDOMNESS, _OUTPUTS = (get_args(x) for x in (Engine, Randomness, Out
 
 
 def check_options(
-    *, engine: Any, randomness: Any, chunk_size: Any, memory: Any = None, outputs: Any = "scalar"
+    *, engine: str, randomness: str, chunk_size: int | None, memory: Memory = None, outputs: str = "scalar"
 ) -> None:
     """Reject invalid options."""
     check_choices(engine=(engine, _ENGINES), randomness=(randomness, _RANDOMNESS), outputs=(outputs, _OUTPUTS))
@@ -47,7 +48,7 @@ def check_loop(engine: str) -> None:
         raise ArgumentError.about("engine", expected=expected, received="'loop'", fix=fix)
 
 
-def check_out(out: Any, *, differentiated: bool) -> None:
+def check_out(out: object, *, differentiated: bool) -> None:
     """Reject ``out`` where derivatives or transforms of the caller's act on the results, or without memory."""
     if differentiated or transforms():
         around = "torch.func's transforms" if transforms() else "differentiable=True"
@@ -63,7 +64,7 @@ def check_out(out: Any, *, differentiated: bool) -> None:
                 raise ArgumentError.about("out", expected="tensors with memory", received=received, fix=fix) from error
 
 
-def check_chunk_size(chunk_size: Any) -> None:
+def check_chunk_size(chunk_size: object) -> None:
     """Reject an invalid chunk size."""
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size > 0):
         fix = "Pass how many samples to process at a time, or None for all."
@@ -78,7 +79,7 @@ def check_choices(**options: tuple[Any, Sequence[str]]) -> None:
             raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")
 
 
-def reductions(reduce: Any) -> tuple[list[Reduction], trees.TreeSpec]:
+def reductions(reduce: object) -> tuple[list[Reduction], trees.TreeSpec]:
     """Return the reductions of a call as a list, and the structure of their container."""
     leaves, container = trees.flatten(reduce)
     for leaf in leaves:
@@ -144,7 +145,7 @@ def _check_forward_mode(called: str) -> None:
 _divides_by_weight = operator.attrgetter("divides_by_weight")
 
 
-def check_weights(weights: Any, size: int, *, keep_graph: bool = False) -> Tensor | None:
+def check_weights(weights: object, size: int, *, keep_graph: bool = False) -> Tensor | None:
     """Return the weights as ``[B]`` float64 on the CPU, where they are checked; those of a GPU are read once."""
     if weights is None:
         return None

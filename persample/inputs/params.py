@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from persample.utils import trees
 _RESTRICTED = (torch.jit.ScriptModule, NormBase, nn.Embedding, nn.EmbeddingBag)
 
 
-def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
+def check_params(params: object, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
     """Return the parameters as flat tensors; reject leaves that cannot be differentiated."""
     if isinstance(params, Iterator):
         fix = "Pass the module itself, or dict(model.named_parameters())."
@@ -157,7 +156,7 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor], accumulate: bool =
         param.grad = param.grad + grad if accumulate and param.grad is not None else grad
 
 
-def add_grads(params: ParamTree, grads: Any) -> None:
+def add_grads(params: ParamTree, grads: object) -> None:
     """Add gradients to ``.grad``, as ``.backward()`` does."""
     for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
         if param.grad is None:

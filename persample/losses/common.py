@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from persample.errors import ArgumentError
+from persample.utils.trees import Tree
 
-_Loss = TypeVar("_Loss", bound=Callable[..., Any])
+_Loss = TypeVar("_Loss", bound=Callable[..., Tree])
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
 _FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
@@ -166,7 +167,7 @@ def overridable(loss: _Loss) -> _Loss:
     """
 
     @functools.wraps(loss)
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def whole(*args: Any, **kwargs: Any) -> Tree:
         if has_torch_function(args):
             return handle_torch_function(whole, args, *args, **kwargs)
         return loss(*args, **kwargs)

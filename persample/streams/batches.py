@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError, LossError
+from persample.utils.trees import Leaf, Tree
 
 _END = object()
 
@@ -30,8 +31,8 @@ class Batch(NamedTuple):
     """
 
     number: int
-    content: Any
-    weights: Any
+    content: Tree
+    weights: Tree
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Batch(NamedTuple):
         return f"batches[{self.number}]"
 
 
-def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
+def numbered(batches: object, weights: object) -> Iterator[Batch]:
     """Iterate over the batches."""
     if isinstance(batches, Tensor | nn.Module | dict | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
@@ -58,7 +59,7 @@ def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
         number += 1
 
 
-def _weights(weights: Any) -> Callable[[Any], Any]:
+def _weights(weights: object) -> Callable[[Leaf], Leaf]:
     """Return the function from one batch after the other to their weights."""
     if weights is None:
         return lambda _: None
@@ -71,7 +72,7 @@ def _weights(weights: Any) -> Callable[[Any], Any]:
         raise ArgumentError.about("weights", expected=expected, received=type(weights).__name__, fix=fix)
     entries = iter(weights)
 
-    def entry(content: Any) -> Any:
+    def entry(content: object) -> Tree:
         found = next(entries, _END)
         if (found is _END) != (content is _END):
             fewer = "fewer entries than batches" if found is _END else "more entries than batches"
@@ -82,7 +83,7 @@ def _weights(weights: Any) -> Callable[[Any], Any]:
     return entry
 
 
-def _check_takes_a_batch(weights: Callable[..., Any]) -> None:
+def _check_takes_a_batch(weights: Callable[..., Tree]) -> None:
     try:
         signature = inspect.signature(weights)
     except (TypeError, ValueError):  # some builtins have no signature
@@ -120,7 +121,7 @@ class InBatch:
 
 
 @contextmanager
-def shown(batches: Any, *, wanted: bool) -> Iterator[Callable[[int], object]]:
+def shown(batches: object, *, wanted: bool) -> Iterator[Callable[[int], object]]:
     """Show the number of batches, the samples per second and the time left, on stderr, in terminals and notebooks."""
     if not wanted:
         yield lambda _: None
@@ -156,7 +157,7 @@ def shown(batches: Any, *, wanted: bool) -> Iterator[Callable[[int], object]]:
         yield advance
 
 
-def _length(batches: Any) -> int | None:
+def _length(batches: object) -> int | None:
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:  # a DataLoader of an iterable data set

@@ -15,6 +15,7 @@ from persample.streams.accumulator import Accumulator, Order, Partial, merge_ran
 from persample.streams.batches import Batch, no_batch, numbered
 from persample.streams.lift import BatchLift
 from persample.streams.sink import SinkRun
+from persample.utils.trees import Tree
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class Stream:
         self.lift, self.order, self.processes, self.run = lift, order, processes, run
         self.accumulator = Accumulator()
 
-    def through(self, batches: Any, weights: Any, advance: Callable[[int], object]) -> None:
+    def through(self, batches: object, weights: object, advance: Callable[[int], object]) -> None:
         """Go through the batches of this process."""
         self.lift.random.seed(self.processes)
         try:
@@ -56,7 +57,7 @@ class Stream:
             raise NotConnectedError
         return total
 
-    def _add_all(self, batches: Any, weights: Any, advance: Callable[[int], object]) -> None:
+    def _add_all(self, batches: object, weights: object, advance: Callable[[int], object]) -> None:
         lockstep = Lockstep(self.processes)
         try:
             for batch in lockstep.through(numbered(batches, weights)):
@@ -88,7 +89,7 @@ class Stream:
         if self.run is not None:
             self.run.commit(batch, call, self.accumulator)
 
-    def _receive(self, lifted: Any, chunk: Call) -> None:
+    def _receive(self, lifted: Tree, chunk: Call) -> None:
         given = chunk.tensors if chunk.weights is None else [*chunk.tensors, chunk.weights]
         if self.lift.merges:
             self.accumulator.take(lifted, given)

@@ -31,6 +31,7 @@ from persample.errors import TorchVersionWarning
 from persample.utils import trees
 from persample.utils.origin import raised_since, users_depth
 from persample.utils.tracing import flags
+from persample.utils.trees import Leaf
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,7 +152,7 @@ def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
     return waiting
 
 
-def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) -> T:
+def isolated(params: object, body: Callable[[], T], *, keep_graph: bool = False) -> T:
     """Call the body of a public function without a graph, and restore the modules and torch's state of this thread.
 
     No other thread can swap parameters into the same modules or their parts: it waits. Everything is restored even if a
@@ -190,7 +191,7 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
         raise
 
 
-def _locks_of(params: Any) -> list[threading.RLock]:
+def _locks_of(params: object) -> list[threading.RLock]:
     """Return a lock for each module among the leaves of a tree and for each of their parts, in one order for all."""
     parts: dict[int, nn.Module] = {}
     rest = trees.flatten(params)[0]
@@ -202,14 +203,14 @@ def _locks_of(params: Any) -> list[threading.RLock]:
     return [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # C, so in one piece
 
 
-_States = list[tuple[Callable[[], Any], Callable[[Any], None]]]  # how to read each and to write it back
+_States = list[tuple[Callable[[], Any], Callable[[Leaf], None]]]  # how to read each and to write it back
 
 
-def _read(states: _States) -> list[Any]:
+def _read(states: _States) -> list[Leaf]:
     return [read() for read, _ in states]
 
 
-def _write(states: _States, before: Sequence[Any]) -> None:
+def _write(states: _States, before: Sequence[Leaf]) -> None:
     for (read, write), value in zip(states, before, strict=True):
         if read() != value:
             write(value)
@@ -227,8 +228,8 @@ def _leave_forward_mode(before: tuple[int, int]) -> None:
         forward_ad.exit_dual_level()
 
 
-def _restored(push: Callable[[Any], None], pop: Callable[[], Any], stack: Callable[[], Any]) -> Callable[[Any], None]:
-    def write(modes: Sequence[Any]) -> None:
+def _restored(push: Callable[[Leaf], None], pop: Callable[[], Any], stack: Callable[[], Any]) -> Callable[[Leaf], None]:
+    def write(modes: Sequence[Leaf]) -> None:
         while len(stack()) > len(modes):
             pop()
         for mode in modes[len(stack()) :]:  # torch takes a mode off while it is called

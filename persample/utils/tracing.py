@@ -32,6 +32,7 @@ from persample._torch import (
     is_functorch_wrapped_tensor,
     temporarily_clear_interpreter_stack,
 )
+from persample.utils.trees import Tree
 
 _REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
 flags = threading.local()
@@ -165,7 +166,7 @@ class Opaque:
         return result
 
     @cached_property
-    def operation(self) -> Any:
+    def operation(self) -> Tree:
         """The function as an operation of torch, registered when it is needed."""
         name, types = self._schema.split("(", 1)
         free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
@@ -204,7 +205,7 @@ def untraced() -> Iterator[None]:
 
 
 @contextmanager
-def inside(function: str, owner: Any = None) -> Iterator[None]:
+def inside(function: str, owner: object = None) -> Iterator[None]:
     """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there."""
     before = getattr(flags, "inside", None), getattr(flags, "owner", None), None
     flags.inside, flags.owner, flags.refusal = function, owner, None
@@ -222,6 +223,6 @@ def is_inside() -> str | None:
     return getattr(flags, "inside", None)
 
 
-def owner_inside() -> Any:
+def owner_inside() -> Tree:
     """Return the owner of the tensors that the function of ``is_inside`` must leave alone, or None."""
     return getattr(flags, "owner", None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import SinkError
-from persample.utils.trees import as_array
+from persample.utils.trees import Tree, as_array
 
 _BLOCK = 2**24  # bytes that are read at a time
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO, None}  # from opening a link, a directory, a socket, a pipe
@@ -291,7 +291,7 @@ def _check(index: dict[str, Any]) -> None:
         raise ValueError("expected one result for all samples")
 
 
-def _check_fields(found: Any, types: dict[str, type], file: str | None = None) -> None:
+def _check_fields(found: Tree, types: dict[str, type], file: str | None = None) -> None:
     """Reject anything but a dict of these types, the file with this name, and sizes that a tensor may have."""
     kinds = {name: type(x) for name, x in found.items()} if isinstance(found, dict) else type(found)
     if kinds != types:

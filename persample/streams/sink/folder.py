@@ -23,6 +23,7 @@ from persample.errors import ArgumentError, SinkError
 from persample.processes import Processes
 from persample.streams.accumulator import Order
 from persample.streams.sink.files import NAME, Column, Index, altered, kept, opened, unfinished, write_whole
+from persample.utils.trees import Tree
 
 # A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
 _PATIENCE = 10
@@ -155,7 +156,7 @@ class Sink:
                 path.unlink(missing_ok=True)  # all processes may open a finished folder
 
 
-def named(folder: Any) -> Path:
+def named(folder: Tree) -> Path:
     """Return the argument ``sink`` as a path, at which there is a folder, or may be."""
     try:
         path = Path(folder)
@@ -166,7 +167,7 @@ def named(folder: Any) -> Path:
     return path
 
 
-def _unusable(folder: Any, error: Exception) -> ArgumentError:
+def _unusable(folder: object, error: Exception) -> ArgumentError:
     received = f"{str(folder)!r} ({getattr(error, 'strerror', None) or error})"
     return _rejected("a folder that can be written to", received, "Choose another one.")
 

@@ -21,7 +21,7 @@ from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
 from persample.streams.sink.folder import join_ranks, named, open_own, read_sink
 from persample.utils import trees
-from persample.utils.trees import digest, name_of
+from persample.utils.trees import Leaf, Tree, digest, name_of
 
 
 class SinkRun:
@@ -59,7 +59,7 @@ class SinkRun:
         self.template: Any = None
         self._last: tuple[Batch, Call] | None = None
 
-    def begin(self, call: Call, leaves: Sequence[Any]) -> None:
+    def begin(self, call: Call, leaves: Sequence[Leaf]) -> None:
         """Learn the structure of the results from the first batch."""
         for name, reduction, lifted in zip(self.names, self.lift.wanted, leaves, strict=True):
             if not _has_rows(reduction) and any(isinstance(leaf, Stacked) for leaf in trees.flatten(lifted)[0]):
@@ -101,7 +101,7 @@ class SinkRun:
                 fix="Give the batches of that run in the same order (shuffle with the same seed), or a new folder.",
             )
 
-    def receive(self, lifted: Any, chunk: Call) -> Any:
+    def receive(self, lifted: Tree, chunk: Call) -> Tree:
         """Write the rows of one chunk."""
         if self.template is None:
             self.begin(chunk, self.lift.without_samples(chunk)[0])
@@ -135,7 +135,7 @@ class SinkRun:
         batches, checksum = _facts(*last)
         self.sink.commit(batches, accumulator.samples, accumulator.weight.total, checksum, state)
 
-    def finish(self, total: Partial) -> Any:
+    def finish(self, total: Partial) -> Tree:
         """Write the results that are no rows, and return all, mapped into memory."""
         values = self._tensors(total.leaves[0], rows=False)
         if self.processes.group is None:
@@ -144,7 +144,7 @@ class SinkRun:
             self.processes.together(lambda: join_ranks(self.folder, self._asked, self.order, self.processes, values))
         return self.results(verify=False)
 
-    def of_finished(self, batches: Iterator[Batch]) -> Any:
+    def of_finished(self, batches: Iterator[Batch]) -> Tree:
         """Return the results in a folder that is finished; nothing is computed."""
         passed = Accumulator()
 
@@ -161,7 +161,7 @@ class SinkRun:
         self._check_passed(sum(samples), sum(weights), last)
         return self.results()
 
-    def results(self, *, verify: bool = True) -> Any:
+    def results(self, *, verify: bool = True) -> Tree:
         """Return the results in a folder that is finished, mapped into memory."""
         templates = [one for one in self.processes.gather_objects(self.template) if one is not None]
         if not templates:
@@ -175,7 +175,7 @@ class SinkRun:
             raise ArgumentError.about("loss_fn", expected=expected, received=received, fix="Return the same (aux).")
         return trees.unflatten([found[name] for name in names], trees.structure(template))
 
-    def _tensors(self, leaves: Sequence[Any], *, rows: bool) -> dict[str, Tensor]:
+    def _tensors(self, leaves: Sequence[Leaf], *, rows: bool) -> dict[str, Tensor]:
         """Return the results of the reductions that have rows, or of the others, by name."""
         found: dict[str, Tensor] = {}
         for name, reduction, lifted in zip(self.names, self.lift.wanted, leaves, strict=True):
@@ -184,7 +184,7 @@ class SinkRun:
                 found |= dict(zip(trees.paths(result, name), trees.flatten(result)[0], strict=True))
         return found
 
-    def _sums(self, lifted: Any) -> Any:
+    def _sums(self, lifted: Tree) -> Tree:
         leaves, connected = lifted
         pairs = zip(self.lift.wanted, leaves, strict=True)
         return [() if _has_rows(reduction) else one for reduction, one in pairs], connected
