@@ -71,5 +71,5 @@ if __name__ == "__main__":
     for name in REDUCTIONS:
         line = measured(name, dist.get_world_size())
         if not dist.get_rank():
-            print(line, flush=True)  # noqa: T201
+            print(line, flush=True)
     dist.destroy_process_group()

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.cells import Cell
+from benchmarks.machine import environment
 from benchmarks.measure import Pace, Turn, measure, middle, set_up
 from benchmarks.report.files import merge, read, write
 from benchmarks.report.records import UNIT, Record, Results, Target
 from benchmarks.scaling import Point, has_given_up
 from benchmarks.targets import TARGETS
 from benchmarks.workers import Workers, truth_of
-from persample.cli.measure import environment
 from persample.errors import ArgumentError
 
 # All measurements of a file agree in these entries, as they are compared with each other.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import models
 from persample import composite_grads
-from persample.cli.measure import peak_memory
+from persample.utils.measure import peak_memory
 
 CHUNK = 64
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
 from persample import Factored, Gram, per_sample_grads
-from persample.cli.measure import peak_memory
+from persample.utils.measure import peak_memory
 
 OUTPUTS = 10
 # Which pairs of outputs are wanted: all, those of an output with itself, or their sum.

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.methods.unit import prepare
 from benchmarks.workloads import build
 from persample import ClippedMean, Mean, Norm, per_sample_grads
-from persample.cli.measure import peak_memory
+from persample.utils.measure import peak_memory
 
 WANTED = (Mean(), ClippedMean(1.0), Norm())
 

@@ -19,7 +19,7 @@ from benchmarks.oracle import oracle
 from benchmarks.quantities import agrees
 from benchmarks.report.records import UNIT
 from benchmarks.workloads import build
-from persample.cli.measure import peak_memory
+from persample.utils.measure import peak_memory
 
 METHODS = load("torch")
 CASES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from persample.reductions import Reduce
 from persample.reductions.base import Reductions
 from persample.utils import rng
 from persample.utils.isolation import isolated
+from persample.utils.trees import Tree
 
 _NO_LAYER = "elementwise, or a sum"  # not a product of signals and inputs
 _UNUSED = "the loss does not depend on it: zeros, stored once"
@@ -113,12 +114,12 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 @uncaptured
 def explain(
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
-    params: Any,
-    batch: Any,
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Tree]],
+    params: Tree,
+    batch: Tree,
     reduce: Reduce = None,
     *,
-    in_dims: tuple[Any, Any] = (None, 0),
+    in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",

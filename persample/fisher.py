@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -11,25 +10,26 @@ from persample._torch import uncaptured
 from persample.inputs import Engine, Outputs, Randomness
 from persample.per_sample import per_sample_grads
 from persample.reductions.directions import FisherVectorProduct
+from persample.utils.trees import Tree
 
 
 @uncaptured
 def fisher_vector_product(
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
-    params: Any,
-    batch: Any,
-    v: Any,
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Tree]],
+    params: Tree,
+    batch: Tree,
+    v: Tree,
     *,
-    weights: Any = None,
-    in_dims: tuple[Any, Any] = (None, 0),
+    weights: Tree = None,
+    in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
     chunk_size: int | None = None,
     engine: Engine = "eager",
-    out: Any = None,
+    out: Tree = None,
     differentiable: bool = False,
-) -> Any:
+) -> Tree:
     """Compute F v = (1/n) Σ wᵢ ⟨gᵢ, v⟩ gᵢ, n = Σ wᵢ, for the empirical Fisher matrix F of per-sample gradients gᵢ.
 
     One forward and backward pass for any number of vectors; neither F nor the gradients are written out. With outputs

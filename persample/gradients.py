@@ -15,7 +15,7 @@ from persample.factors import Dense, Factor, contractions
 from persample.factors.contractions import squared_norms_of_sums
 from persample.utils.numerics import as_real, has_extreme, root, squared_norms_of_each
 from persample.utils.tracing import is_recorded
-from persample.utils.trees import TreeSpec, unflatten
+from persample.utils.trees import Leaf, Tree, TreeSpec, unflatten
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ParamSpec:
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
 
-    def tree(self, values: Sequence[Any]) -> Any:
+    def tree(self, values: Sequence[Leaf]) -> Tree:
         """Return a tree like the parameters from one value per parameter."""
         return unflatten(list(values), self.structure)
 
@@ -58,7 +58,7 @@ class Gradients:
     factors: tuple[Factor, ...]
     spec: ParamSpec
     losses: Tensor
-    aux: Any = None
+    aux: Tree = None
     has_aux: bool = False
     weights: Tensor | None = None
     connected: bool = True
@@ -192,12 +192,6 @@ def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
     """Return ‖gᵢ‖² of each parameter: as ``Factor.squared_norms``, with one check of the magnitudes of all operands.
 
     What several factors share, as layers with one input do, is read once.
-
-    Args:
-        factors: the gradients of one parameter each.
-
-    Returns:
-        ``[B]`` float64 each.
     """
     operands = [factor.norm_operands for factor in factors]
     terms = [() if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.numerics import restore
 from persample.utils.tracing import are_plain
-from persample.utils.trees import TreeSpec, leaf, on_one_line, tree_map
+from persample.utils.trees import Leaf, Tree, TreeSpec, leaf, on_one_line, tree_map
 
 _BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
 
@@ -61,12 +60,7 @@ class Summed:
 
 
 def divided(sums: Sequence[Summed], divisor: Tensor | None) -> list[Tensor]:
-    """Return sums in their final dtypes, divided before they are converted.
-
-    Args:
-        sums: the sums, to which nothing else refers.
-        divisor: a 0-d tensor, or None for 1.
-    """
+    """Return sums in their final dtypes, divided before they are converted."""
     values = [x.value for x in sums]
     if divisor is not None:  # in place: new memory costs more than the division
         if are_plain(values):
@@ -154,14 +148,14 @@ class Stacked:
         _check_shapes(_row_shape(self.rows), _row_shape(other.rows))
         return Stacked(self.rows, self.dtype, (*self.tail, other.rows, *other.tail))
 
-    def concatenated(self) -> Any:
+    def concatenated(self) -> Tree:
         """Return all rows as one tensor, or one factor."""
         if not self.tail:
             return self.rows
-        rows: list[Any] = [self.rows, *self.tail]
+        rows: list[Leaf] = [self.rows, *self.tail]
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
-    def fits(self, out: Any) -> bool:
+    def fits(self, out: object) -> bool:
         """Return whether ``out`` is a tensor of the shape, dtype and device of the finished rows."""
         shape = _row_shape(self.rows)
         dtype = self.rows.dtype if self.dtype is None else self.dtype
@@ -179,11 +173,7 @@ class Stacked:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return views of as many numbers as stay in a CPU's cache; small tensors, unlike ones and those of GPUs whole.
-
-    Args:
-        tensors: those that are written to come first, and are contiguous.
-    """
+    """Return views of as many numbers as stay in a CPU's cache; small tensors, unlike ones and those of GPUs whole."""
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
         return [tensors]
@@ -196,15 +186,7 @@ def _share(part: Tensor, n: Tensor) -> Tensor:
 
 
 def check_alike(expected: TreeSpec, received: TreeSpec) -> None:
-    """Reject leaves whose tree is another than that of earlier batches.
-
-    Args:
-        expected: the structure of the earlier ones.
-        received: the structure of these.
-
-    Raises:
-        LossError: if they differ.
-    """
+    """Reject leaves whose tree is another than that of earlier batches."""
     if expected is not received and expected != received:
         one, other = on_one_line(expected), on_one_line(received)
         raise LossError(f"expected results like those of earlier batches, {one}, received {other}.")
@@ -235,15 +217,8 @@ class AnyOf:
         return AnyOf(self.value or other.value)
 
 
-def merge(left: Any, right: Any) -> Any:
+def merge(left: object, right: object) -> Tree:
     """Merge two partial results of the same structure, leaf by leaf.
-
-    Args:
-        left: a tree of leaves of this module, for the earlier samples.
-        right: the same for the later samples.
-
-    Returns:
-        The tree for all samples.
 
     Examples:
         >>> a, b = Summed(torch.tensor(1.0)), Summed(torch.tensor(2.0))
@@ -253,13 +228,6 @@ def merge(left: Any, right: Any) -> Any:
     return tree_map(lambda a, b: a.merge(b), left, right)
 
 
-def merge_all(partials: Iterable[Any]) -> Any:
-    """Merge partial results from left to right; at most two of them exist at a time.
-
-    Args:
-        partials: trees of one structure, at least one.
-
-    Returns:
-        The tree for the samples of all.
-    """
+def merge_all(partials: Iterable[Leaf]) -> Tree:
+    """Merge partial results from left to right; at most two of them exist at a time."""
     return functools.reduce(merge, partials)

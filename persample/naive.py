@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.backward import BackwardGuard
+from persample.utils.trees import Leaf, Tree
 
 
 def value_and_grad(
-    loss_fn: Callable[..., tuple[Tensor, Any]],
+    loss_fn: Callable[..., tuple[Tensor, Tree]],
     params: Sequence[Tensor],
     *sample: Any,
     like: Sequence[Tensor] | None = None,
@@ -44,7 +45,7 @@ def value_and_grad(
         pairs = zip(params, params if like is None else like, strict=True)
         leaves = [_leaf(*pair, create_graph=create_graph) for pair in pairs]
         loss, aux = loss_fn(leaves, *sample)
-    grads: list[Any] = [None] * len(leaves)
+    grads: list[Leaf] = [None] * len(leaves)
     active = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]  # the loss may have frozen others
     if loss.requires_grad and active:
         wanted = [leaves[place] for place in active]
@@ -77,7 +78,7 @@ def _leaf(param: Tensor, like: Tensor, *, create_graph: bool) -> Tensor:
     return nn.Parameter(param.detach()) if isinstance(like, nn.Parameter) else param.detach().requires_grad_()
 
 
-def loop(loss_fn: Callable[..., Tensor], params: Any, batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+def loop(loss_fn: Callable[..., Tensor], params: Tree, batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tree]]:
     """Iterate over a batch, sample by sample: ℓᵢ and its gradient, with one graph alive at a time.
 
     Args:
@@ -102,7 +103,7 @@ def loop(loss_fn: Callable[..., Tensor], params: Any, batch: Sequence[Tensor]) -
         yield loss, trees.unflatten(filled, spec)
 
 
-def stack_mean_backward(losses: Sequence[Tensor], params: Any) -> Any:
+def stack_mean_backward(losses: Sequence[Tensor], params: Tree) -> Tree:
     """Average a list of losses and back-propagate once: mean → gradient.
 
     (1/n) Σ ∇ℓᵢ = ∇ (1/n) Σ ℓᵢ. Every graph stays alive until the one backward pass.
@@ -126,7 +127,7 @@ def stack_mean_backward(losses: Sequence[Tensor], params: Any) -> Any:
     return trees.unflatten(list(torch.autograd.grad(mean, tensors, allow_unused=True, materialize_grads=True)), spec)
 
 
-def backward_each(losses: Iterable[Tensor], params: Any, n: int | None = None, *, retain_graph: bool = False) -> Any:
+def backward_each(losses: Iterable[Tensor], params: Tree, n: int | None = None, *, retain_graph: bool = False) -> Tree:
     """Back-propagate each loss by itself, divided by n, and add the gradients up: Σ ∇(ℓᵢ/n).
 
     Given a generator and ``n``, each graph is freed before the next is built, so memory does not grow with n.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,26 +21,27 @@ from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.isolation import isolated
 from persample.utils.origin import fold
+from persample.utils.trees import Leaf, Tree
 
 
 @uncaptured
 def per_sample_grads(
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
-    params: Any,
-    batch: Any,
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Tree]],
+    params: Tree,
+    batch: Tree,
     reduce: Reduce = None,
     *,
-    weights: Any = None,
-    in_dims: tuple[Any, Any] = (None, 0),
+    weights: Tree = None,
+    in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
     chunk_size: int | None = None,
     memory: int | Literal["low"] | None = None,
     engine: Engine = "eager",
-    out: Any = None,
+    out: Tree = None,
     differentiable: bool = False,
-) -> Any:
+) -> Tree:
     """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, and reduce them.
 
     Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. Results never require grad, unless
@@ -160,7 +161,7 @@ def per_sample_grads(
     if engine in PROGRAMS and weights is None and (found := repeated(asked)) is not None:
         return found[0]
 
-    def compute() -> Any:
+    def compute() -> Tree:
         if out is not None:
             inputs.check_out(out, differentiated=differentiated)
         call = inputs.normalize(
@@ -179,10 +180,10 @@ def per_sample_grads(
         into = out if out is not None and is_apart(out, call.tensors) else None
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
 
-        def by(way: pipeline.Engine) -> list[Any]:
+        def by(way: pipeline.Engine) -> list[Leaf]:
             return pipeline.run(call, pipeline.lift_by(way, reductions), reductions, chunk_size)
 
-        def first() -> list[Any]:
+        def first() -> list[Leaf]:
             if engine in PROGRAMS:
                 return compiled(call, reductions, chunk_size, asked, into, engine=engine)
             return by(ENGINES[engine])

@@ -19,85 +19,43 @@ from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.numerics import full_precision, is_folded, memory
 from persample.utils.tracing import is_traced, is_wrapped
+from persample.utils.trees import Leaf, Tree
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
 Lift: TypeAlias = Callable[[Call], Any]  # from a chunk to the result of ``Reductions.lift``
 
 
 def lift_by(engine: Engine, reductions: Reductions) -> Lift:
-    """Return the function that computes the gradients of a chunk and lifts them.
-
-    Args:
-        engine: computes the gradients of a chunk.
-        reductions: the reductions of the call.
-    """
+    """Return the function that computes the gradients of a chunk and lifts them."""
     return lambda chunk: reductions.lift(engine(chunk, reductions.required_ops))
 
 
-def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Any:
-    """Lift the gradients of every chunk and merge the leaves.
-
-    Args:
-        chunks: the chunks of a call, at least one.
-        engine: computes the gradients of a chunk.
-        reductions: the reductions of the call.
-
-    Returns:
-        The merged leaves of every reduction, and whether the loss depends on any parameter.
-    """
+def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Tree:
+    """Lift the gradients of every chunk and merge the leaves."""
     return merge_all(map(lift_by(engine, reductions), chunks))
 
 
-def finish(call: Call, lifted: Any, reductions: Reductions) -> list[Any]:
-    """Return the result of every reduction.
-
-    Args:
-        call: the call.
-        lifted: the merged leaves of all its chunks.
-        reductions: the reductions of the call.
-
-    Raises:
-        NotConnectedError: if the loss depends on no parameter.
-    """
+def finish(call: Call, lifted: Tree, reductions: Reductions) -> list[Leaf]:
+    """Return the result of every reduction."""
     leaves, connected = lifted
     if not connected.value:
         raise NotConnectedError
     return reductions.finish(leaves, call.params[0].device)
 
 
-def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) -> list[Any]:
-    """Compute the result of every reduction, chunk by chunk.
-
-    Args:
-        call: the call.
-        lift: computes the gradients of a chunk and lifts them.
-        reductions: the reductions of the call.
-        chunk_size: the number of samples processed at a time, or None for all.
-
-    Returns:
-        One result per reduction.
-
-    Raises:
-        NotConnectedError: if the loss depends on no parameter.
-    """
+def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) -> list[Leaf]:
+    """Compute the result of every reduction, chunk by chunk."""
     chunks = call.chunks(chunk_size)
     if call.randomness == "same":
         chunks = rng.replayed(chunks)
     return finish(call, merge_all(map(lift, chunks)), reductions)
 
 
-def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
+def owned(result: object, inputs: Sequence[Tensor]) -> Tree:
     """Copy the tensors of a result that share memory, so that a write to one of them changes no other.
 
     Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
     to every element). An auxiliary output of the loss may be an input of the loss.
-
-    Args:
-        result: a tree of tensors and factors.
-        inputs: the tensors among the arguments of the loss.
-
-    Returns:
-        The tree; each of its tensors has memory of its own.
 
     Examples:
         >>> import torch
@@ -117,7 +75,7 @@ def owned(result: Any, inputs: Sequence[Tensor]) -> Any:
     return trees.unflatten(leaves, structure)
 
 
-def write_into(out: Any, result: Any) -> Any:
+def write_into(out: object, result: object) -> Tree:
     """Write a result into the storage of a previous one.
 
     Args:
@@ -169,12 +127,8 @@ def write_into(out: Any, result: Any) -> Any:
     return out
 
 
-def is_apart(out: Any, inputs: Sequence[Any]) -> bool:
+def is_apart(out: object, inputs: Sequence[Leaf]) -> bool:
     """Return whether a previous result can be written while the inputs are still read: they share no memory.
-
-    Args:
-        out: the previous result, a tree.
-        inputs: the arguments of the loss.
 
     Examples:
         >>> import torch

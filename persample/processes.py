@@ -22,7 +22,7 @@ from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
 from persample.merge import Moments, Summed, merge
 from persample.utils import trees
-from persample.utils.trees import name_of
+from persample.utils.trees import Leaf, Tree, name_of
 
 T = TypeVar("T")
 
@@ -53,11 +53,7 @@ class Processes:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """Explain the error of a collective that another process does not answer.
-
-        Raises:
-            LossError: instead of torch's error.
-        """
+        """Explain the error of a collective that another process does not answer."""
         try:
             yield
         except LossError:
@@ -68,7 +64,7 @@ class Processes:
                 f"its own error says why. torch said: {error}"
             ) from error
 
-    def gather_objects(self, own: Any) -> list[Any]:
+    def gather_objects(self, own: object) -> list[Leaf]:
         """Return the objects of all processes, by rank."""
         if self.group is None:
             return [own]
@@ -103,16 +99,7 @@ class Processes:
         return result
 
     def raise_failures(self, own: str | None, arguments: Mapping[str, str] | None = None) -> None:
-        """Raise an error if a process has failed, or has other arguments; all processes call this at once.
-
-        Args:
-            own: how this process failed; None if it did not.
-            arguments: what must be the same on all processes, in words, by name.
-
-        Raises:
-            LossError: if another process failed.
-            ArgumentError: if none failed, but an argument differs.
-        """
+        """Raise an error if a process has failed, or has other arguments; all processes call this at once."""
         texts, known = zip(*self.gather_objects((own, arguments)), strict=True)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if failed and own is None:
@@ -123,16 +110,8 @@ class Processes:
                 fix = "Results are those of all processes: pass the same on each."
                 raise ArgumentError.about(name, expected="the same on all ranks", received=listed, fix=fix)
 
-    def gather_rows(self, z: Any, sizes: Sequence[int]) -> Any:
-        """Return the rows of all processes, in the order of their ranks.
-
-        Args:
-            z: the rows of this process, a tree of tensors ``[n, ...]``.
-            sizes: the n of every process.
-
-        Raises:
-            LossError: if z of the processes differ in structure, shape or dtype.
-        """
+    def gather_rows(self, z: object, sizes: Sequence[int]) -> Tree:
+        """Return the rows of all processes, in the order of their ranks."""
         if self.group is None:
             return z
         leaves, structure = trees.flatten(z)
@@ -152,7 +131,7 @@ class Processes:
         return everything.view(-1).view(x.dtype).view(sum(sizes), *x.shape[1:])
 
 
-def check_group(group: Any) -> None:
+def check_group(group: object) -> None:
     """Reject anything but a process group that this process belongs to, or None."""
     initialized = dist.is_available() and dist.is_initialized()
     if group is None or (initialized and isinstance(group, dist.ProcessGroup)):
@@ -175,18 +154,11 @@ def own_rows(tensors: Sequence[Tensor | None], sizes: Sequence[int], rank: int) 
     return [None if x is None else x[start : start + sizes[rank]] for x in tensors]
 
 
-def merged(partial: Any, processes: Processes) -> Any:
+def merged(partial: object, processes: Processes) -> Tree:
     """Return a tree of mergeable leaves, of the same structure on every process, merged over all processes.
 
     Sums are all-reduced, all of one dtype at once. So are moments, by Chan's formula for many parts at once: the
     mean first, then the deviations from it. Everything else is gathered, and merged in the order of the ranks.
-
-    Args:
-        partial: the tree of this process.
-        processes: the processes.
-
-    Returns:
-        The tree for the samples of all processes, the same on all.
     """
     if processes.group is None:
         return partial
@@ -221,16 +193,8 @@ def _all_reduced(tensors: Sequence[Tensor], processes: Processes) -> list[Tensor
     return totals
 
 
-def one_by_one(own: Any, processes: Processes) -> Iterator[Any]:
-    """Iterate over the trees of all processes, of which each holds one beside its own at a time.
-
-    Args:
-        own: the tree of this process, of the same structure on every process.
-        processes: the processes.
-
-    Yields:
-        The trees, by rank.
-    """
+def one_by_one(own: object, processes: Processes) -> Iterator[Leaf]:
+    """Iterate over the trees of all processes, of which each holds one beside its own at a time."""
     leaves, structure = trees.flatten(own)
     for rank in range(processes.size):
         packed = [_packed(leaves) if rank == processes.rank else None]
@@ -238,31 +202,31 @@ def one_by_one(own: Any, processes: Processes) -> Iterator[Any]:
         yield own if rank == processes.rank else trees.unflatten(_unpacked(packed[0], leaves, processes), structure)
 
 
-def _gathered(leaves: list[Any], processes: Processes) -> list[Any]:
+def _gathered(leaves: list[Leaf], processes: Processes) -> list[Leaf]:
     if not leaves:
         return []
     gathered = processes.gather_objects(_packed(leaves))
     return functools.reduce(merge, [_unpacked(data, leaves, processes) for data in gathered])
 
 
-def _packed(leaves: list[Any]) -> bytes:
+def _packed(leaves: list[Leaf]) -> bytes:
     buffer = io.BytesIO()
     torch.save(_plain(leaves), buffer)
     return buffer.getvalue()
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: Tree) -> Tree:
     """Return tensors, numbers and names for a leaf: of its class the name, of its fields the same."""
     if is_dataclass(x):
         return {"class": name_of(type(x)), **{name: _plain(getattr(x, name)) for name in x.__dataclass_fields__}}
     return type(x)(map(_plain, x)) if type(x) in {list, tuple} else x
 
 
-def _unpacked(data: Any, own: list[Any], processes: Processes) -> Any:
+def _unpacked(data: Tree, own: list[Leaf], processes: Processes) -> Tree:
     """Return the leaves of another process: those of the classes of our own leaves, and of factors, and of no other."""
     known = {name_of(kind): kind for kind in (*map(type, own), *_subclasses(Factor))}
 
-    def restored(x: Any) -> Any:
+    def restored(x: Tree) -> Tree:
         if isinstance(x, dict):
             return known[x.pop("class")](**{name: restored(value) for name, value in x.items()})
         return type(x)(map(restored, x)) if type(x) in {list, tuple} else x

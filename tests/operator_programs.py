@@ -113,6 +113,6 @@ def compare(programs, engine):
                 beside = [x.name for x in culprits(several, case, engine)]
                 shapes = [tuple(case.leaves[k].shape) for k in case.places]
                 wrong.append(f"{case.name} {case.roles} {shapes} {case.sample.kwargs} beside {beside}: {found}")
-    print(f"{engine}: {len(programs)} programs, {dict(counts)}, {apart}")  # noqa: T201
+    print(f"{engine}: {len(programs)} programs, {dict(counts)}, {apart}")
     assert not wrong, "\n".join(wrong)
     assert counts["agreed"] > 5 * (counts["refused"] + counts["not compiled"])

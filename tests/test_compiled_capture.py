@@ -690,7 +690,7 @@ class ModuleLoss(nn.Module):
 def decorated(function):
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        print("called")  # noqa: T201
+        print("called")
         return 2 * function(*args, **kwargs)
 
     return wrapper

@@ -157,7 +157,7 @@ def test_a_parameter_of_the_first_sample_is_no_constant():
 
 def test_prints_are_passed_over():
     def loss(w, x):
-        print("shape", x.shape)  # noqa: T201
+        print("shape", x.shape)
         return w @ x
 
     assert_trees_close(per_sample_grads(loss, W, X, engine="compiled"), X, 1e-12)

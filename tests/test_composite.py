@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import persample as ps
 from persample import LossError, composite_grads, per_sample_grads
-from persample.cli.measure import peak_memory
+from persample.utils.measure import peak_memory
 
 
 def list_wise_softmax(z):

@@ -17,11 +17,11 @@ from benchmarks.report.files import read
 from benchmarks.report.page import save_report
 from persample import ArgumentError, LossError, Norm, SinkError, accumulate, processes, read_sink
 from persample.cli.app import app
-from persample.cli.report import writable
+from persample.cli.output import writable
 from persample.factors import Dense, Outer, SumFactor
 from persample.merge import Stacked, Summed
 from persample.processes import Processes
-from persample.rl.training import TD0, Trainer, TrainingConfig, load_checkpoint, save_checkpoint
+from persample.rl.training import TD0, Trainer, load_checkpoint, save_checkpoint
 
 
 class Bomb:
@@ -35,7 +35,7 @@ class Bomb:
 
 
 def trainer():
-    return Trainer(TrainingConfig(TD0(), "persample/RandomWalk-v0"))
+    return Trainer(TD0(), "persample/RandomWalk-v0")
 
 
 def resuming(path):
@@ -149,9 +149,9 @@ def test_paths_that_cannot_be(path, monkeypatch, tmp_path):
         accumulate(lambda w, x: w @ x, torch.ones(3), batches, norm, sink=path)
     with pytest.raises(SinkError, match="is no index of results"):
         read_sink(path)
-    with pytest.raises(ArgumentError, match="--output: expected a directory that can be written to, received"):
+    with pytest.raises(ArgumentError, match="output: expected a directory that can be written to, received"):
         writable(Path(path))
-    with pytest.raises(ArgumentError, match="--output: expected a directory that can be written to, received"):
+    with pytest.raises(ArgumentError, match="output: expected a directory that can be written to, received"):
         writable(tmp_path, path)
     resuming(Path(path))
     assert CliRunner().invoke(app, ["baird", "--updates", "1", "--output", f"{path}.png"]).exit_code == 2
@@ -168,7 +168,7 @@ def test_what_is_no_path(sink):
 def test_a_module_without_a_package(module):
     done = CliRunner().invoke(app, ["stats", f"{module}:task"])
     assert done.exit_code == 2
-    assert "MODULE:FUNCTION: expected two names" in done.output
+    assert "MODULE:FUNCTION: expected a function" in done.output
 
 
 # Results of other processes

@@ -102,3 +102,12 @@ def test_a_second_import():
         "print(int(torch.equal(first, norms())))",
     )
     assert printed(*lines) == 1
+
+
+def test_the_core_imports_neither_extras_nor_what_needs_them():
+    extras = ("gymnasium", "typer", "rich", "matplotlib", "PIL", "persample.rl", "persample.cli")
+    found = printed(
+        "import json, sys, persample",
+        "print(json.dumps(sorted(sys.modules)))",
+    )
+    assert not [name for name in found if name.startswith(extras)]

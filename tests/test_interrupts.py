@@ -335,7 +335,7 @@ def test_an_interrupt_in_a_context_of_the_loss_leaves_nothing_open(loss, differe
 @pytest.mark.slow
 def test_2000_interrupts_leave_everything_whole():
     hits = run(2000, seed=1)
-    print(f"{hits.total()} interrupts: {dict(sorted(hits.items()))}")  # noqa: T201 - the count is the point
+    print(f"{hits.total()} interrupts: {dict(sorted(hits.items()))}")
     assert len(hits) == 20
 
 

@@ -41,7 +41,7 @@ def assert_nothing_stays(found, most):
     assert found["alive"] == 0
     assert found["kept"] <= 40  # compiled programs of the latest losses
     curve = found["curve"]
-    print([round(x, 1) for x in curve])  # noqa: T201 (shown by -s)
+    print([round(x, 1) for x in curve])
     assert curve[-1] - curve[len(curve) // 2] < most, curve
 
 

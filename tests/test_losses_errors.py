@@ -16,11 +16,11 @@ MU, MASK = torch.zeros(T, 2), torch.ones(T, dtype=torch.bool)
 REFUSED = {
     "td-column": (
         lambda: losses.td_learning(V[:, None], V, 0.9, V),
-        r"r_t: expected shape \[\] or \[4, 1\], as of v_tm1",
+        r"r_t: expected a number or shape \[4, 1\], as of v_tm1",
     ),
     "td-loss-column": (
         lambda: losses.td_loss(V, V, 0.9, V[:, None]),
-        r"v_t: expected shape \[\] or \[4\], as of v_tm1",
+        r"v_t: expected a number or shape \[4\], as of v_tm1",
     ),
     "td-lambda-values": (
         lambda: losses.td_lambda(V[1:], V, 0.9, V, 0.5),
@@ -32,15 +32,15 @@ REFUSED = {
     ),
     "sarsa-action": (
         lambda: losses.sarsa(ROW, ACTION, ONE, 0.9, ROW, ACTION + 0.5),
-        r"a_t: expected integers, .*float32",
+        r"a_t: expected a tensor of integers, .*float32",
     ),
     "sarsa-actions": (
         lambda: losses.sarsa(ROW, ACTIONS, ONE, 0.9, ROW, ACTION),
-        r"a_tm1: expected shape \[\], one entry per row of q_tm1, received shape \[4\]",
+        r"a_tm1: expected a number or shape \[\], as of the rows of q_tm1, received shape \[4\]",
     ),
     "sarsa-next": (
         lambda: losses.sarsa(ROW, ACTION, ONE, 0.9, ROW[1:], ACTION),
-        r"q_t: expected shape \[\] or \[3\], as of q_tm1, received shape \[2\]",
+        r"q_t: expected a number or shape \[3\], as of q_tm1, received shape \[2\]",
     ),
     "sarsa-scalar-q": (
         lambda: losses.sarsa(ONE, ACTION, ONE, 0.9, ONE, ACTION),
@@ -48,11 +48,11 @@ REFUSED = {
     ),
     "expected-sarsa": (
         lambda: losses.expected_sarsa(ROW, ACTION, ONE, 0.9, ROW, ROW[:2]),
-        r"probs_a_t: expected shape \[\] or \[3\], as of q_tm1",
+        r"probs_a_t: expected a number or shape \[3\], as of q_tm1",
     ),
     "q-reward": (
         lambda: losses.q_learning(Q, ACTIONS, V[:, None], 0.9, Q),
-        r"r_t: expected shape \[4\], one entry per row of q_tm1, received shape \[4, 1\]",
+        r"r_t: expected a number or shape \[4\], as of the rows of q_tm1, received shape \[4, 1\]",
     ),
     "q-one-action": (
         lambda: losses.q_learning(Q, ACTION, V, 0.9, Q),
@@ -60,23 +60,23 @@ REFUSED = {
     ),
     "double-q": (
         lambda: losses.double_q_learning(ROW, ACTION, ONE, 0.9, ROW, ROW[:2]),
-        r"q_t_selector: expected shape \[\] or \[3\]",
+        r"q_t_selector: expected a number or shape \[3\]",
     ),
     "sarsa-lambda": (
         lambda: losses.sarsa_lambda(Q, ACTIONS, V, 0.9, Q, ACTIONS[1:], 0.5),
-        r"a_t: expected shape \[4\], one entry per row of q_t",
+        r"a_t: expected a number or shape \[4\], as of the rows of q_t",
     ),
     "q-lambda": (
         lambda: losses.q_lambda(Q, ACTIONS, V, V[1:], Q, 0.5),
-        r"discount_t: expected a number or shape \[\] or \[4\], as of r_t, received shape \[3\]",
+        r"discount_t: expected a number or shape \[4\], as of r_t, received shape \[3\]",
     ),
     "retrace": (
         lambda: losses.retrace(Q, Q, ACTIONS, ACTIONS, V, 0.9, Q[:, 1:], V, 0.5),
-        r"pi_t: expected shape \[\] or \[4, 3\], as of q_t",
+        r"pi_t: expected a number or shape \[4, 3\], as of q_t",
     ),
     "retrace-mu": (
         lambda: losses.retrace(Q, Q, ACTIONS, ACTIONS, V, 0.9, Q, Q, 0.5),
-        r"mu_t: expected a number or shape \[\] or \[4\], as of r_t, received shape \[4, 3\]",
+        r"mu_t: expected a number or shape \[4\], as of r_t, received shape \[4, 3\]",
     ),
     "vtrace": (
         lambda: losses.vtrace_td_error_and_advantage(V, V, V, 0.9, V[:, None]),
@@ -84,7 +84,7 @@ REFUSED = {
     ),
     "categorical": (
         lambda: losses.categorical_td_learning(ROW, ROW[1:], ONE, 0.9, ROW, ROW),
-        r"v_logits_tm1: expected shape \[\] or \[3\], as of v_atoms_tm1",
+        r"v_logits_tm1: expected a number or shape \[3\], as of v_atoms_tm1",
     ),
     "categorical-batch": (
         lambda: losses.categorical_td_learning(ROW, Q, V, 0.9, ROW, Q),
@@ -94,7 +94,7 @@ REFUSED = {
         lambda: losses.categorical_td_learning(ROW, ROW, V, 0.9, ROW, ROW),
         r"r_t: expected one number, received shape \[4\]. A loss sees one sample",
     ),
-    "quantiles": (lambda: losses.quantile_regression_loss(ROW, V, ROW), r"tau_src: expected shape \[\] or \[3\]"),
+    "quantiles": (lambda: losses.quantile_regression_loss(ROW, V, ROW), r"tau_src: expected a number or shape \[3\]"),
     "quantiles-huber": (
         lambda: losses.quantile_regression_loss(ROW, ROW, ROW, -1.0),
         r"huber_param: expected a number >= 0, received -1.0. Use 0 for the absolute error",
@@ -142,11 +142,11 @@ REFUSED = {
     ),
     "policy-actions": (
         lambda: losses.policy_gradient_loss(LOGITS, ACTIONS[:, None], V),
-        r"a_t: expected shape \[4\], one entry per row of logits_t, received shape \[4, 1\]",
+        r"a_t: expected a number or shape \[4\], as of the rows of logits_t, received shape \[4, 1\]",
     ),
     "policy-float-actions": (
         lambda: losses.reinforce_loss(LOGITS, V, V),
-        r"a_t: expected integers, received torch.float32. .*gaussian",
+        r"a_t: expected a tensor of integers, received torch.float32. .*gaussian",
     ),
     "policy-advantages": (
         lambda: losses.policy_gradient_loss(LOGITS, ACTIONS, V[:, None]),
@@ -154,9 +154,9 @@ REFUSED = {
     ),
     "policy-mask": (
         lambda: losses.reinforce_loss(LOGITS, ACTIONS, V, torch.ones(T, 1)),
-        r"mask_t: expected shape \[4\], one entry per row of logits_t",
+        r"mask_t: expected shape \[4\], as of the rows of logits_t",
     ),
-    "entropy": (lambda: losses.entropy_loss(LOGITS, V[:, None]), r"w_t: expected shape \[4\]"),
+    "entropy": (lambda: losses.entropy_loss(LOGITS, V[:, None]), r"w_t: expected a number or shape \[4\]"),
     "reduction": (
         lambda: losses.entropy_loss(LOGITS, reduction="total"),
         r"reduction: expected 'sum', 'mean' or 'none', received 'total'",
@@ -171,11 +171,11 @@ REFUSED = {
     ),
     "policies": (
         lambda: losses.categorical_importance_sampling_ratios(LOGITS, LOGITS[:, 1:], ACTIONS),
-        r"mu_logits_t: expected shape \[\] or \[4, 3\], as of pi_logits_t",
+        r"mu_logits_t: expected a number or shape \[4, 3\], as of pi_logits_t",
     ),
     "gaussian-actions": (
         lambda: losses.gaussian_policy_gradient_loss(MU, 1.0, V, V),
-        r"a_t: expected shape \[\] or \[4, 2\], as of mu_t, received shape \[4\]",
+        r"a_t: expected a number or shape \[4, 2\], as of mu_t, received shape \[4\]",
     ),
     "gaussian-sigma": (
         lambda: losses.gaussian_log_prob(MU, V, MU),
@@ -297,5 +297,7 @@ def test_shapes_are_those_of_one_sample_under_vmap_too():
     def loss(theta, s, r):
         return losses.td_learning(s @ theta, r[None, None], 0.9, s @ theta).sum()
 
-    with pytest.raises(ArgumentError, match=r"r_t: expected shape \[\] or \[1\], as of v_tm1, received shape \[1, 1\]"):
+    with pytest.raises(
+        ArgumentError, match=r"r_t: expected a number or shape \[1\], as of v_tm1, received shape \[1, 1\]"
+    ):
         per_sample_grads(loss, theta, (s, torch.ones(5)))

@@ -7,7 +7,7 @@ import torch
 
 import persample as ps
 from persample import per_sample_grads
-from persample.cli.measure import largest_allocation, peak_memory
+from persample.utils.measure import allocations, peak_memory
 
 B, P = 128, 10_000
 ROW = 4 * P  # bytes of one gradient
@@ -110,6 +110,10 @@ def test_a_clipped_mean_of_a_wide_mlp_needs_hardly_more_than_its_batch_gradient(
     ordinary = peak_memory(lambda: torch.autograd.grad(model(x).square().mean(), list(model.parameters())))
     ours = peak_memory(lambda: per_sample_grads(lambda m, x: m(x).square().mean(), model, (x,), ps.ClippedMean(1.0)))
     assert ours <= 1.3 * ordinary
+
+
+def largest_allocation(call):
+    return max(allocations(call))
 
 
 def test_the_measure_sees_the_largest_allocation():

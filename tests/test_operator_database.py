@@ -60,7 +60,7 @@ def compare(ops, form, most, **kind):
             elif found not in known:
                 shapes = [tuple(case.leaves[k].shape) for k in case.places]
                 wrong.append(f"{name_of(op)} {case.roles} {shapes} {case.sample.kwargs}: {found}")
-    print(f"{form}: {len(ops)} operations, {dict(counts)}, refused: {', '.join(sorted(refused))}")  # noqa: T201
+    print(f"{form}: {len(ops)} operations, {dict(counts)}, refused: {', '.join(sorted(refused))}")
     assert not wrong, "\n".join(wrong)
     assert counts["agreed"] > counts["refused"]
     return counts
@@ -76,7 +76,7 @@ def compare_beside_a_layer(ops, form, most, monkeypatch):
 
     monkeypatch.setattr(layers, "gradients", watched)
     agreed = compare(ops, form, most, kind=CaseOfLayers, floats=FLOATS_OF_LAYERS)["agreed"]
-    print(f"{form}: {len(computed)} computed by engines/layers")  # noqa: T201
+    print(f"{form}: {len(computed)} computed by engines/layers")
     assert len(computed) > agreed / 3
 
 

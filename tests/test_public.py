@@ -73,3 +73,10 @@ def test_importing_persample_imports_no_extra():
     assert "torch" in loaded
     extras = {"gymnasium", "typer", "rich", "matplotlib", "tensordict", "pytest", "hypothesis", "torch._dynamo"}
     assert not extras & set(loaded)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_functions_say_what_they_return(name):
+    thing = eval(name, {"persample": persample, "losses": losses, "naive": naive})
+    if inspect.isfunction(thing) and inspect.signature(thing).return_annotation not in {"None", "NoReturn"}:
+        assert re.search(r"^(Returns|Yields):$", inspect.getdoc(thing), re.MULTILINE)

@@ -41,7 +41,7 @@ def outcomes(engine, start, stop):
 def assert_nothing_is_found(engine, start, stop):
     found = list(outcomes(engine, start, stop))
     counts = collections.Counter(outcome.kind for outcome in found)
-    print(engine, dict(counts))  # noqa: T201
+    print(engine, dict(counts))
     findings = [f"seed {o.seed}: {o.why}\n{smallest(o, engine)}" for o in found if o.kind == "finding"]
     assert not findings, "\n\n".join(findings)
     refused = collections.Counter(o.why for o in found if o.kind == "refused")
@@ -92,6 +92,6 @@ if __name__ == "__main__":
     for seed in range(int(first), int(last[0]) if last else int(first) + 1):
         outcome = examine(seed, name, small=name == "compiled")
         if last:
-            print(json.dumps(vars(outcome)), flush=True)  # noqa: T201
+            print(json.dumps(vars(outcome)), flush=True)
         else:
-            print(draw_program(seed, small=name == "compiled"), outcome.kind, outcome.why, sep="\n")  # noqa: T201
+            print(draw_program(seed, small=name == "compiled"), outcome.kind, outcome.why, sep="\n")

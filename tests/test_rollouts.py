@@ -98,15 +98,12 @@ def test_every_transition_is_the_one_that_happened(mode, copy):
 
 @MODES
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 50])
-def test_counts_are_exact_and_progress_adds_up(mode, count):
+def test_counts_are_exact(mode, count):
     for collect in (collect_transitions, collect_episodes):
-        seen = []
-        batch = collect(counters(mode), uniform, count, seed=0, progress=seen.append)
+        batch = collect(counters(mode), uniform, count, seed=0)
         assert all(len(field) == count for field in batch)
         firsts = batch[0].reshape(count, -1, 3)[:3, 0]  # rows go round the environments
         assert firsts[:, 2].tolist() == [0, 1, 2][:count]
-        assert sum(seen) == count
-        assert min(seen) > 0
 
 
 @MODES

@@ -12,8 +12,8 @@ from live_bytes import LiveBytes
 from torch import nn
 
 from persample import Loss, Mean, losses, per_sample_grads, stop_gradient
-from persample.cli.measure import peak_memory
 from persample.naive import backward_each, stack_mean_backward
+from persample.utils.measure import peak_memory
 
 F64 = torch.float64
 ENGINES = ["eager", "traced", "compiled", "loop"]

@@ -145,7 +145,7 @@ class TestResults:
         assert len(called) == 1  # for the structure of the results, with a made-up sample
 
     def test_memory_holds_no_rows(self, tmp_path):
-        from persample.cli.measure import peak_memory
+        from persample.utils.measure import peak_memory
 
         def peak(batches):
             source = (torch.ones(4, 2000) for _ in range(batches))

@@ -122,14 +122,14 @@ def test_a_mean_that_is_lost_in_the_noise_has_no_batch_size(here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["own_task"], "MODULE:FUNCTION: expected two names, received 'own_task'"),
-        (["no_such_module:f"], "expected a module, received No module named 'no_such_module'"),
+        (["own_task"], "MODULE:FUNCTION: expected a function, received module"),
+        (["no_such_module:f"], "expected a function, received No module named 'no_such_module'"),
         (["own_task:nothing"], "expected a function, received module 'own_task' has no attribute 'nothing'"),
         (["own_task:wrong"], "own_task:wrong: expected a function that returns (loss_fn, params, batches)"),
         (["own_task:number"], "expected a function, received int"),
         (["own_task:task", "--top", "-1"], "--top: expected 0 or more, received -1"),
         (["own_task:task", "--dim", "0"], "dim: expected"),
-        (["own_task:task", "--engine", "fast"], "engine: expected 'eager'"),
+        (["own_task:task", "--engine", "fast"], "'fast' is not one of 'eager', 'traced'"),
     ],
 )
 def test_invalid_input_is_one_line(here, arguments, message):

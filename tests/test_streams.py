@@ -21,9 +21,9 @@ from workloads import WORKLOADS, build
 
 import persample as ps
 from persample import ArgumentError, LossError, accumulate, clear_cache, per_sample_grads
-from persample.cli.measure import peak_memory
 from persample.engines.compiled import Total, program
 from persample.streams import lift
+from persample.utils.measure import peak_memory
 
 F64 = torch.float64
 SPLITS = {"even": [2, 2], "ones": [1, 1, 1], "empty": [0, 3, 0], "whole": []}  # and a last batch of all that is left

@@ -694,7 +694,7 @@ def test_capture_settings():
     assert "lstm" in str(graph.graph)
 
     def prints(x):
-        print("once")  # noqa: T201
+        print("once")
         return x.sin()
 
     def warns(x):

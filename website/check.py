@@ -123,7 +123,7 @@ def main() -> int:
                     page.screenshot(path=options.screenshots / f"{name}.png")
         found += [*dead_links(root, pages), *search(browser.new_page(), root)]
         browser.close()
-    print(*found, f"{len(paths)} pages, {len(found)} problems", sep="\n")  # noqa: T201
+    print(*found, f"{len(paths)} pages, {len(found)} problems", sep="\n")
     return min(len(found), 1)
 
 

@@ -16,7 +16,7 @@ from benchmarks.report.page import machine, save_report
 from benchmarks.report.records import Results
 from benchmarks.report.summaries import goals_grid, losses_grid, standings_grid
 from benchmarks.report.text import Grid
-from persample.cli.report import writable
+from persample.cli.output import writable
 from persample.errors import ArgumentError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

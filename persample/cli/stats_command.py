@@ -2,34 +2,138 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import math
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional, cast
+from typing import Annotated, Optional
 
+import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
+from persample import Loss, NoiseScale, Norm, Project, accumulate
 from persample.cli.figures import save_statistics
-from persample.cli.measure import environment
-from persample.cli.report import writable
-from persample.cli.summary import Sample, Statistics, statistics
+from persample.cli.output import check_counts, console, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
+
+QUANTILES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its place in the data set, the norm of its gradient, its leverage, its loss."""
+
+    index: int
+    norm: float
+    leverage: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Norms, leverages and losses of all samples, ``[n]`` each."""
+
+    norms: Tensor
+    leverages: Tensor
+    losses: Tensor
+
+    def top(self, scores: Tensor, count: int) -> list[Sample]:
+        """Return the samples with the highest scores, the highest first."""
+        order = scores.argsort(descending=True, stable=True)[:count].tolist()
+        return [Sample(i, self.norms[i].item(), self.leverages[i].item(), self.losses[i].item()) for i in order]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of the gradients of all samples; the three of the noise are those of ``NoiseScaleEstimate``."""
+
+    samples: int
+    mean_loss: float
+    mean_norm: float
+    norm_quantiles: dict[str, float]
+    covariance_trace: float
+    squared_mean: float
+    noise_scale: float
+    critical_batch_size: int | None  # None where the mean gradient is lost in the noise
+    top: list[Sample]
+    top_leverage: list[Sample]
+
+
+def statistics(
+    loss_fn: Callable[..., Tensor],
+    params: object,
+    batches: Iterable[object],
+    *,
+    top: int,
+    dim: int,
+    engine: Engine,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Statistics, Rows]:
+    """Compute the statistics in one pass; leverages are estimated from ``dim`` random projections of each gradient.
+
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018): the critical batch size is about the
+    noise scale.
+
+    Examples:
+        >>> batches = [torch.tensor([[1.0, 0.0], [3.0, 4.0]])]
+        >>> found, rows = statistics(lambda w, x: w @ x, torch.zeros(2), batches, top=1, dim=8, engine="eager")
+        >>> found.top[0].index, rows.norms
+        (1, tensor([1., 5.]))
+    """
+    wanted = {"norms": Norm(), "losses": Loss(), "noise": NoiseScale(), "projected": Project(dim, seed=0)}
+    found = accumulate(loss_fn, params, batches, wanted, engine=engine, group=group, progress=True)
+    norms, losses, projected = (found[name].cpu() for name in ("norms", "losses", "projected"))
+    trace, squared_mean, scale = (x.item() for x in found["noise"])
+    rows = Rows(norms, leverages(projected), losses)
+    # torch.quantile refuses more than 16 million elements
+    quantiles = norms.double().sort().values[[round(share * (len(norms) - 1)) for share in QUANTILES]]
+    return Statistics(
+        samples=len(norms),
+        mean_loss=losses.double().mean().item(),
+        mean_norm=norms.double().mean().item(),
+        norm_quantiles={f"{share:g}": value for share, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
+        covariance_trace=trace,
+        squared_mean=squared_mean,
+        noise_scale=scale,
+        critical_batch_size=max(1, math.ceil(scale)) if 0 <= scale < math.inf else None,
+        top=rows.top(rows.norms, top),
+        top_leverage=rows.top(rows.leverages, top),
+    ), rows
+
+
+def leverages(rows: Tensor) -> Tensor:
+    """Compute hᵢ = pᵢᵀ (F + λI)⁻¹ pᵢ / n of the pᵢ ``[n, dim]``, F = (1/n) Σ pᵢ pᵢᵀ, λ a thousandth of the mean ‖pᵢ‖².
+
+    The leverage of a gradient does not change under invertible linear maps, but for λ: projections estimate it.
+
+    Source: Drineas, Magdon-Ismail, Mahoney, Woodruff, "Fast Approximation of Matrix Coherence and Statistical Leverage"
+    (2012).
+
+    Examples:
+        >>> leverages(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 9.0]]))
+        tensor([0.4801, 0.4801, 0.9990], dtype=torch.float64)
+    """
+    blocks = rows.split(2**16)  # in float64 they take twice the memory
+    fisher = torch.stack([block.double().T @ block.double() for block in blocks]).sum(0) / len(rows)
+    damped = fisher + 1e-3 * fisher.trace() * torch.eye(len(fisher), dtype=torch.float64)
+    inverse = torch.linalg.inv(damped)
+    return torch.cat([((block.double() @ inverse) * block).sum(1) for block in blocks]) / len(rows)
 
 
 def stats(
     source: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What returns loss, parameters, batches.")],
     top: Annotated[int, typer.Option(help="How many samples to list.")] = 10,
     dim: Annotated[int, typer.Option(help="Random projections of each gradient, for its leverage.")] = 64,
-    engine: Annotated[str, typer.Option(help="Engine of persample: eager, compiled or loop.")] = "eager",
+    engine: Annotated[Engine, typer.Option(help="Engine of persample.")] = "eager",
     output: Annotated[
         Optional[Path],  # noqa: UP045 (typer reads it at run time, on Python 3.10 too)
         typer.Option(help="Directory for stats.json and stats.png; nothing is written without it."),
@@ -42,8 +146,7 @@ def stats(
     rank, rank + world, … Alone: FUNCTION(0, 1). On several processes: torchrun --nproc-per-node 2 -m persample stats
     MODULE:FUNCTION.
     """
-    if top < 0:
-        raise ArgumentError.about("--top", expected="0 or more", received=str(top), fix="Use 10 for a short list.")
+    check_counts(0, top=top)
     function = _function(source)
     directory = None if output is None else writable(output, "stats.json", "stats.png")
     with _processes() as (rank, world, group):
@@ -52,48 +155,37 @@ def stats(
             fix = "Return the loss of one sample, what it differentiates, and an iterable of batches."
             expected = "a function that returns (loss_fn, params, batches)"
             raise ArgumentError.about(source, expected=expected, received=type(returned).__name__, fix=fix)
-        found, rows = statistics(*returned, top=top, dim=dim, engine=cast("Engine", engine), group=group)
+        found, rows = statistics(*returned, top=top, dim=dim, engine=engine, group=group)
     if rank:
         return
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    console.print(_table(found))
+    out = console()
+    out.print(_table(found))
     if top:
-        console.print(_top("largest gradients", found.top))
-        console.print(_top("highest leverages", found.top_leverage))
+        out.print(_top("largest gradients", found.top))
+        out.print(_top("highest leverages", found.top_leverage))
     if directory is not None:
-        report = {"source": source, "processes": world, **asdict(found), "environment": environment()}
+        report = {"source": source, "processes": world, **asdict(found)}
         (directory / "stats.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         save_statistics(source, found, rows, directory / "stats.png")
-        console.print(f"Written: {directory / 'stats.json'}, {directory / 'stats.png'}", soft_wrap=True)
+        out.print(f"Written: {directory / 'stats.json'}, {directory / 'stats.png'}", soft_wrap=True)
 
 
-def _function(source: str) -> Callable[..., Any]:
-    module, colon, name = source.partition(":")
-    fix = "Name a module that Python finds from here, and a function in it: package.module:function."
-    if not (module and colon and name) or module.startswith("."):
-        raise ArgumentError.about("MODULE:FUNCTION", expected="two names", received=repr(source), fix=fix)
+def _function(source: str) -> Callable[[int, int], object]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as python -m has it
+    fix = "Name a module that Python finds from here, and a function in it: package.module:function."
     try:
-        found = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
-            raise
-        raise ArgumentError.about("MODULE:FUNCTION", expected="a module", received=str(error), fix=fix) from error
-    except AttributeError as error:
+        found = pkgutil.resolve_name(source)
+    except (ValueError, ImportError, AttributeError) as error:
         raise ArgumentError.about("MODULE:FUNCTION", expected="a function", received=str(error), fix=fix) from error
     if not callable(found):
         raise ArgumentError.about("MODULE:FUNCTION", expected="a function", received=type(found).__name__, fix=fix)
-    return cast("Callable[..., Any]", found)
+    return found
 
 
 @contextmanager
-def _processes() -> Iterator[tuple[int, int, Any]]:
-    """Join the processes that ``torchrun`` has started, if it has.
-
-    Yields:
-        Rank, world, and group.
-    """
+def _processes() -> Iterator[tuple[int, int, dist.ProcessGroup | None]]:
+    """Join the processes that ``torchrun`` has started, if it has; yield rank, world, and group."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield 0, 1, None
         return
@@ -110,13 +202,11 @@ def _table(found: Statistics) -> Table:
     table.add_column("statistic")
     table.add_column("value", justify="right")
     table.add_row("samples", f"{found.samples:,}")
-    table.add_row("mean loss", f"{found.mean_loss:.4g}")
-    table.add_row("mean norm", f"{found.mean_norm:.4g}")
-    for share, value in found.norm_quantiles.items():
-        table.add_row(f"norm, quantile {share}", f"{value:.4g}")
-    table.add_row("trace of the covariance", f"{found.covariance_trace:.4g}")
-    table.add_row("squared norm of the mean", f"{found.squared_mean:.4g}")
-    table.add_row("noise scale", f"{found.noise_scale:.4g}")
+    values = {"mean loss": found.mean_loss, "mean norm": found.mean_norm}
+    values |= {f"norm, quantile {share}": value for share, value in found.norm_quantiles.items()}
+    values |= {"trace of the covariance": found.covariance_trace, "squared norm of the mean": found.squared_mean}
+    for name, value in (values | {"noise scale": found.noise_scale}).items():
+        table.add_row(name, f"{value:.4g}")
     size = found.critical_batch_size
     table.add_row("critical batch size", "none: the mean is lost in the noise" if size is None else f"{size:,}")
     return table

@@ -20,6 +20,7 @@ from persample.merge import merge
 from persample.processes import Processes, merged
 from persample.utils import trees
 from persample.utils.numerics import accumulate_dtype
+from persample.utils.trees import Tree
 
 RULES = ("refuse", "chunk", "full")
 _SIGNATURE = inspect.signature(F.batch_norm)
@@ -37,7 +38,7 @@ _CHECKPOINTS = (
 class TrainModeBatchNorm(TorchFunctionMode):
     """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Tree, types: Tree, args: Tree = (), kwargs: Tree = None) -> Tree:
         if func is F.batch_norm:
             bound = _SIGNATURE.bind(*args, **(kwargs or {}))
             bound.apply_defaults()
@@ -58,15 +59,8 @@ class _Rejecting(TrainModeBatchNorm):
         )
 
 
-def refuse_batch_statistics(params: Any) -> None:
-    """Reject modules that normalize with the statistics of their batch.
-
-    Args:
-        params: the user's parameters.
-
-    Raises:
-        ArgumentError: if there is such a module; the message lists the choices.
-    """
+def refuse_batch_statistics(params: object) -> None:
+    """Reject modules that normalize with the statistics of their batch."""
     for module in trees.flatten(params)[0]:
         for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
             if isinstance(part, BATCH_NORMS) and (part.training or part.running_mean is None):
@@ -79,27 +73,21 @@ def refuse_batch_statistics(params: Any) -> None:
                 )
 
 
-def guarded(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
-    """Return an encoder of chunks that raises an error where it breaks the rule.
-
-    Args:
-        fn: the user's encoder.
-        rule: "refuse" rejects batch norm in train mode outside of the modules in ``params``; "chunk" and "full" reject
-            checkpoints, which would recompute activations from other statistics and buffers.
-    """
+def guarded(fn: Callable[..., Tree], rule: str) -> Callable[..., Tree]:
+    """Return an encoder of chunks that raises an error where it breaks the rule."""
     return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
 
 
-def _without_batch_statistics(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def encode(*args: Any) -> Any:
+def _without_batch_statistics(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    def encode(*args: Any) -> Tree:
         with _Rejecting():
             return fn(*args)
 
     return encode
 
 
-def _without_checkpoints(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def encode(*args: Any) -> Any:
+def _without_checkpoints(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    def encode(*args: Any) -> Tree:
         try:
             with disable_saved_tensors_hooks(_CHECKPOINTS):
                 return fn(*args)
@@ -139,14 +127,10 @@ class BufferRecorder:
         self._updates: list[BufferUpdate] = []
 
     def recorded(self, chunk: Call) -> Call:
-        """Return a chunk whose encoder records the buffers after its forward pass.
-
-        Args:
-            chunk: the samples; the encoder takes all of them at once.
-        """
+        """Return a chunk whose encoder records the buffers after its forward pass."""
         fn = chunk.loss.fn
 
-        def encode(params: Any, *sample: Any) -> Any:
+        def encode(params: object, *sample: Any) -> Tree:
             z = fn(params, *sample)
             modules = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, nn.Module)]
             updates = [_update(chunk.size, buffer) for buffer in _buffers(modules)]
@@ -156,12 +140,7 @@ class BufferRecorder:
         return replace(chunk, loss=replace(chunk.loss, fn=encode))
 
     def write(self, modules: Sequence[nn.Module], processes: Processes) -> None:
-        """Write the updates of all processes into the modules' own buffers.
-
-        Args:
-            modules: the modules among the parameters.
-            processes: the processes that the samples are spread over.
-        """
+        """Write the updates of all processes into the modules' own buffers."""
         for buffer, update in zip(_buffers(modules), merged(self._updates, processes), strict=True):
             value = update.value.to(buffer.dtype)
             if update.weight and not torch.equal(buffer, value):
@@ -203,27 +182,23 @@ class Encoder:
         """Return the samples in chunks."""
         return self.call.chunks(self.chunk_size)
 
-    def calling(self, fn: Callable[..., Any]) -> Encoder:
+    def calling(self, fn: Callable[..., Tree]) -> Encoder:
         """Return the encoder with another function in place of f."""
         return replace(self, call=replace(self.call, loss=replace(self.call.loss, fn=fn)))
 
 
 def build_encoders(
-    encode_fn: Any,
-    params: Any,
-    inputs: Any,
+    encode_fn: object,
+    params: object,
+    inputs: object,
     *,
-    in_dims: Any,
+    in_dims: object,
     keep_batch_dim: bool,
     chunk_size: int | None,
     mode: str,
     batch_norm: str,
 ) -> tuple[list[Encoder], trees.TreeSpec]:
-    """Return the encoders of a call of ``composite_grads`` and the structure of their container.
-
-    Raises:
-        ArgumentError: if an argument is of the wrong form.
-    """
+    """Return the encoders of a call of ``composite_grads`` and the structure of their container."""
     functions, container = trees.flatten(encode_fn)
     batches = trees.leaves_like(inputs, container)
     if batches is None or not functions:
@@ -251,7 +226,7 @@ def build_encoders(
     return encoders, container
 
 
-def _refuse_params_of_samples(call: Call, in_dims: Any) -> None:
+def _refuse_params_of_samples(call: Call, in_dims: Tree) -> None:
     if any(call.params_batched):
         fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
         raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)

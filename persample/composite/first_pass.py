@@ -18,11 +18,12 @@ from persample.errors import LossError
 from persample.inputs.call import Call, SampleLoss
 from persample.processes import Processes
 from persample.utils import rng, trees
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.effects import guarded
 
 
-def encode_chunk(chunk: Call, mode: str) -> Any:
+def encode_chunk(chunk: Call, mode: str) -> Tree:
     """Encode the samples of a chunk.
 
     Args:
@@ -44,8 +45,8 @@ def encode_chunk(chunk: Call, mode: str) -> Any:
     return trees.tree_map(lambda x: x.squeeze(1), z) if chunk.loss.keep_batch_dim else z
 
 
-def _under_vmap(chunk: Call) -> Any:
-    def one(params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+def _under_vmap(chunk: Call) -> Tree:
+    def one(params: Sequence[Tensor], leaves: Sequence[Leaf]) -> Tree:
         with VmapRules():
             return _returned(chunk.loss, params, leaves)
 
@@ -53,7 +54,7 @@ def _under_vmap(chunk: Call) -> Any:
         return vmapped(one, chunk)
 
 
-def _one_by_one(chunk: Call) -> Any:
+def _one_by_one(chunk: Call) -> Tree:
     rows = []
     for i in range(chunk.size):
         with diagnosed(chunk, batched=False), hinted(chunk, i):
@@ -61,7 +62,7 @@ def _one_by_one(chunk: Call) -> Any:
     return trees.tree_map(lambda *z: torch.stack(z), *rows)
 
 
-def _at_once(chunk: Call) -> Any:
+def _at_once(chunk: Call) -> Tree:
     with diagnosed(chunk, batched=False):
         z = guarded(_returned)(chunk.loss, chunk.params, chunk.leaves)
     for path, leaf in _named(z):
@@ -74,7 +75,7 @@ def _at_once(chunk: Call) -> Any:
     return z
 
 
-def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Leaf]) -> Tree:
     """Call the encoder and return z; reject any result but a tree of tensors."""
     z = encoder.returned(params, leaves)
     named = _named(z)
@@ -94,7 +95,7 @@ def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[An
     return z
 
 
-def _named(z: Any) -> list[tuple[str, Any]]:
+def _named(z: object) -> list[tuple[str, Any]]:
     return list(zip(trees.paths(z, "z"), trees.flatten(z)[0], strict=True))
 
 
@@ -108,25 +109,19 @@ class FirstPass:
         statistics: the statistics that batch norms are given; None for those of each chunk.
     """
 
-    z: Any
+    z: Tree
     start: rng.Streams
     statistics: Sequence[Statistics] | None
 
 
 def encode(encoder: Encoder, recorder: BufferRecorder | None, processes: Processes) -> FirstPass:
-    """Encode all samples, chunk by chunk.
-
-    Args:
-        encoder: the encoder and its samples.
-        recorder: records the buffers after each chunk, if they are to be updated.
-        processes: the processes that the samples are spread over.
-    """
+    """Encode all samples, chunk by chunk."""
     start = rng.Streams.now()
     statistics = _statistics(encoder, start, processes)
     forward = normalized(encoder.call.loss.fn, statistics)
     replaced = encoder.calling(lambda *args: forward(*args)[0])
 
-    def chunk_by_chunk() -> Any:
+    def chunk_by_chunk() -> Tree:
         with unwritten(encoder.call):
             chunks = replaced.chunks() if recorder is None else map(recorder.recorded, replaced.chunks())
             pieces = [trees.tree_map(compact, encode_chunk(chunk, encoder.mode)) for chunk in chunks]

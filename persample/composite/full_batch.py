@@ -22,6 +22,7 @@ from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
 from persample.utils.numerics import accumulate_dtype
+from persample.utils.trees import Tree
 from persample.vmap_rules.effects import guarded
 
 
@@ -83,16 +84,11 @@ class FullBatch(TrainModeBatchNorm):
 
 
 def normalized(
-    fn: Callable[..., Any], statistics: Sequence[Statistics] | None
-) -> Callable[..., tuple[Any, Tensor | float]]:
-    """Return a function of the encoder's arguments that returns z, normalized with the statistics, and the term.
+    fn: Callable[..., Tree], statistics: Sequence[Statistics] | None
+) -> Callable[..., tuple[Tree, Tensor | float]]:
+    """Return a function of the encoder's arguments that returns z, normalized with the statistics, and the term."""
 
-    Args:
-        fn: the encoder.
-        statistics: None leaves batch norm as it is.
-    """
-
-    def encode(*args: Any) -> tuple[Any, Tensor | float]:
+    def encode(*args: Any) -> tuple[Tree, Tensor | float]:
         if statistics is None:
             return fn(*args), 0.0
         with FullBatch(statistics) as mode:
@@ -129,16 +125,7 @@ def _move(running: Tensor | None, towards: Tensor, momentum: float) -> None:
 
 
 def solve_statistics(encoder: Encoder, start: rng.Streams, processes: Processes) -> list[Statistics]:
-    """Return the statistics of all batch norms; each pass over the samples determines one more.
-
-    Args:
-        encoder: the encoder, which takes chunks.
-        start: the states of the random streams that every pass starts from, and that are restored at the end.
-        processes: the processes that the samples are spread over.
-
-    Raises:
-        LossError: if a batch norm sees one number per channel in all, which has no variance.
-    """
+    """Return the statistics of all batch norms; each pass over the samples determines one more."""
     statistics: list[Statistics] = []
     while True:
         moments = merged(processes.together(partial(_moments_of_all, encoder, statistics)), processes)
@@ -167,13 +154,7 @@ def solve_adjoint(
     statistics: Sequence[Statistics],
     processes: Processes,
 ) -> Sequence[Statistics]:
-    """Return the statistics with dL/d statistics; each pass determines one more, from the last to the first.
-
-    Args:
-        contributions: from statistics to the chunks of the second pass, whose last leaves are the statistics.
-        statistics: those of all batch norms.
-        processes: the processes that the samples are spread over.
-    """
+    """Return the statistics with dL/d statistics; each pass determines one more, from the last to the first."""
     for _ in range(len(statistics)):
         by = merged(processes.together(partial(_derivatives, contributions, statistics)), processes)
         pairs = zip(by[::2], by[1::2], strict=True)

@@ -22,6 +22,7 @@ from persample.processes import Processes, merged, own_rows
 from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.tracing import inside
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules.effects import guarded
 
 
@@ -35,11 +36,11 @@ class LossHead:
         container: the structure of the encoders' container, which is that of their z, too.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Tree]
     params: ParamTree | None
     container: trees.TreeSpec
 
-    def differentiate(self, z: Sequence[Any]) -> tuple[Tensor, Any, list[list[Tensor | None]]]:
+    def differentiate(self, z: Sequence[Leaf]) -> tuple[Tensor, Any, list[list[Tensor | None]]]:
         """Compute L and its derivatives.
 
         Args:
@@ -56,7 +57,7 @@ class LossHead:
         own = list(self.params.tensors) if self.params else []
         places = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
 
-        def value(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        def value(tensors: Sequence[Tensor]) -> tuple[Tensor, Tree]:
             placed = dict(zip(places, tensors[len(own) :], strict=True))
             filled = trees.unflatten([placed.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
             return _checked(self._call(tensors[: len(own)], filled)), ()
@@ -75,13 +76,13 @@ class LossHead:
         cotangents = (by_place.get(i) for i in range(len(leaves)))
         return loss, tree, [list(islice(cotangents, len(trees.flatten(of_one)[0]))) for of_one in z]
 
-    def _call(self, own: Sequence[Tensor], z: Any) -> Any:
+    def _call(self, own: Sequence[Tensor], z: object) -> Tree:
         with inside("loss_fn", self.params):
             loss_fn = guarded(self.loss_fn)
             return loss_fn(z) if self.params is None else self.params.call(own, loss_fn, (z,))
 
 
-def build_loss_head(loss_fn: Any, loss_params: Any, container: trees.TreeSpec) -> LossHead:
+def build_loss_head(loss_fn: object, loss_params: object, container: trees.TreeSpec) -> LossHead:
     """Return the loss and its parameters; reject anything but a function and floating parameters."""
     if not callable(loss_fn):
         fix = "Pass a function of z, or of (loss_params, z)."
@@ -90,7 +91,7 @@ def build_loss_head(loss_fn: Any, loss_params: Any, container: trees.TreeSpec) -
     return LossHead(loss_fn, params, container)
 
 
-def _checked(loss: Any) -> Tensor:
+def _checked(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point():
         return loss
     received = f"shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -115,22 +116,8 @@ def loss_and_gradients(
     reductions: Reductions,
     recorder: BufferRecorder | None,
     processes: Processes,
-) -> tuple[Tensor, Any, list[Any]]:
-    """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions.
-
-    Args:
-        encoders: the encoders and their samples.
-        head: the loss g.
-        reductions: the reductions of the samples' contributions.
-        recorder: records buffers in the first pass, if they are to be updated.
-        processes: the processes that the samples are spread over.
-
-    Returns:
-        The loss, the gradients of its own parameters, and the merged leaves of every reduction.
-
-    Raises:
-        LossError: if z depends on no parameter.
-    """
+) -> tuple[Tensor, Any, list[Leaf]]:
+    """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions."""
     sizes = list(
         zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)
     )  # each by rank
@@ -161,7 +148,7 @@ def vjp(
     return first.z, lambda cotangents: second_pass.back_propagate(encoder, first, cotangents, reductions, processes)
 
 
-def _differentiated(head: LossHead, z: Sequence[Any], processes: Processes) -> tuple[Tensor, Any, Any]:
+def _differentiated(head: LossHead, z: Sequence[Leaf], processes: Processes) -> tuple[Tensor, Any, Any]:
     before = None if processes.group is None else rng.snapshot()
     result = head.differentiate(z)
     if before is not None and rng.moved_since(before):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,26 +22,27 @@ from persample.reductions import Aux, Loss, Reduce, Reduction, Sum
 from persample.reductions.base import Reductions, SumOverSamples, described
 from persample.utils import trees
 from persample.utils.isolation import isolated
+from persample.utils.trees import Tree
 
 
 @uncaptured
 def composite_grads(
-    encode_fn: Any,
+    encode_fn: Tree,
     loss_fn: Callable[..., Tensor],
-    params: Any,
-    inputs: Any,
+    params: Tree,
+    inputs: Tree,
     *,
-    loss_params: Any = None,
+    loss_params: Tree = None,
     reduce: Reduce = Sum(),
-    in_dims: tuple[Any, Any] = (None, 0),
+    in_dims: tuple[Tree, Tree] = (None, 0),
     batched: bool = False,
     keep_batch_dim: bool = False,
     batch_norm: Literal["refuse", "chunk", "full"] = "refuse",
     chunk_size: int | None = 1,
     engine: Literal["eager", "loop"] = "eager",
     accumulate: bool = False,
-    group: Any = None,
-) -> tuple[Tensor, Any]:
+    group: object = None,
+) -> tuple[Tensor, Tree]:
     """Compute L = g(f(x₁), …, f(xₙ)) and its gradient with the graph of one chunk alive at a time.
 
     For losses that couple samples: contrastive learning, list-wise ranking, functions of statistics of a batch. The
@@ -139,7 +140,7 @@ def composite_grads(
         of_loss = {} if head.params is None else head.params.formats
         return {"reduce": described(requested, structure), **encoders[0].call.loss.params.formats, **of_loss}
 
-    def compute() -> tuple[Tensor, Any]:
+    def compute() -> tuple[Tensor, Tree]:
         requested, structure, encoders, head = Processes(group).together(normalized, alike)
         own, tree, reductions = encoders[0].call.params, encoders[0].call.loss.params, Reductions(requested)
         processes = Processes(group, own[0].device)
@@ -159,7 +160,7 @@ def composite_grads(
     return isolated((params, loss_params), compute)
 
 
-def check_options(*, engine: Any, chunk_size: Any, batch_norm: Any, batched: bool, keep_batch_dim: bool) -> None:
+def check_options(*, engine: str, chunk_size: int | None, batch_norm: str, batched: bool, keep_batch_dim: bool) -> None:
     """Reject unknown options and combinations that exclude each other."""
     inputs.check_choices(engine=(engine, ("eager", "loop")), batch_norm=(batch_norm, RULES))
     inputs.check_loop(engine)
@@ -172,7 +173,7 @@ def check_options(*, engine: Any, chunk_size: Any, batch_norm: Any, batched: boo
 
 
 def check_reductions(
-    reduce: Any, *, batched: bool, batch_norm: str, accumulate: bool
+    reduce: object, *, batched: bool, batch_norm: str, accumulate: bool
 ) -> tuple[list[Reduction], trees.TreeSpec]:
     """Return the reductions as a list, and the structure of their container."""
     requested, container = inputs.reductions(reduce)

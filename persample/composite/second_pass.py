@@ -32,20 +32,12 @@ from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.backward import BackwardGuard
 from persample.utils.numerics import accumulate_dtype, as_real, is_autocast
-from persample.utils.trees import tree_map
+from persample.utils.trees import Tree, tree_map
 from persample.vmap_rules.effects import guarded
 
 
 def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (an engine's signature)
-    """Compute the gradient of the loss of a whole chunk.
-
-    Args:
-        chunk: the samples, at least one; the loss takes all of them.
-        required_ops: not used.
-
-    Returns:
-        One row, the gradient of the chunk; aux has a leading axis of 1.
-    """
+    """Compute the gradient of the loss of a whole chunk."""
     with diagnosed(chunk, batched=False):
         loss, tree = chunk.loss, chunk.loss.params
         differentiate = partial(naive.value_and_grad, guarded(loss), chunk.params, chunk.leaves, like=tree.tensors)
@@ -54,14 +46,7 @@ def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noq
 
 
 def one_row(chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, **fields: Any) -> Gradients:
-    """Return the gradient of a chunk as that of one sample.
-
-    Args:
-        chunk: the samples.
-        grads: one gradient per parameter, None where there is no path to it.
-        loss: 0-d, the loss of the chunk.
-        **fields: further fields of ``Gradients``.
-    """
+    """Return the gradient of a chunk as that of one sample."""
     pairs = zip(chunk.params, grads, strict=True)
     return Gradients.dense(
         [(torch.zeros_like(x) if g is None else g).detach().unsqueeze(0) for x, g in pairs],
@@ -100,7 +85,7 @@ _FIX = (
 )
 
 
-def tolerance(encoder: Encoder, z: Any) -> float:
+def tolerance(encoder: Encoder, z: object) -> float:
     """Return √eps of the coarsest format among parameters, z and autocast.
 
     Another dropout mask changes z by much more. Kernels that differ with and without a graph change z by a few eps.
@@ -126,17 +111,8 @@ def deviation(z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     return difference, size
 
 
-def checked(engine: Engine, encoder: Encoder, z: Any) -> Engine:
-    """Return an engine that also compares z of each chunk with z of the first pass.
-
-    Args:
-        engine: an engine for the chunks of ``second_pass.contributions``, whose aux is z.
-        encoder: the encoder.
-        z: the result of the first pass.
-
-    Raises:
-        LossError: by the engine, if they differ; the message names the leaf and the first module that differs.
-    """
+def checked(engine: Engine, encoder: Encoder, z: object) -> Engine:
+    """Return an engine that also compares z of each chunk with z of the first pass."""
     paths, bound, batched = trees.paths(z, "z"), tolerance(encoder, z), encoder.mode == "batched"
 
     def checked_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:
@@ -180,7 +156,7 @@ def _module_outputs(call: Callable[[], object]) -> list[tuple[nn.Module, list[Te
     """Return every module called and the tensors that it returned, in the order in which the modules finished."""
     outputs: list[tuple[nn.Module, list[Tensor]]] = []
 
-    def record(module: nn.Module, _: Any, output: Any) -> None:
+    def record(module: nn.Module, _: object, output: object) -> None:
         outputs.append((module, [x.detach().clone() for x in trees.flatten(output)[0] if isinstance(x, Tensor)]))
 
     handle = register_module_forward_hook(record)
@@ -202,19 +178,8 @@ def back_propagate(
     cotangents: Sequence[Tensor | None],
     reductions: Reductions,
     processes: Processes,
-) -> Any:
-    """Lift the gradients of all samples' contributions.
-
-    Args:
-        encoder: the encoder and its samples.
-        first: the result of the first pass.
-        cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
-        reductions: the reductions of the samples' contributions.
-        processes: the processes that the samples are spread over.
-
-    Returns:
-        The leaves of every reduction, merged over all chunks, and whether z depends on any parameter.
-    """
+) -> Tree:
+    """Lift the gradients of all samples' contributions."""
 
     def chunks(statistics: Sequence[Statistics] | None) -> Iterator[Call]:
         replay = Replay(first.start)
@@ -227,7 +192,7 @@ def back_propagate(
     if statistics and used:
         statistics = solve_adjoint(chunks, statistics, processes)
 
-    def lift() -> Any:
+    def lift() -> Tree:
         with unwritten(encoder.call):
             return merge_all(map(lift_chunk, chunks(statistics)))
 
@@ -249,7 +214,7 @@ def contributions(call: Call, first: FirstPass, cotangents: Sequence[Tensor | No
     used = [cotangent is not None for cotangent in cotangents]
     given = [cotangent for cotangent in cotangents if cotangent is not None]
 
-    def loss(params: Any, leaves: Any, given: Any, _: Any, statistics: Any) -> tuple[Any, Any]:
+    def loss(params: Tree, leaves: Tree, given: Tree, _: Tree, statistics: Tree) -> tuple[Tree, Tree]:
         sample = trees.unflatten(list(leaves), f.batch)
         z, term = normalized(f.fn, statistics)(params, *(sample if f.unpack else (sample,)))
         replay.forward_done()
@@ -276,12 +241,12 @@ def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
     return (as_real(z).to(dtype) * as_real(cotangent).to(dtype)).sum()
 
 
-def _lift(encoder: Encoder, z: Any, reductions: Reductions) -> Lift:
+def _lift(encoder: Encoder, z: object, reductions: Reductions) -> Lift:
     """Return the function that lifts a chunk by the engine of the encoder's mode; a chunk may contribute nothing."""
     own, zeros = chunk_engine if encoder.mode == "batched" else ENGINES[encoder.mode], lift_by(_zeros, reductions)
 
-    def lift(chunk: Call) -> Any:
-        def by(engine: Engine) -> Any:
+    def lift(chunk: Call) -> Tree:
+        def by(engine: Engine) -> Tree:
             return lift_by(checked(engine, encoder, z), reductions)(chunk)
 
         try:
@@ -316,14 +281,7 @@ class Replay:
         self._position = start
 
     def over(self, chunks: Iterable[Call]) -> Iterator[Call]:
-        """Iterate over chunks; the streams are set to their states at the same chunk of the first pass.
-
-        Args:
-            chunks: the chunks.
-
-        Yields:
-            The chunks.
-        """
+        """Iterate over chunks; the streams are set to their states at the same chunk of the first pass."""
         for chunk in chunks:
             self._position.go_back()
             yield chunk

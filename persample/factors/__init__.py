@@ -1,6 +1,7 @@
 """Factors: the B gradients of one parameter in a compact form, and the operations on that form."""
 
 from persample.factors.conv import Conv
+from persample.factors.cost_model import Op
 from persample.factors.embedding import Embedding
 from persample.factors.factor import Dense, Factor, concatenate
 from persample.factors.outer import Outer
@@ -11,6 +12,7 @@ __all__ = [
     "Dense",
     "Embedding",
     "Factor",
+    "Op",
     "Outer",
     "SumFactor",
     "concatenate",

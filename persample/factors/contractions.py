@@ -18,6 +18,7 @@ from persample._torch import cond
 from persample.factors import cost_model
 from persample.utils.numerics import accumulate_dtype, memory_of_rows
 from persample.utils.tracing import Opaque, are_plain, is_for_compiler, is_recorded
+from persample.utils.trees import Leaf, Tree
 
 # For so few columns MKL takes up to 5 times as long as for as many rows (torch 2.13, AMD EPYC); for the second number
 # up to 3 times as long, if the sums have many terms (Intel Xeon).
@@ -151,7 +152,7 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
     return [found[place] for place in range(len(pairs))]
 
 
-def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> Sequence[Tensor]:
+def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> Sequence[Tensor]:
     """Return the squared norms of pairs with as many groups and terms; a few samples at a time, for their T² terms."""
     (count, groups, num_terms, _), device = pairs[0][0].shape, pairs[0][0].device
     step = cost_model.rows_in_cache(count, len(pairs) * groups * num_terms**2, device)
@@ -165,7 +166,7 @@ def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> Seque
     return (torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]).unbind()
 
 
-def _by_key(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> dict[Any, Tensor]:
+def _by_key(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> dict[Any, Tensor]:
     return {key: x for pair, of_pair in zip(pairs, keys, strict=True) for key, x in zip(of_pair, pair, strict=True)}
 
 
@@ -192,13 +193,7 @@ def _inner_products(x: Tensor) -> Tensor:
 
 
 def _checked(left: Tensor, right: Tensor, pairs: Sequence[Pair]) -> Tensor:
-    """Return the squared norms of pairs, ``[P, B]`` float64.
-
-    Args:
-        left: the inner products of signals, ``[P, B, G, T, T]`` float32.
-        right: those of inputs.
-        pairs: the signals and inputs.
-    """
+    """Return the squared norms of pairs, ``[P, B]`` float64."""
     squares = (left * right).sum((2, 3, 4), dtype=torch.float64)
     of_left, of_right = (x.diagonal(dim1=3, dim2=4).flatten(2).double() for x in (left, right))
     lengths = (of_left * of_right).sqrt()  # ‖lₜ‖ ‖rₜ‖
@@ -239,16 +234,16 @@ _sure = Opaque(f"sure_norms{_TYPES}", _corrected_if_needed, _like_squares)
 _in_program = Opaque(f"corrected_norms{_TYPES}", _corrected, _like_squares)
 
 
-def _in_float64(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> list[Tensor]:
+def _in_float64(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for places in _connected(keys):
         found |= zip(places, _of_connected([pairs[k] for k in places], [keys[k] for k in places]), strict=True)
     return [found[place] for place in range(len(pairs))]
 
 
-def _connected(keys: Sequence[tuple[Any, Any]]) -> list[list[int]]:
+def _connected(keys: Sequence[tuple[Tree, Tree]]) -> list[list[int]]:
     """Return the places of pairs that share operands, directly or by others."""
-    groups: list[tuple[set[Any], list[int]]] = []
+    groups: list[tuple[set[Leaf], list[int]]] = []
     for place, pair in enumerate(keys):
         known, places = set(pair), [place]
         for group in [group for group in groups if not known.isdisjoint(group[0])]:
@@ -258,7 +253,7 @@ def _connected(keys: Sequence[tuple[Any, Any]]) -> list[list[int]]:
     return [places for _, places in groups]
 
 
-def _of_connected(pairs: Sequence[Pair], keys: Sequence[tuple[Any, Any]]) -> list[Tensor]:
+def _of_connected(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> list[Tensor]:
     """Return the squared norms of pairs, from a few samples at a time, whose copies in float64 stay in the cache."""
     operands, first = _by_key(pairs, keys), pairs[0][0]
     step = cost_model.rows_in_cache(len(first), sum(prod(x.shape[1:]) for x in operands.values()), first.device)

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from persample.factors import contractions, cost_model
 from persample.factors.factor import Factor, row_format
 from persample.factors.outer import Outer
 from persample.utils import numerics
+from persample.utils.trees import Leaf
 
 _convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -208,7 +208,7 @@ def _pixels(images: Tensor, axes: int) -> int:
     return images.shape[-axes - 2] * prod(images.shape[-axes:])
 
 
-def kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Any, ...]) -> Tensor:
+def kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Leaf, ...]) -> Tensor:
     """Return the gradient of one kernel from signals ``[N, O, *out]`` and images ``[N, C, *in]``."""
     kernel = images.new_empty(shape)  # only its shape is read; an expanded tensor would be copied
     *steps, groups = geometry
@@ -218,7 +218,7 @@ def kernel_grad(signals: Tensor, images: Tensor, shape: Sequence[int], geometry:
     return torch.ops.aten.convolution_backward(signals, images, kernel, None, *settings, (False, True, False))[1]
 
 
-def kernel_grads(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Any, ...]) -> Tensor:
+def kernel_grads(signals: Tensor, images: Tensor, shape: Sequence[int], geometry: tuple[Leaf, ...]) -> Tensor:
     """Return the gradients ``[B, *shape]`` of each sample, by one convolution with B times as many groups."""
     size, (*steps, groups) = len(signals), geometry
     signals, images = (x.transpose(0, 1).flatten(1, 2) for x in (signals, images))

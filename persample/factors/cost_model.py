@@ -14,11 +14,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from persample.utils.tracing import current_trace
+
+
+class Op(str, Enum):
+    """The operations of ``Factor`` that reductions name in ``uses``: members are named as its methods."""
+
+    materialize = "materialize"
+    squared_norms = "squared_norms"
+    weighted_sum = "weighted_sum"
+    second_moment = "second_moment"
+    gram = "gram"
+    dot = "dot"
+    project = "project"
+
 
 # Blocks of this many elements stay in a CPU's cache, and take longer than the operations around them. Of half as many,
 # norms take 10 to 20 % longer (Intel Xeon with AVX-512, torch 2.13). Copies in float64 are of half as many.
@@ -78,22 +92,22 @@ class Work(NamedTuple):
 # Fitted with the rates. Norms accumulate in float64; second moments, and sums beside them, are computed in it.
 _WRITING, _IN_FRESH_MEMORY = Work(products=1, written=1, stored=1), Work(written=4)
 _OF_FACTORS = {
-    "squared_norms": Work(products=1, written=2.5, stored=1),  # in blocks
-    "weighted_sum": Work(products=1, stored=2),
-    "second_moment": Work(products=1, written=8, stored=1),
+    Op.squared_norms: Work(products=1, written=2.5, stored=1),  # in blocks
+    Op.weighted_sum: Work(products=1, stored=2),
+    Op.second_moment: Work(products=1, written=8, stored=1),
     "sum in float64": Work(products64=1, written=4, stored=7),
-    "dot": Work(products=1, stored=1),
-    "gram": Work(products=1, written=3, stored=1),
-    "project": Work(products=1, written=2, stored=1),
+    Op.dot: Work(products=1, stored=1),
+    Op.gram: Work(products=1, written=3, stored=1),
+    Op.project: Work(products=1, written=2, stored=1),
 }
 _OF_WRITTEN = {
-    "squared_norms": Work(written=2),
-    "weighted_sum": Work(written=1),
-    "second_moment": Work(written=20),
+    Op.squared_norms: Work(written=2),
+    Op.weighted_sum: Work(written=1),
+    Op.second_moment: Work(written=20),
     "sum in float64": Work(written=10),
-    "dot": Work(written=1),
-    "gram": Work(written=3),
-    "project": Work(written=2),
+    Op.dot: Work(written=1),
+    Op.gram: Work(written=3),
+    Op.project: Work(written=2),
 }
 _INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
 # Over what they read, for the products of the results; in float64 for conversion, too.
@@ -143,12 +157,8 @@ class Size(NamedTuple):
 
 
 def inner_products_are_faster(size: Size) -> bool:
-    """Return whether norms from inner products of terms take less time than blocks of written-out gradients.
-
-    Args:
-        size: the size of the gradients.
-    """
-    return size.seconds(_INNER_PRODUCTS) < size.seconds(_OF_FACTORS["squared_norms"])
+    """Return whether norms from inner products of terms take less time than blocks of written-out gradients."""
+    return size.seconds(_INNER_PRODUCTS) < size.seconds(_OF_FACTORS[Op.squared_norms])
 
 
 class Estimate(NamedTuple):
@@ -174,7 +184,7 @@ class Plan:
         kept: the number of elements in the gradients of one parameter above which it always does.
 
     Examples:
-        >>> plan = Plan(frozenset({"squared_norms", "weighted_sum"}))
+        >>> plan = Plan(frozenset({Op.squared_norms, Op.weighted_sum}))
         >>> size = Size(200, written=64 * 64, stored=200 * (64 + 64))
         >>> plan.reason_to_write_out(size)
         'no larger than its factors'
@@ -189,17 +199,13 @@ class Plan:
     kept: float = _KEPT
 
     def estimate(self, size: Size) -> Estimate:
-        """Return the estimated time of the operations on a sum of products, and on the written-out gradients.
-
-        Args:
-            size: the size of the gradients.
-        """
+        """Return the estimated time of the operations on a sum of products, and on the written-out gradients."""
         ops = sorted(self.required_ops & _OF_FACTORS.keys())
-        if {"second_moment", "weighted_sum"} <= self.required_ops:
-            ops[ops.index("weighted_sum")] = "sum in float64"
+        if {Op.second_moment, Op.weighted_sum} <= self.required_ops:
+            ops[ops.index(Op.weighted_sum)] = "sum in float64"
         works = [_OF_FACTORS[op] for op in ops]
-        if "squared_norms" in ops and inner_products_are_faster(size):
-            works[ops.index("squared_norms")] = _INNER_PRODUCTS
+        if Op.squared_norms in ops and inner_products_are_faster(size):
+            works[ops.index(Op.squared_norms)] = _INNER_PRODUCTS
         writing = [_WRITING, _IN_FRESH_MEMORY] if self._is_fresh(size) else [_WRITING]
         return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *(_OF_WRITTEN[op] for op in ops)))
 
@@ -209,21 +215,12 @@ class Plan:
         return size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
 
     def always_keeps(self, num_terms: int) -> bool:
-        """Return whether gradients of any size stay factors: with T = 1 all operations are products of small tensors.
-
-        Args:
-            num_terms: T.
-        """
-        return self.required_ops <= {"weighted_sum"} or (num_terms == 1 and "materialize" not in self.required_ops)
+        """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
+        return self.required_ops <= {Op.weighted_sum} or (num_terms == 1 and Op.materialize not in self.required_ops)
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
-        """Return why the gradients of a parameter are written out, or "" where they are stored as a factor.
-
-        Args:
-            size: the size of the gradients.
-            is_product: whether they are sums of matrix products, and not of lookups.
-        """
-        if "materialize" in self.required_ops:
+        """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""
+        if Op.materialize in self.required_ops:
             return "a reduction asks for the gradients themselves"
         if self.always_keeps(size.num_terms) or size.written > self.allowance * size.stored:
             return ""
@@ -234,6 +231,8 @@ class Plan:
 
 
 _USUAL_BYTES = 2**28
+# The argument ``memory``: bytes, "low" for none beyond the factors, None for the usual.
+Memory: TypeAlias = int | Literal["low"] | None
 
 
 class Budget(NamedTuple):
@@ -250,7 +249,7 @@ class Budget(NamedTuple):
     kept: float = _KEPT
 
 
-def budget(memory: Any, needed: float) -> Budget:
+def budget(memory: Memory, needed: float) -> Budget:
     """Return the memory for written-out gradients.
 
     Args:
@@ -265,23 +264,12 @@ def budget(memory: Any, needed: float) -> Budget:
 
 
 def block_size(device: torch.device) -> int:
-    """Return how many elements are written out at a time.
-
-    Args:
-        device: where they are.
-    """
+    """Return how many elements are written out at a time."""
     return BLOCK if device.type == "cpu" else _LARGE_BLOCK
 
 
 def rows_per_block(count: int, each: int, device: torch.device, num_blocks: float = 1) -> int:
-    """Return the number of rows that are written out at a time: all, in a program for any number of samples.
-
-    Args:
-        count: the number of rows.
-        each: the number of elements in one row.
-        device: the device of the rows.
-        num_blocks: the number of blocks that may be written out at a time.
-    """
+    """Return the number of rows that are written out at a time: all, in a program for any number of samples."""
     trace = current_trace()
     if trace is not None and trace.any_size:
         trace.block_sizes.append(count * each)
@@ -293,11 +281,6 @@ def rows_in_cache(count: int, each: int, device: torch.device) -> int:
     """Return the number of rows whose copies in float64 stay in the cache of a CPU; all of them on other devices.
 
     A trace has few blocks, since each is code of its own; a program for any number of samples has one.
-
-    Args:
-        count: the number of rows.
-        each: the number of elements in one row.
-        device: the device of the rows.
     """
     if device.type != "cpu" or is_for_any_size():
         return max(1, count)

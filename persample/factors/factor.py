@@ -17,6 +17,7 @@ from torch import Tensor
 
 from persample.factors import contractions, cost_model
 from persample.utils import numerics, tracing
+from persample.utils.trees import Tree
 
 F = TypeVar("F", bound="Factor")
 
@@ -267,7 +268,7 @@ class Factor(ABC):
             yield index, buffer
 
 
-def tensor_fields(x: Any) -> dict[str, Tensor]:
+def tensor_fields(x: Tree) -> dict[str, Tensor]:
     """Return the fields of a dataclass that are tensors, by name."""
     return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
 
@@ -307,12 +308,7 @@ class Dense(Factor):
 
     @classmethod
     def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
-        """Return the gradients of a parameter that nothing depends on, stored once for all of them.
-
-        Args:
-            sizes: ``(B,)``, or ``(B, K)`` of K outputs.
-            like: a real parameter.
-        """
+        """Return the gradients of a parameter that nothing depends on, stored once for all of them."""
         return cls(torch.zeros_like(like).expand(*sizes, *like.shape), outputs=tuple(sizes[1:]))
 
     @property
@@ -347,9 +343,6 @@ class Dense(Factor):
 
 def concatenate(factors: Sequence[Factor]) -> Factor:
     """Return one factor for the samples of all. Unlike kinds are written out.
-
-    Args:
-        factors: at least one.
 
     Examples:
         >>> concatenate([Dense(torch.ones(2, 3)), Dense(torch.ones(1, 3))]).materialize().shape

@@ -16,6 +16,7 @@ from persample.factors import contractions, cost_model
 from persample.factors.factor import Factor
 from persample.utils.numerics import memory_of_rows
 from persample.utils.tracing import holds, is_recorded, is_wrapped
+from persample.utils.trees import Leaf
 
 # The rows of a block. Smaller ones save products above the diagonal and memory, larger ones operations: for 256 samples
 # of MLPs of width 64 and 256, 64 and 128 take the same time, 256 up to 1.15 times as long (compiled; torch 2.13, AMD
@@ -30,11 +31,6 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
 
     float64 holds the products of all float32 numbers: no operand is balanced.
 
-    Args:
-        factors: the gradients of each parameter.
-        scale: the sᵢ, ``[N]`` float64, or None for ones.
-        lower: whether only the lower triangle is used; numbers above it may be missing (0).
-
     Examples:
         >>> from persample.factors import Dense
         >>> float64_gram([Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))])
@@ -43,7 +39,7 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     """
     size = prod(factors[0].sizes)
     blocks = _blocks(size, factors[0].device, lower=lower)
-    sums: list[Any] = [None] * len(blocks)
+    sums: list[Leaf] = [None] * len(blocks)
     products = [() if factor.outputs else factor.norm_operands for factor in factors]
     for operands in _operands(filter(None, products)):
         _add_products(sums, blocks, *operands)
@@ -80,7 +76,7 @@ def _operands(products: Iterable[Sequence[Tensor]]) -> Iterator[tuple[Tensor, li
 
 
 def _add_products(
-    sums: list[Any], blocks: Sequence[Block], signals: Tensor, inputs: Sequence[Tensor], num_biases: int
+    sums: list[Leaf], blocks: Sequence[Block], signals: Tensor, inputs: Sequence[Tensor], num_biases: int
 ) -> None:
     """Add Gram matrices of signals, times those of inputs and the ones of biases, one block after the other."""
     operands = list(map(_in_float64, (signals, *inputs)))
@@ -97,7 +93,7 @@ def _product(x: Tensor, rows: slice, columns: slice) -> Tensor:
     return contractions.gram(block, block if rows == columns else x[columns], torch.float64)  # converted once
 
 
-def _add_parts(sums: list[Any], blocks: Sequence[Block], matrix: Tensor) -> None:
+def _add_parts(sums: list[Leaf], blocks: Sequence[Block], matrix: Tensor) -> None:
     for place, block in enumerate(blocks):
         sums[place] = _added(sums[place], matrix[block])
 

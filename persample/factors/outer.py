@@ -76,7 +76,7 @@ class Outer(Factor):
         return groups == 1 and rows == (*self.param_shape, 1)[0]
 
     @property
-    def _is_left(self) -> bool:
+    def is_left(self) -> bool:
         """Whether it is the left operand that differs among K outputs."""
         return bool(self.outputs) and self.left.shape[1] >= self.right.shape[1]
 
@@ -90,7 +90,7 @@ class Outer(Factor):
     @property
     def _is_in_order(self) -> bool:
         """Whether products of the operands have the numbers of K gradients in order."""
-        return self._is_left and self.left.shape[-3] == 1
+        return self.is_left and self.left.shape[-3] == 1
 
     def _restored(self, products: Tensor, *lead: int) -> Tensor:
         """Return gradients ``[*lead, *shape]`` from products of the operands, ``[*lead, G, o, i]``."""
@@ -124,7 +124,7 @@ class Outer(Factor):
         # Each operand is multiplied by √|s|, of the largest s of all outputs: one operand times s might overflow.
         root = (size if size.ndim == 1 else size.amax(1)).sqrt()
         rest = torch.where(size == 0, 0, scale / contractions.per_row(root, scale))
-        left, right = (rest, root) if self._is_left or not self.outputs else (root, rest)
+        left, right = (rest, root) if self.is_left or not self.outputs else (root, rest)
         left, right = (x.double() * contractions.per_row(s, x) for x, s in ((self.left, left), (self.right, right)))
         return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
 
@@ -159,11 +159,7 @@ class Outer(Factor):
         return self._restored(folded(left).mT @ folded(right))
 
     def balanced(self, dtype: torch.dtype) -> Outer:
-        """Return the same gradients with operands of like norms, where the squares of one might overflow in a dtype.
-
-        Args:
-            dtype: the dtype of the squares; float64 holds those of all float32 numbers.
-        """
+        """Return the same gradients with operands of like norms, where the squares of one might overflow in a dtype."""
         if torch.float64 in (dtype, self.dtype):
             return self
         dtype = numerics.accumulate_dtype(self.dtype)
@@ -219,7 +215,7 @@ class Outer(Factor):
         left, right = self.left.to(dtype), self.right.to(dtype)
         matrices = directions.to(dtype).reshape(-1, *self.block)
         # The smaller side is multiplied elementwise, or that which differs among outputs.
-        if self._is_left if self.outputs else left.shape[-1] < right.shape[-1]:
+        if self.is_left if self.outputs else left.shape[-1] < right.shape[-1]:
             left, right, matrices = right, left, matrices.mT
         return torch.stack([((left @ matrix) * right).sum((-3, -2, -1)) for matrix in matrices], -1)
 
@@ -245,7 +241,7 @@ class Outer(Factor):
 
     def add(self, other: Factor) -> Outer | None:
         """Return the factor of gᵢ + hᵢ: a sum of more terms."""
-        if not isinstance(other, Outer) or (other.block, other._is_left) != (self.block, self._is_left):
+        if not isinstance(other, Outer) or (other.block, other.is_left) != (self.block, self.is_left):
             return None
         left, right = (torch.cat(pair, dim=-2) for pair in _pairs(self, other))
         return replace(self, left=left, right=right)

@@ -130,11 +130,7 @@ class SumFactor(Factor):
 
 
 def sum_factors(factors: Iterable[Factor]) -> Factor:
-    """Return the sum of factors of one parameter; factors of one kind are added to one factor where they can be.
-
-    Args:
-        factors: at least one.
-    """
+    """Return the sum of factors of one parameter; factors of one kind are added to one factor where they can be."""
     parts: list[Factor] = []
     for factor in factors:
         for place, part in enumerate(parts):

@@ -16,6 +16,7 @@ from persample._torch import FakeTensor, FakeTensorMode, get_dispatch_mode_stack
 from persample.errors import ArgumentError
 from persample.utils import trees
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import Leaf, Tree
 
 _PAD = (
     "Stack a list of samples (torch.stack, torch.utils.data.default_collate). Pad episodes of different lengths to one "
@@ -26,17 +27,8 @@ PLAIN = {Tensor, nn.Parameter}
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
 
 
-def as_tensors(names: Sequence[str], leaves: Sequence[Any], like: Tensor) -> list[Any]:
-    """Return NumPy arrays as tensors on the parameters' device, and any other leaf unchanged.
-
-    Args:
-        names: one name per leaf.
-        leaves: any leaves of a batch.
-        like: the parameter that determines the device of arrays, and the dtype of floating ones.
-
-    Raises:
-        ArgumentError: if an array does not hold numbers, or as ``check_kind`` does.
-    """
+def as_tensors(names: Sequence[str], leaves: Sequence[Leaf], like: Tensor) -> list[Leaf]:
+    """Return NumPy arrays as tensors on the parameters' device, and any other leaf unchanged."""
     check_kinds(names, leaves)
     pairs = zip(names, leaves, strict=True)
     return [_as_tensor(name, leaf, like) if isinstance(leaf, np.ndarray) else leaf for name, leaf in pairs]
@@ -60,16 +52,9 @@ def _as_tensor(path: str, leaf: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 
 def sample_structure(
-    batch: Any, structure: trees.TreeSpec, dims: Sequence[int | None], rows: int | slice
+    batch: object, structure: trees.TreeSpec, dims: Sequence[int | None], rows: int | slice
 ) -> trees.TreeSpec:
-    """Return the structure of one sample: that of the batch, except that TensorDicts store a batch size.
-
-    Args:
-        batch: the argument.
-        structure: the structure of the batch.
-        dims: the batch axis of every leaf, or None.
-        rows: the index of one sample, or of several.
-    """
+    """Return the structure of samples (one, or several ``rows``): the batch's, but TensorDicts store a batch size."""
     if type(batch) in {tuple, list} and trees.is_flat(structure):  # the common case
         return structure
     nodes, outer = trees.flatten(batch, is_leaf=_is_tensordict)
@@ -83,30 +68,19 @@ def sample_structure(
     return trees.structure(trees.unflatten(nodes, outer))
 
 
-def _is_tensordict(node: Any) -> bool:
+def _is_tensordict(node: object) -> bool:
     return hasattr(type(node), "auto_batch_size_")  # tensordict is no dependency of ours
 
 
 def batch_axes_first(
     names: Sequence[str],
-    leaves: Sequence[Any],
+    leaves: Sequence[Leaf],
     dims: Sequence[int | None],
     argument: str,
     *,
     keep_graph: bool = False,
-) -> tuple[tuple[Any, ...], tuple[bool, ...], int]:
-    """Return the leaves with their batch axes first, for each whether it has one, and B.
-
-    Args:
-        names: one name per leaf.
-        leaves: parameters and batch: tensors, or what is not sliced (None, a string, a number, anything of dim None).
-        dims: the batch axis of each leaf, or None.
-        argument: the name of the argument, for messages.
-        keep_graph: whether derivatives pass through the leaves.
-
-    Raises:
-        ArgumentError: if a leaf has no such axis, if none has one, or if their sizes differ.
-    """
+) -> tuple[tuple[Leaf, ...], tuple[bool, ...], int]:
+    """Return the leaves with their batch axes first, for each whether it has one, and B."""
     values, batched = [], []
     rows: dict[str, Tensor] = {}
     for name, leaf, dim in zip(names, leaves, dims, strict=True):
@@ -132,7 +106,7 @@ def batch_axes_first(
     return tuple(values), tuple(batched), _common_size(rows, argument)
 
 
-def _refuse(path: str, leaf: Any) -> NoReturn:
+def _refuse(path: str, leaf: object) -> NoReturn:
     fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
     if isinstance(leaf, nn.Module):
         fix = "Pass the parameters before the batch: per_sample_grads(loss_fn, module, batch)."
@@ -152,16 +126,8 @@ def _refuse_axis(path: str, leaf: Tensor, dim: int) -> NoReturn:
     raise ArgumentError.about(path, expected=f"a batch axis {dim}", received=received, fix=fix)
 
 
-def check_kinds(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Reject tensors that are not dense blocks of numbers.
-
-    Args:
-        names: one name per leaf.
-        leaves: any leaves.
-
-    Raises:
-        ArgumentError: as ``check_kind`` does.
-    """
+def check_kinds(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
+    """Reject tensors that are not dense blocks of numbers."""
     for name, x in zip(names, leaves, strict=True):
         is_usual = type(x) in PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         if not is_usual and isinstance(x, Tensor):
@@ -169,15 +135,7 @@ def check_kinds(names: Sequence[str], leaves: Sequence[Any]) -> None:
 
 
 def check_kind(path: str, x: Tensor) -> None:
-    """Reject a tensor that is not one dense block of numbers: operations on it may even end the process.
-
-    Args:
-        path: the name of the tensor.
-        x: the tensor.
-
-    Raises:
-        ArgumentError: if the tensor is nested, sparse, quantized, masked, fake or uninitialized.
-    """
+    """Reject a tensor that is not one dense block of numbers: operations on it may even end the process."""
     expected, received, fix = "a dense tensor", "", ""
     if is_lazy(x):
         expected, received = "a tensor", "an uninitialized one"
@@ -221,16 +179,8 @@ def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
 _CONTAINERS = {tuple, list, dict}
 
 
-def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
-    """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``.
-
-    Args:
-        in_dims: the argument.
-        has_modules: whether some parameters are modules, which all samples share.
-
-    Raises:
-        ArgumentError: if ``in_dims`` is not a pair; the message spells the pair that was probably meant.
-    """
+def split_in_dims(in_dims: Tree, *, has_modules: bool) -> tuple[Tree, Tree]:
+    """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``."""
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
         if has_modules and in_dims[0] is not None:
@@ -244,17 +194,8 @@ def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
     raise ArgumentError.about("in_dims", expected="(params_dims, batch_dims)", received=repr(in_dims), fix=fix)
 
 
-def spread_dims(argument: str, dims: Any, spec: trees.TreeSpec) -> list[int | None]:
-    """Return one batch axis, or None, for every leaf.
-
-    Args:
-        argument: the name of this half of ``in_dims``, for messages.
-        dims: an int, None, or a tree prefix of them; a tuple may stand for a list.
-        spec: the structure of the leaves.
-
-    Raises:
-        ArgumentError: if the dims do not fit the structure or are not ints.
-    """
+def spread_dims(argument: str, dims: object, spec: trees.TreeSpec) -> list[int | None]:
+    """Return one batch axis, or None, for every leaf."""
     if dims is None or type(dims) is int:
         return [dims] * spec.num_leaves
     if isinstance(dims, tuple | list) and spec.type in (tuple, list):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -24,6 +23,7 @@ from persample.inputs.params import check_params
 from persample.reductions import Reduction
 from persample.utils import trees
 from persample.utils.tracing import inside, is_recorded
+from persample.utils.trees import Leaf, Tree
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SampleLoss:
         given: the name of the batch's argument, for messages.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Tree]
     params: ParamTree
     spec: ParamSpec
     batch: trees.TreeSpec
@@ -54,23 +54,23 @@ class SampleLoss:
     called: str = "loss_fn"
     given: str = "batch"
 
-    def shaped(self, leaves: Sequence[Any]) -> list[Any]:
+    def shaped(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the leaves of one sample in the shape that the user's loss takes."""
         if not self.keep_batch_dim:
             return list(leaves)
         return [x.unsqueeze(0) if split else x for x, split in zip(leaves, self.batched, strict=True)]
 
-    def arguments(self, shaped: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, shaped: Sequence[Leaf]) -> Sequence[Leaf]:
         """Return the arguments after ``params`` in a call of the user's loss, from leaves that are ``shaped``."""
         sample = trees.unflatten(list(shaped), self.batch)
         return sample if self.unpack else (sample,)
 
-    def returned(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    def returned(self, params: Sequence[Tensor], leaves: Sequence[Leaf]) -> Tree:
         """Call the user's function for one sample, and return its result unchecked."""
         with inside(self.called, self.params):
             return self.params.call(params, self.fn, self.arguments(self.shaped(leaves)))
 
-    def __call__(self, params: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, Any]:
+    def __call__(self, params: Sequence[Tensor], leaves: Sequence[Leaf]) -> tuple[Tensor, Tree]:
         """Return the loss of one sample, and the pair (aux, whether the loss returned aux)."""
         returned = self.returned(params, leaves)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
@@ -80,7 +80,7 @@ class SampleLoss:
         return loss, (aux, isinstance(returned, tuple))
 
 
-def _check_loss(loss: Any, returned: Any, outputs: Outputs) -> None:
+def _check_loss(loss: object, returned: object, outputs: Outputs) -> None:
     expected = "one real scalar tensor" if outputs == "scalar" else "one real vector [K] (outputs='rows')"
     if not isinstance(loss, Tensor):
         received = type(loss).__name__ if loss is returned else f"a 2-tuple that starts with {type(loss).__name__}"
@@ -102,7 +102,7 @@ def _check_loss(loss: Any, returned: Any, outputs: Outputs) -> None:
     raise LossError(f"loss_fn: expected to return {expected}, received {received}. {fix}")
 
 
-def _check_aux(aux: Any) -> None:
+def _check_aux(aux: object) -> None:
     for path, leaf in zip(trees.paths(aux, "aux"), trees.flatten(aux)[0], strict=True):
         if not isinstance(leaf, Tensor):
             raise LossError(
@@ -140,19 +140,21 @@ class Call:
         weights: ``[B]`` float64, or None for ones.
         randomness: "error", "same" or "different", as in ``torch.func.vmap``.
         differentiated: whether the caller differentiates the results.
-        memory: the bytes that written-out gradients may take, "low" or None; or a ``Budget``.
+        memory: the bytes that written-out gradients may take, "low" or None.
+        planned: the budget that a program was made with, in place of ``memory``, or None.
     """
 
     loss: SampleLoss
     size: int
     params: tuple[Tensor, ...]
     params_batched: tuple[bool, ...]
-    leaves: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
     leaves_batched: tuple[bool, ...]
     weights: Tensor | None = None
     randomness: str = "error"
     differentiated: bool = False
-    memory: Any = None
+    memory: cost_model.Memory = None
+    planned: cost_model.Budget | None = None
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -162,8 +164,8 @@ class Call:
     @property
     def budget(self) -> cost_model.Budget:
         """The memory for written-out gradients."""
-        if isinstance(self.memory, cost_model.Budget):
-            return self.memory
+        if self.planned is not None:
+            return self.planned
         if self.loss.outputs == "rows":  # K is not known yet
             return cost_model.budget(self.memory, math.inf)
         written_out = 0
@@ -172,22 +174,11 @@ class Call:
         return cost_model.budget(self.memory, written_out)
 
     def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
-        """Return how gradients are stored.
-
-        Args:
-            required_ops: the operations of ``Factor`` that the reductions call.
-        """
+        """Return how gradients are stored."""
         return cost_model.Plan(required_ops, *self.budget)
 
     def chunks(self, chunk_size: int | None) -> Iterator[Call]:
-        """Split the call into chunks of at most ``chunk_size`` samples, in order; not if weights are differentiated.
-
-        Args:
-            chunk_size: the number of samples in a chunk, or None for all.
-
-        Yields:
-            The chunks; one empty chunk if there are no samples.
-        """
+        """Split the call into chunks of at most ``chunk_size`` samples, in order; not if weights are differentiated."""
         step = chunk_size or self.size
         # A chunk whose weights are all 0 has no mean that could be merged with derivatives by its weights.
         has_recorded_weights = self.weights is not None and is_recorded(self.weights)
@@ -206,27 +197,27 @@ class Call:
         weights = None if self.weights is None else self.weights[rows]
         return replace(self, size=rows.stop - rows.start, params=params, leaves=leaves, weights=weights)
 
-    def at(self, index: int | slice) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    def at(self, index: int | slice) -> tuple[tuple[Tensor, ...], tuple[Leaf, ...]]:
         """Return the parameters and the leaves of one sample, or of a range of samples."""
 
-        def pick(values: tuple[Any, ...], batched: tuple[bool, ...]) -> tuple[Any, ...]:
+        def pick(values: tuple[Leaf, ...], batched: tuple[bool, ...]) -> tuple[Leaf, ...]:
             return tuple(x[index] if split else x for x, split in zip(values, batched, strict=True))
 
         return pick(self.params, self.params_batched), pick(self.leaves, self.leaves_batched)
 
 
 def normalize(
-    loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
+    loss_fn: Callable[..., Tree],
+    params: Tree,
+    batch: Tree,
     wanted: Sequence[Reduction],
     *,
-    weights: Any,
-    in_dims: Any,
+    weights: Tree,
+    in_dims: Tree,
     keep_batch_dim: bool,
     randomness: str = "error",
     outputs: Outputs = "scalar",
-    memory: Any = None,
+    memory: cost_model.Memory = None,
     called: str = "loss_fn",
     given: str = "batch",
     batch_statistics: bool = False,
@@ -305,7 +296,7 @@ def _check_parametrizations(called: str) -> None:
         raise ArgumentError.about(called, expected=expected, received=received, fix=fix)
 
 
-def _check_signature(called: str, loss_fn: Any, params: Any, sample: Sequence[Any], *, unpacked: bool) -> None:
+def _check_signature(called: str, loss_fn: Tree, params: Tree, sample: Sequence[Leaf], *, unpacked: bool) -> None:
     if not callable(loss_fn):
         fix = "Pass a function of (params, *sample)."
         raise ArgumentError.about(called, expected="a function", received=type(loss_fn).__name__, fix=fix)

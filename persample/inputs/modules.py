@@ -25,6 +25,7 @@ from persample._torch import (
 from persample.utils import trees
 from persample.utils.isolation import undone
 from persample.utils.numerics import storage_key
+from persample.utils.trees import Leaf, Tree
 
 T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -98,16 +99,12 @@ class _Modules:
                         self._buffers.append((buffers, name, held))
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []  # the lists and dicts in attributes, and copies of them
+        self._containers: list[tuple[Tree, Tree]] = []  # the lists and dicts in attributes, and copies of them
         self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
         self.keeps = False  # whether what was swapped stays until the end of ``ParamTree.unchanged``
 
     def swap(self, tensors: Mapping[Any, Tensor]) -> None:
-        """Replace some parameters by other tensors, and all buffers by clones, until ``restore``.
-
-        Args:
-            tensors: the new tensors, by the first name of each parameter.
-        """
+        """Replace some parameters by other tensors, and all buffers by clones, until ``restore``."""
         if not self.keeps:
             self.remember()
         for slots, name, first_name in self._slots:
@@ -191,7 +188,7 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
         slots.setdefault(name, value)
 
 
-def _restore_container(container: Any, held: Any) -> None:
+def _restore_container(container: Tree, held: Tree) -> None:
     """Put back what a list or dict held, if it holds other tensors now, or containers with tensors."""
     now, before = (list(x.values()) if isinstance(x, dict) else x for x in (container, held))
     if len(now) == len(before) and all(map(operator.is_, now, before)):
@@ -223,10 +220,10 @@ class ParamTree:
         inside: the modules in ``leaves``.
     """
 
-    tensors: tuple[Any, ...]
+    tensors: tuple[Leaf, ...]
     result: trees.TreeSpec
     paths: tuple[str, ...]
-    leaves: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
     structure: trees.TreeSpec
     slots: tuple[int | str, ...]
     inside: _Modules = field(default_factory=_Modules)
@@ -247,7 +244,7 @@ class ParamTree:
         """The modules and all their submodules, by index among the modules and name, such as "0.encoder.1"."""
         return self.inside.parts
 
-    def arguments(self, values: Sequence[Tensor]) -> Any:
+    def arguments(self, values: Sequence[Tensor]) -> Tree:
         """Return ``params`` with other tensors in place of its own; modules stay as they are."""
         leaves = list(self.leaves)
         for slot, value in zip(self.slots, values, strict=True):
@@ -255,13 +252,13 @@ class ParamTree:
                 leaves[slot] = value
         return trees.unflatten(leaves, self.structure)
 
-    def call(self, values: Sequence[Tensor], loss_fn: Callable[..., Any], sample: Sequence[Any]) -> Any:
+    def call(self, values: Sequence[Tensor], loss_fn: Callable[..., Tree], sample: Sequence[Leaf]) -> Tree:
         """Call a loss with other tensors in place of the parameters, also of those inside of modules."""
         args, inside = self.arguments(values), self.inside
         if not inside.parts:
             return loss_fn(args, *sample)
 
-        def swapped() -> Any:
+        def swapped() -> Tree:
             inside.swap(dict(zip(self.slots, values, strict=True)))
             return loss_fn(args, *sample)
 
@@ -312,14 +309,10 @@ class ParamTree:
         return undone(remembered, restore)
 
 
-def take_apart(params: Any, name: str = "params") -> ParamTree:
+def take_apart(params: object, name: str = "params") -> ParamTree:
     """Return ``params``, flattened.
 
     Of a module only parameters with ``requires_grad`` count, a tied one once, under its first name.
-
-    Args:
-        params: a pytree of tensors and ``nn.Module``s, or a single one of them.
-        name: the name of the argument, for messages.
     """
     leaves, structure = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
@@ -349,9 +342,6 @@ def take_apart(params: Any, name: str = "params") -> ParamTree:
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module that require gradients, by name; a tied one by its first name.
-
-    Args:
-        module: the module.
 
     Examples:
         >>> list(trained_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))

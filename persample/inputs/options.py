@@ -13,6 +13,7 @@ from torch import Tensor
 from persample import _torch
 from persample._torch import transforms
 from persample.errors import ArgumentError
+from persample.factors.cost_model import Memory
 from persample.inputs.batch import as_tensors, check_kind
 from persample.reductions import Reduction, Stack
 from persample.utils import trees
@@ -25,20 +26,9 @@ _ENGINES, _RANDOMNESS, _OUTPUTS = (get_args(x) for x in (Engine, Randomness, Out
 
 
 def check_options(
-    *, engine: Any, randomness: Any, chunk_size: Any, memory: Any = None, outputs: Any = "scalar"
+    *, engine: str, randomness: str, chunk_size: int | None, memory: Memory = None, outputs: str = "scalar"
 ) -> None:
-    """Reject invalid options.
-
-    Args:
-        engine: the name of an engine.
-        randomness: how random operations draw for the samples.
-        chunk_size: the number of samples processed at a time.
-        memory: the bytes that written-out gradients may take.
-        outputs: what the loss of one sample returns.
-
-    Raises:
-        ArgumentError: if an option has none of its allowed values.
-    """
+    """Reject invalid options."""
     check_choices(engine=(engine, _ENGINES), randomness=(randomness, _RANDOMNESS), outputs=(outputs, _OUTPUTS))
     check_loop(engine)
     check_chunk_size(chunk_size)
@@ -49,14 +39,7 @@ def check_options(
 
 
 def check_loop(engine: str) -> None:
-    """Reject the loop engine inside of the caller's transforms, which plain autograd cannot handle.
-
-    Args:
-        engine: the name of an engine.
-
-    Raises:
-        ArgumentError: if the engine is the loop, inside of a transform.
-    """
+    """Reject the loop engine inside of the caller's transforms, which plain autograd cannot handle."""
     if engine == "loop" and (around := transforms()):
         expected = f"an engine that works under torch.func.{around[0]}"
         fix = (
@@ -65,16 +48,8 @@ def check_loop(engine: str) -> None:
         raise ArgumentError.about("engine", expected=expected, received="'loop'", fix=fix)
 
 
-def check_out(out: Any, *, differentiated: bool) -> None:
-    """Reject ``out`` where derivatives or transforms of the caller's act on the results, or without memory.
-
-    Args:
-        out: the argument.
-        differentiated: whether the caller differentiates the results.
-
-    Raises:
-        ArgumentError: if results cannot be written into it.
-    """
+def check_out(out: object, *, differentiated: bool) -> None:
+    """Reject ``out`` where derivatives or transforms of the caller's act on the results, or without memory."""
     if differentiated or transforms():
         around = "torch.func's transforms" if transforms() else "differentiable=True"
         fix = "Leave it out: memory that is written again cannot be part of a graph or of a larger batch."
@@ -89,44 +64,23 @@ def check_out(out: Any, *, differentiated: bool) -> None:
                 raise ArgumentError.about("out", expected="tensors with memory", received=received, fix=fix) from error
 
 
-def check_chunk_size(chunk_size: Any) -> None:
-    """Reject an invalid chunk size.
-
-    Args:
-        chunk_size: the number of samples processed at a time.
-
-    Raises:
-        ArgumentError: if the chunk size is neither a positive int nor None.
-    """
+def check_chunk_size(chunk_size: object) -> None:
+    """Reject an invalid chunk size."""
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size > 0):
         fix = "Pass how many samples to process at a time, or None for all."
         raise ArgumentError.about("chunk_size", expected="a positive int or None", received=repr(chunk_size), fix=fix)
 
 
 def check_choices(**options: tuple[Any, Sequence[str]]) -> None:
-    """Reject an option that is none of some words.
-
-    Args:
-        **options: the value of each option, and the words.
-
-    Raises:
-        ArgumentError: if a value is none of its words.
-    """
+    """Reject an option that is none of some words."""
     for argument, (value, choices) in options.items():
         if not isinstance(value, str) or value not in choices:
             expected = " or ".join(repr(name) for name in choices)
             raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")
 
 
-def reductions(reduce: Any) -> tuple[list[Reduction], trees.TreeSpec]:
-    """Return the reductions of a call as a list, and the structure of their container.
-
-    Args:
-        reduce: a reduction, None, or a container of them.
-
-    Raises:
-        ArgumentError: if there is no reduction, or if a leaf is not a reduction.
-    """
+def reductions(reduce: object) -> tuple[list[Reduction], trees.TreeSpec]:
+    """Return the reductions of a call as a list, and the structure of their container."""
     leaves, container = trees.flatten(reduce)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Reduction):
@@ -151,15 +105,7 @@ class NestedCallError(ArgumentError):
 
 
 def is_differentiated(called: str, *, requested: bool) -> bool:
-    """Return whether the results of a call are differentiated, so that they must be computed by differentiable steps.
-
-    Args:
-        called: the name of the public function.
-        requested: the argument ``differentiable``. Without grad mode it has no effect.
-
-    Raises:
-        ArgumentError: if a derivative is active that takes the results for constants.
-    """
+    """Return whether the caller differentiates the results, so that every step must be differentiable."""
     _check_forward_mode(called)
     if any(map(_differentiates, _torch.transforms())):
         return True
@@ -175,13 +121,6 @@ def check_outside(called: str, instead: str) -> None:
     """Reject a call inside of a derivative or of vmap, for functions whose results would be constants there.
 
     ``torch.no_grad()`` inside of a derivative is accepted: it says that constants are meant.
-
-    Args:
-        called: the name of the public function.
-        instead: what to use there.
-
-    Raises:
-        ArgumentError: if a derivative or vmap is active.
     """
     _check_forward_mode(called)
     around = [f"torch.func.{name}" for name in _torch.transforms() if name == "vmap" or _differentiates(name)]
@@ -206,17 +145,8 @@ def _check_forward_mode(called: str) -> None:
 _divides_by_weight = operator.attrgetter("divides_by_weight")
 
 
-def check_weights(weights: Any, size: int, *, keep_graph: bool = False) -> Tensor | None:
-    """Return the weights as ``[B]`` float64 on the CPU, where they are checked; those of a GPU are read once.
-
-    Args:
-        weights: the argument.
-        size: B.
-        keep_graph: whether derivatives pass through the weights.
-
-    Raises:
-        ArgumentError: if the weights are not B finite real numbers.
-    """
+def check_weights(weights: object, size: int, *, keep_graph: bool = False) -> Tensor | None:
+    """Return the weights as ``[B]`` float64 on the CPU, where they are checked; those of a GPU are read once."""
     if weights is None:
         return None
     weights = as_tensors(["weights"], [weights], torch.empty(0, dtype=torch.float64, device="cpu"))[0]
@@ -264,14 +194,7 @@ class TotalWeight(NamedTuple):
         return TotalWeight(self.total + other.total, least, self.given or other.given)
 
     def check(self, wanted: Sequence[Reduction]) -> None:
-        """Reject averages without samples, with negative weights, or with weights that sum to too little.
-
-        Args:
-            wanted: the reductions of the call.
-
-        Raises:
-            ArgumentError: if the divisor of an average would not be positive, or if one of its weights is negative.
-        """
+        """Reject averages without samples, with negative weights, or with weights that sum to too little."""
         for reduction in filter(_divides_by_weight, wanted):
             bound = reduction.needs_more_than
             if self.total > bound and self.least >= 0:
@@ -286,15 +209,6 @@ class TotalWeight(NamedTuple):
 
 
 def check_averages(wanted: Sequence[Reduction], weights: Tensor | None, size: int) -> None:
-    """Reject averages that have no divisor.
-
-    Args:
-        wanted: the reductions of the call.
-        weights: ``[B]``, or None for ones.
-        size: B.
-
-    Raises:
-        ArgumentError: as ``TotalWeight.check`` does.
-    """
+    """Reject averages that have no divisor."""
     if any(map(_divides_by_weight, wanted)) and not is_batched(weights):
         TotalWeight.of(weights, size).check(wanted)

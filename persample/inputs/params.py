@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +18,8 @@ NORMS = *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d  #
 _RESTRICTED = (torch.jit.ScriptModule, *NORMS, nn.Embedding, nn.EmbeddingBag)
 
 
-def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
-    """Return the parameters as flat tensors; reject leaves that cannot be differentiated.
-
-    Args:
-        params: the argument.
-        batch_statistics: whether modules may normalize with the statistics of a batch.
-        name: the name of the argument, for messages.
-
-    Raises:
-        ArgumentError: if there are no leaves, if a leaf is not a floating tensor or has a hook, or if a module cannot
-            be used sample by sample.
-    """
+def check_params(params: object, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
+    """Return the parameters as flat tensors; reject leaves that cannot be differentiated."""
     if isinstance(params, Iterator):
         fix = "Pass the module itself, or dict(model.named_parameters())."
         raise ArgumentError.about(name, expected="a module, or a tree of tensors", received="an iterator", fix=fix)
@@ -111,9 +100,6 @@ def _labelled(name: str, kind: str) -> str:
 def are_hooked(tensors: Sequence[Tensor]) -> bool:
     """Return whether any of some tensors has a hook.
 
-    Args:
-        tensors: the parameters.
-
     Examples:
         >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
@@ -172,13 +158,8 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor], accumulate: bool =
         param.grad = param.grad + grad if accumulate and param.grad is not None else grad
 
 
-def add_grads(params: ParamTree, grads: Any) -> None:
-    """Add gradients to ``.grad``, as ``.backward()`` does.
-
-    Args:
-        params: the parameters, leaf tensors that require gradients.
-        grads: a tree of gradients like the parameters.
-    """
+def add_grads(params: ParamTree, grads: object) -> None:
+    """Add gradients to ``.grad``, as ``.backward()`` does."""
     for param, grad in zip(params.tensors, trees.flatten(grads)[0], strict=True):
         if param.grad is None:
             param.grad = grad.clone()

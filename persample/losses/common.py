@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -12,22 +12,23 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from persample.errors import ArgumentError
+from persample.utils.trees import Tree
 
-_Loss = TypeVar("_Loss", bound=Callable[..., Any])
+_Loss = TypeVar("_Loss", bound=Callable[..., Tree])
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
 _FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
 _TRUTHS = {*_FRACTIONS, "mask_t", "w_t"}  # where truth values are meant as 0 and 1: ~terminated
 
 
-def is_tensor(name: str, value: Any) -> bool:
+def is_tensor(value: object, name: str) -> TypeGuard[Tensor]:
     """Return whether an argument is a tensor rather than a number: a mask in the place of rewards would count as one.
 
     Anything else is rejected (None is only for ``mask_t``), as are truth values in the place of numbers, a mask without
     an axis of time, and a number that is no discount or no λ.
 
     Examples:
-        >>> is_tensor("r_t", torch.zeros(2)), is_tensor("r_t", 1.0)
+        >>> is_tensor(torch.zeros(2), "r_t"), is_tensor(1.0, "r_t")
         (True, False)
     """
     if isinstance(value, Tensor):
@@ -61,25 +62,45 @@ def is_on(name: str, option: bool) -> bool:
     return option
 
 
-def check_same(**values: Any) -> None:
-    """Check that all tensors have one shape; a number or a 0-d tensor applies to all entries."""
-    first, common = "", None
+def check_shapes(shape: Sequence[int], like: str, **values: object) -> None:
+    """Check that each argument has a shape, that of another one, or is a number or 0-d: others would broadcast."""
     for name, value in values.items():
-        if not is_tensor(name, value) or value.ndim == 0:
-            continue
-        if common is not None and value.shape != common:
-            raise _refused(name, f"shape [] or {list(common)}, as of {first}", value)
-        first, common = first or name, value.shape
+        if is_tensor(value, name) and value.ndim and value.shape != shape:
+            number = "" if name == "mask_t" else "a number or "
+            raise _refused(name, f"{number}shape {list(shape)}, as of {like}", value)
 
 
-def check_steps(name: str, steps: Tensor, **values: Any) -> None:
-    """Check that each argument has one entry per time step, as ``steps``, the argument ``name``; or is a number."""
-    if not is_tensor(name, steps) or steps.ndim == 0:
+def check_same(**values: object) -> None:
+    """Check that all tensors have one shape."""
+    tensors = {name: value for name, value in values.items() if is_tensor(value, name) and value.ndim}
+    for like, first in tensors.items():
+        check_shapes(first.shape, like, **tensors)
+
+
+def check_steps(name: str, steps: Tensor, **values: object) -> None:
+    """Check that each argument has one entry per time step, as ``steps``, the argument ``name``."""
+    if not is_tensor(steps, name) or steps.ndim == 0:
         raise _refused(name, "a sequence, shape [T]", steps)
-    for other, value in values.items():
-        if is_tensor(other, value) and value.ndim and value.shape != steps.shape:
-            number = "" if other == "mask_t" else "a number or shape [] or "
-            raise _refused(other, f"{number or 'shape '}{list(steps.shape)}, as of {name}", value)
+    check_shapes(steps.shape, name, **values)
+
+
+def check_rows(name: str, rows: Tensor, **values: object) -> None:
+    """Check that each argument has one entry per row of a table, the argument ``name``."""
+    if not is_tensor(rows, name) or rows.ndim == 0:
+        raise _refused(name, "one number per action on the last axis", rows)
+    check_shapes(rows.shape[:-1], f"the rows of {name}", **values)
+
+
+def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
+    """Check that actions are integers, one per row of a table, the argument ``name``."""
+    check_rows(name, rows, **actions)
+    for other, a in actions.items():
+        if not isinstance(a, Tensor) or a.is_floating_point() or a.is_complex():
+            received = f"{a.dtype}" if isinstance(a, Tensor) else repr(a)
+            fix = "Actions are indices: convert them with .long(); for continuous actions there are gaussian losses."
+            raise ArgumentError.about(other, expected="a tensor of integers", received=received, fix=fix)
+        if a.shape != rows.shape[:-1]:
+            raise _refused(other, f"shape {list(rows.shape[:-1])}, one action per row of {name}", a)
 
 
 def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
@@ -101,33 +122,10 @@ def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
     return axis % count
 
 
-def check_rows(name: str, rows: Tensor, **values: Any) -> None:
-    """Check that each argument has one entry per row of a table, the argument ``name``, or is None or a number."""
-    if not is_tensor(name, rows) or rows.ndim == 0:
-        raise _refused(name, "one number per action on the last axis", rows)
-    for other, value in values.items():
-        if is_tensor(other, value) and value.ndim and value.shape != rows.shape[:-1]:
-            raise _refused(other, f"shape {list(rows.shape[:-1])}, one entry per row of {name}", value)
-
-
-def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
-    """Check that actions are integers, one per row of a table, the argument ``name``."""
-    check_rows(name, rows, **actions)
-    for other, a in actions.items():
-        if not isinstance(a, Tensor):
-            fix = "Convert them with torch.as_tensor()."
-            raise ArgumentError.about(other, expected="a tensor of integers", received=repr(a), fix=fix)
-        if a.is_floating_point() or a.is_complex():
-            fix = "Actions are indices: convert them with .long(); for continuous actions there are gaussian losses."
-            raise ArgumentError.about(other, expected="integers", received=f"{a.dtype}", fix=fix)
-        if a.shape != rows.shape[:-1]:
-            raise _refused(other, f"shape {list(rows.shape[:-1])}, one action per row of {name}", a)
-
-
-def check_axes(count: int, **values: Any) -> None:
+def check_axes(count: int, **values: object) -> None:
     """Check that tensors have the number of axes of one sample."""
     for name, value in values.items():
-        if is_tensor(name, value) and value.ndim != count:
+        if is_tensor(value, name) and value.ndim != count:
             raise _refused(name, "a vector" if count else "one number", value)
 
 
@@ -137,12 +135,12 @@ def check_not_negative(name: str, value: float, fix: str) -> None:
         raise ArgumentError.about(name, expected="a number >= 0", received=repr(value), fix=fix)
 
 
-def _refused(name: str, expected: str, value: Any) -> ArgumentError:
+def _refused(name: str, expected: str, value: object) -> ArgumentError:
     received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else _described(value)
     return ArgumentError.about(name, expected=expected, received=received, fix=_ONE_SAMPLE)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
@@ -152,12 +150,6 @@ def overridable(loss: _Loss) -> _Loss:
     """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
 
     The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
-
-    Args:
-        loss: a function of tensors.
-
-    Returns:
-        The overridable function.
 
     Examples:
         >>> import torch
@@ -175,7 +167,7 @@ def overridable(loss: _Loss) -> _Loss:
     """
 
     @functools.wraps(loss)
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def whole(*args: Any, **kwargs: Any) -> Tree:
         if has_torch_function(args):
             return handle_torch_function(whole, args, *args, **kwargs)
         return loss(*args, **kwargs)

@@ -20,13 +20,6 @@ from persample.utils.trees import stop_gradient
 def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
     """Expand values to one float64 entry per step, with 0 at padding.
 
-    Args:
-        mask: True at real steps.
-        values: numbers, or tensors of the shape of ``mask``.
-
-    Returns:
-        One tensor for each, of the shape of ``mask``.
-
     Examples:
         >>> entries(torch.tensor([True, False]), 0.5)
         [tensor([0.5000, 0.0000], dtype=torch.float64)]
@@ -36,13 +29,6 @@ def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
 
 def result_dtype(r_t: Tensor, *values: Tensor | float) -> torch.dtype:
     """Return the dtype of a result by torch's promotion rules: numbers and 0-d tensors adapt.
-
-    Args:
-        r_t: rewards.
-        values: the other operands.
-
-    Returns:
-        The dtype.
 
     Examples:
         >>> result_dtype(torch.zeros(2), 0.5, torch.tensor(1.0, dtype=torch.float64))
@@ -84,14 +70,6 @@ def compose(b: Tensor, a: Tensor, n: int, axis: int = 0) -> tuple[Tensor, Tensor
 
 def shift(x: Tensor, steps: int, axis: int = 0) -> Tensor:
     """Return x at times t + steps, 0 (False) past the end.
-
-    Args:
-        x: entries, of any shape with T entries along ``axis``.
-        steps: how far to look ahead.
-        axis: the axis of time.
-
-    Returns:
-        The later entries, of the same shape.
 
     Examples:
         >>> shift(torch.tensor([1, 2, 3]), 1)
@@ -284,7 +262,7 @@ def truncated_generalized_advantage_estimation(
     axis, mask = time_axis("r_t", r_t, time_dim), real_steps(mask_t, r_t)
     steps = r_t.shape[axis]
     longer = [*r_t.shape[:axis], steps + 1, *r_t.shape[axis + 1 :]]
-    if not is_tensor("values", values) or list(values.shape) != longer:
+    if not is_tensor(values, "values") or list(values.shape) != longer:
         received = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
         expected = f"shape {longer}, the values at times 0 … T"
         fix = "Append the value of the state after the last step (any, if its discount is 0)."

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from persample.factors import Factor
+from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import AnyOf, Summed, divided
 from persample.utils import trees
 from persample.utils.numerics import full_precision
-from persample.utils.trees import digest, flatten, name_of, tree_map, unflatten
+from persample.utils.trees import Leaf, Tree, digest, flatten, name_of, tree_map, unflatten
 
 
 class Reduction:
@@ -26,8 +26,9 @@ class Reduction:
     over all chunks, into the result.
 
     Attributes:
-        uses: the operations of ``persample.factors.Factor`` that ``lift`` and ``finish`` call. Per-sample gradients are
-            materialized for all samples only if "materialize" is one of them, or if that takes less memory.
+        uses: the operations (``persample.factors.Op``) of ``persample.factors.Factor`` that ``lift`` and ``finish``
+            call. Per-sample gradients are materialized for all samples only if ``materialize`` is one of them, or if
+            that takes less memory.
         live: the fields whose numbers, tensors and factors may change between calls without a new program of the
             compiled engine; None or a function in such a field is a constant.
         functions_of_a_norm: the fields that are functions from one norm to a number; what they close over may change.
@@ -37,7 +38,7 @@ class Reduction:
         returns_rows: whether ``finish`` only finishes ``Stacked`` leaves, which ``out=`` can then take directly.
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"materialize"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.materialize})
     live: ClassVar[tuple[str, ...]] = ()
     functions_of_a_norm: ClassVar[tuple[str, ...]] = ()
     divides_by_weight = False
@@ -55,7 +56,7 @@ class Reduction:
             spec: the structure, names, shapes and dtypes of the parameters.
         """
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the mergeable leaves of one chunk.
 
         Args:
@@ -63,7 +64,7 @@ class Reduction:
         """
         raise NotImplementedError
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: object) -> Tree:
         """Return the result.
 
         Args:
@@ -72,26 +73,22 @@ class Reduction:
         raise NotImplementedError
 
 
-# The argument ``reduce`` of one call. Lists are invariant in Python's types, hence list[Any].
-Reduce: TypeAlias = "Reduction | Mapping[Any, Reduce] | tuple[Reduce, ...] | list[Any] | None"
+# The argument ``reduce`` of one call. Lists are invariant in Python's types, hence list[Leaf].
+Reduce: TypeAlias = "Reduction | Mapping[Any, Reduce] | tuple[Reduce, ...] | list[Leaf] | None"
 
 
 class SumOverSamples(Reduction):
     """A reduction that is a sum over samples; subclasses define its terms."""
 
-    def sums(self, gradients: Gradients) -> Any:
-        """Return a tree of ``Summed`` like the parameters.
-
-        Args:
-            gradients: the gradients of one chunk.
-        """
+    def sums(self, gradients: Gradients) -> Tree:
+        """Return a tree of ``Summed`` like the parameters."""
         raise NotImplementedError
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the sums of one chunk."""
         return self.sums(gradients)
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: object) -> Tree:
         """Return the sums in the dtypes of the parameters."""
         return tree_map(Summed.finish, merged)
 
@@ -101,11 +98,11 @@ class Average(SumOverSamples):
 
     divides_by_weight = True
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the sums of one chunk, and its total weight."""
         return {"sums": self.sums(gradients), "weight": Summed(gradients.total_weight)}
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: Tree) -> Tree:
         """Return the averages in the dtypes of the parameters."""
         weight = merged["weight"].finish()
         sums, structure = flatten(merged["sums"])
@@ -128,23 +125,18 @@ class Reductions:
     keep_stacked: bool = False
 
     @cached_property
-    def required_ops(self) -> frozenset[str]:
+    def required_ops(self) -> frozenset[Op]:
         """The operations of ``persample.factors.Factor`` that ``lift`` calls."""
-        used = frozenset[str]().union(*[reduction.uses for reduction in self.reductions])
-        return used - {"materialize"} if self.keep_factored else used
+        used = frozenset[Op]().union(*[reduction.uses for reduction in self.reductions])
+        return used - {Op.materialize} if self.keep_factored else used
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the mergeable leaves of every reduction, and whether the loss depends on any parameter."""
         with full_precision(gradients.losses.device):
             return [reduction.lift(gradients) for reduction in self.reductions], AnyOf(gradients.connected)
 
-    def finish(self, lifted: Sequence[Any], device: torch.device) -> list[Any]:
-        """Return the result of every reduction, from its leaves merged over all chunks.
-
-        Args:
-            lifted: one tree of merged leaves per reduction.
-            device: the device of the parameters.
-        """
+    def finish(self, lifted: Sequence[Leaf], device: torch.device) -> list[Leaf]:
+        """Return the result of every reduction, from its leaves merged over all chunks."""
         with full_precision(device):
             pairs = zip(self.reductions, lifted, strict=True)
             return [x if self.keep_stacked and r.returns_rows else r.finish(x) for r, x in pairs]
@@ -152,10 +144,6 @@ class Reductions:
 
 def described(reductions: Sequence[Reduction], container: trees.TreeSpec) -> str:
     """Return the reductions of a call in words.
-
-    Args:
-        reductions: the reductions.
-        container: the structure of their container.
 
     Examples:
         >>> from persample import Norm, Sum
@@ -180,7 +168,7 @@ def in_words(reduction: Reduction) -> str:
     return f"{type(reduction).__name__}({', '.join(listed)})"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if callable(value) and not isinstance(value, nn.Module):
         return name_of(value)
     if value is None or isinstance(value, int | float | str):

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.factors import Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked, Summed
 from persample.reductions.base import Average
 from persample.reductions.rows import PerSample
 from persample.utils.numerics import accumulate_dtype, as_real
 from persample.utils.tracing import untraced
-from persample.utils.trees import leaves_like, on_one_line, structure
+from persample.utils.trees import Tree, leaves_like, on_one_line, structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +42,9 @@ class Dot(PerSample):
         tensor([3., 0.])
     """
 
-    direction: Any
+    direction: Tree
     stacked: bool = False
-    uses: ClassVar[frozenset[str]] = frozenset({"dot"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.dot})
     live: ClassVar[tuple[str, ...]] = ("direction",)
 
     def check(self, spec: ParamSpec) -> None:
@@ -51,9 +52,9 @@ class Dot(PerSample):
         fix = "Pass a tree like the parameters (of a module: a dict by name); K directions on axis 0 need stacked=True."
         check_directions(self.direction, spec, stacked=self.stacked, argument="Dot(direction)", fix=fix)
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the inner products, summed over the parameters."""
-        total: Any = 0
+        total: Tree = 0
         spec, device = gradients.spec, gradients.losses.device
         leaves = leaves_like(self.direction, spec.structure) or []
         for factor, dtype, leaf in zip(gradients.factors, spec.dtypes, leaves, strict=True):
@@ -62,19 +63,8 @@ class Dot(PerSample):
         return Stacked(total if self.stacked else total.squeeze(-1))
 
 
-def check_directions(direction: Any, spec: ParamSpec, *, stacked: bool, argument: str, fix: str) -> None:
-    """Check that a direction is a tree like the parameters, of their shapes.
-
-    Args:
-        direction: the tree.
-        spec: the structure, names, shapes and dtypes of the parameters.
-        stacked: whether the leaves hold K directions each, stacked on axis 0.
-        argument: the name of the argument, for messages.
-        fix: what to do, for messages.
-
-    Raises:
-        ArgumentError: if it is not.
-    """
+def check_directions(direction: object, spec: ParamSpec, *, stacked: bool, argument: str, fix: str) -> None:
+    """Check that a direction is a tree like the parameters, of their shapes."""
 
     def rejected(expected: str, received: str) -> ArgumentError:
         return ArgumentError.about(argument, expected=expected, received=received, fix=fix)
@@ -123,16 +113,16 @@ class Project(PerSample):
 
     dim: int
     seed: int
-    uses: ClassVar[frozenset[str]] = frozenset({"project"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.project})
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:
             fix = "Choose the number of entries to keep per sample."
             raise ArgumentError.about("dim", expected="a positive int", received=repr(self.dim), fix=fix)
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the projections, summed over the parameters."""
-        total: Any = 0
+        total: Tree = 0
         spec, device = gradients.spec, gradients.losses.device
         columns_of_spec = spec.paths, spec.shapes, spec.dtypes
         for factor, path, shape, dtype in zip(gradients.factors, *columns_of_spec, strict=True):
@@ -165,8 +155,8 @@ class FisherVectorProduct(Average):
         ArgumentError: (when used) if the structure or shapes are not those of the parameters.
     """
 
-    v: Any
-    uses: ClassVar[frozenset[str]] = frozenset({"dot", "weighted_sum"})
+    v: Tree
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.dot, Op.weighted_sum})
     live: ClassVar[tuple[str, ...]] = ("v",)
 
     def check(self, spec: ParamSpec) -> None:
@@ -180,7 +170,7 @@ class FisherVectorProduct(Average):
         leaves = leaves_like(self.v, spec.structure) or []
         return bool(leaves) and isinstance(leaves[0], Tensor) and leaves[0].ndim > len(spec.shapes[0])
 
-    def sums(self, gradients: Gradients) -> Any:
+    def sums(self, gradients: Gradients) -> Tree:
         """Return the sums of one chunk: for each vector inner products, and a sum weighted by them."""
         spec = gradients.spec
         products = Dot(self.v, stacked=(stacked := self._is_stacked(spec))).lift(gradients).rows.double()

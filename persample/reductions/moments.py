@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.factors import Op
 from persample.gradients import Gradients
 from persample.merge import Moments, Summed
 from persample.reductions.base import Average, Reduction
 from persample.utils.numerics import accumulate_dtype, restore, widest
-from persample.utils.trees import flatten, tree_map
+from persample.utils.trees import Tree, flatten, tree_map
 
 
 def _moments(gradients: Gradients, *, elementwise: bool) -> list[Moments]:
@@ -47,9 +48,9 @@ class SecondMoment(Average):
         tensor(5.)
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"second_moment"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.second_moment})
 
-    def sums(self, gradients: Gradients) -> Any:
+    def sums(self, gradients: Gradients) -> Tree:
         """Return the sums of squares of one chunk."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         weights = gradients.weights
@@ -83,7 +84,7 @@ class Variance(Reduction):
 
     correction: float = 1
     total: bool = False
-    uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.second_moment, Op.weighted_sum})
     live: ClassVar[tuple[str, ...]] = ("correction",)
     divides_by_weight = True
 
@@ -98,11 +99,11 @@ class Variance(Reduction):
         """The divisor n − correction must be positive."""
         return self.correction
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the moments of one chunk."""
         return gradients.spec.tree(_moments(gradients, elementwise=not self.total))
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: object) -> Tree:
         """Return the variances in the dtypes of the parameters, or their sum."""
         if self.total:
             leaves = flatten(merged)[0]
@@ -141,7 +142,7 @@ class NoiseScale(Reduction):
         tensor(0.6667)
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.second_moment, Op.weighted_sum})
     divides_by_weight = True
 
     @property
@@ -149,11 +150,11 @@ class NoiseScale(Reduction):
         """One sample has no variance."""
         return 1.0
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the moments of one chunk, the squared deviations summed over each parameter."""
         return _moments(gradients, elementwise=False)
 
-    def finish(self, merged: Any) -> NoiseScaleEstimate:
+    def finish(self, merged: object) -> NoiseScaleEstimate:
         """Return the estimate."""
         leaves: list[Moments] = flatten(merged)[0]
         n, trace = leaves[0].n, _trace(leaves, 1)

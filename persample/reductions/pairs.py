@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.factors import Factor
+from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
 from persample.utils.numerics import root
-from persample.utils.trees import flatten, leaves_like, on_one_line, structure
+from persample.utils.trees import Tree, flatten, leaves_like, on_one_line, structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,8 @@ class Gram(Reduction):
                 [6.]])
     """
 
-    other: Any = None
-    uses: ClassVar[frozenset[str]] = frozenset({"gram"})
+    other: Tree = None
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
     live: ClassVar[tuple[str, ...]] = ("other",)
 
     def check(self, spec: ParamSpec) -> None:
@@ -73,15 +73,15 @@ class Gram(Reduction):
         fix = "Pass what per_sample_grads returns for the other batch, the same parameters, and Factored()."
         return ArgumentError.about(f"{type(self).__name__}(other)", expected=expected, received=received, fix=fix)
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the factors."""
         return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
 
-    def finish(self, merged: Any) -> Tensor:
+    def finish(self, merged: object) -> Tensor:
         """Return the inner products, summed over the parameters."""
         return _summed(self.factors(merged), self._others(merged))
 
-    def block(self, left: Any, right: Any) -> Tensor:
+    def block(self, left: object, right: object) -> Tensor:
         """Return the pairs of some samples with others, ``[B, B']``.
 
         Args:
@@ -90,11 +90,11 @@ class Gram(Reduction):
         """
         return _summed(self.factors(left), self.factors(right))
 
-    def factors(self, merged: Any) -> list[Factor]:
+    def factors(self, merged: object) -> list[Factor]:
         """Return the factors whose inner products are the result."""
         return [leaf.concatenated() for leaf in flatten(merged)[0]]
 
-    def _others(self, merged: Any) -> list[Factor] | None:
+    def _others(self, merged: object) -> list[Factor] | None:
         """Return the factors of the other batch, in the order of the parameters; None without one."""
         if self.other is None:
             return None
@@ -125,17 +125,17 @@ class CosineSimilarity(Gram):
                 [0., 0., 1.]])
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"gram", "squared_norms"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram, Op.squared_norms})
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the factors, and the norms."""
         return {"factors": super().lift(gradients), "norms": Stacked(gradients.norms)}
 
-    def factors(self, merged: Any) -> list[Factor]:
+    def factors(self, merged: Tree) -> list[Factor]:
         """Return the factors of the gradients scaled to length 1, because products of small ones may underflow."""
         return _of_unit_norm(super().factors(merged["factors"]), merged["norms"].finish())
 
-    def _others(self, merged: Any) -> list[Factor] | None:
+    def _others(self, merged: Tree) -> list[Factor] | None:
         others = super()._others(merged["factors"])
         if others is None:
             return None

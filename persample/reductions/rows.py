@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from persample.errors import LossError
+from persample.factors import Op
 from persample.gradients import Gradients
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
 from persample.utils.numerics import accumulate_dtype, widest
-from persample.utils.trees import tree_map
+from persample.utils.trees import Tree, tree_map
 
 
 class PerSample(Reduction):
     """A reduction with one row per sample: chunks are concatenated."""
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: object) -> Tree:
         """Return the rows of all samples."""
         return tree_map(Stacked.finish, merged)
 
@@ -36,7 +37,7 @@ class Stack(PerSample):
 
     returns_rows = True
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the factors."""
         pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
         return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
@@ -59,13 +60,13 @@ class Factored(Reduction):
                 [2., 4.]])
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset()
+    uses: ClassVar[frozenset[Op]] = frozenset()
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the factors."""
         return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: object) -> Tree:
         """Return the factors of all samples."""
         return tree_map(Stacked.concatenated, merged)
 
@@ -85,9 +86,9 @@ class Norm(PerSample):
     """
 
     per_param: bool = False
-    uses: ClassVar[frozenset[str]] = frozenset({"squared_norms"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.squared_norms})
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the norms."""
         dtypes = gradients.spec.dtypes
         if not self.per_param:
@@ -107,9 +108,9 @@ class Loss(PerSample):
         tensor([2., 6.])
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset()
+    uses: ClassVar[frozenset[Op]] = frozenset()
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the losses."""
         return Stacked(gradients.losses)
 
@@ -128,9 +129,9 @@ class Aux(PerSample):
         {'x': tensor([1., 3.])}
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset()
+    uses: ClassVar[frozenset[Op]] = frozenset()
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the stacked aux."""
         if not gradients.has_aux:
             raise LossError("Aux(): expected loss_fn to return (loss, aux), received a loss alone. Return both.")

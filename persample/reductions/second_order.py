@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError, LossError
-from persample.factors import Factor
+from persample.factors import Factor, Op
 from persample.factors.linear_system import float64_gram, solve, solve_weighted
 from persample.gradients import Gradients, weighted_sums
 from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
 from persample.utils.numerics import accumulate_dtype, restore, widest
 from persample.utils.tracing import is_batched, is_recorded
-from persample.utils.trees import flatten, unflatten
+from persample.utils.trees import Leaf, Tree, flatten, unflatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class _Solve(Reduction):
 
     damping: float | Tensor
     minimum_norm: bool = field(init=False, repr=False)  # λ = 0 has a compiled program of its own
-    uses: ClassVar[frozenset[str]] = frozenset({"gram", "weighted_sum"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram, Op.weighted_sum})
     live: ClassVar[tuple[str, ...]] = ("damping",)
     divides_by_weight = True
 
@@ -90,7 +90,7 @@ class NaturalGradient(_Solve):
         tensor([0.4000, 0.5000])
     """
 
-    targets: Tensor | Sequence[float] | Callable[[Any], Tensor] | None = None
+    targets: Tensor | Sequence[float] | Callable[[Leaf], Tensor] | None = None
     per_param: bool = False
     centered: bool = False
     live: ClassVar[tuple[str, ...]] = ("damping", "targets")
@@ -109,7 +109,7 @@ class NaturalGradient(_Solve):
     def _rejected(expected: str, received: str) -> ArgumentError:
         return ArgumentError.about("targets", expected=expected, received=received, fix="Pass one number per sample.")
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return factors, weights, and targets that are read from aux."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         return {
@@ -133,7 +133,7 @@ class NaturalGradient(_Solve):
             raise self._rejected(f"a function that returns {expected}", f"one that returns {_described(targets)}")
         return targets.double()
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: Tree) -> Tree:
         """Return the solution in the dtypes of the parameters."""
         leaves, structure = flatten(merged["factors"])
         factors, dtypes = [leaf.concatenated() for leaf in leaves], [leaf.dtype for leaf in leaves]
@@ -237,14 +237,14 @@ class Leverage(_Solve):
         tensor([0.5000, 0.5000, 1.0000])
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"gram"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return factors and weights."""
         pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
         return {"factors": [Stacked(factor, dtype) for factor, dtype in pairs], "weights": _weights(gradients)}
 
-    def finish(self, merged: Any) -> Tensor:
+    def finish(self, merged: Tree) -> Tensor:
         """Return the leverages."""
         dtypes = [leaf.dtype for leaf in merged["factors"]]
         factors = [leaf.concatenated() for leaf in merged["factors"]]
@@ -272,7 +272,7 @@ class Leverage(_Solve):
         return torch.where(unknown, torch.nan, solution.diagonal() / n)
 
 
-def _as_tensor(targets: Any) -> Any:
+def _as_tensor(targets: object) -> Tree:
     """Return a list or an array of numbers as a tensor, and anything else unchanged."""
     if not isinstance(targets, list | tuple | np.ndarray):
         return targets
@@ -295,5 +295,5 @@ def _is_real(x: Tensor) -> bool:
     return x.ndim in {1, 2} and not x.is_complex()
 
 
-def _described(x: Any) -> str:
+def _described(x: object) -> str:
     return f"shape {list(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

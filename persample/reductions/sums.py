@@ -6,29 +6,31 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.factors import Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, SumOverSamples
 from persample.utils.numerics import accumulate_dtype, root
 from persample.utils.tracing import are_plain, is_batched
+from persample.utils.trees import Tree
 
 
 class _ScaledSum(SumOverSamples):
     """Σ wᵢ sᵢ gᵢ; subclasses define the scale sᵢ of each sample."""
 
-    uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.weighted_sum})
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return the sᵢ of each parameter, ``[B]`` float64, or None for ones."""
         return [None] * len(gradients.factors)
 
-    def sums(self, gradients: Gradients) -> Any:
+    def sums(self, gradients: Gradients) -> Tree:
         """Return the scaled sums of one chunk."""
         dtypes = gradients.spec.dtypes
         sums = gradients.sums(self.scales(gradients), list(map(accumulate_dtype, dtypes)))
@@ -39,7 +41,7 @@ class _ScaledSum(SumOverSamples):
 class _Clipped(_ScaledSum):
     max_norm: Bound | Mapping[str, Bound]
     per_param: bool = False
-    uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.weighted_sum, Op.squared_norms})
     live: ClassVar[tuple[str, ...]] = ("max_norm",)
 
     def __post_init__(self) -> None:
@@ -162,7 +164,7 @@ class WeightedSum(_ScaledSum):
     """
 
     weight_fn: Callable[[Tensor], Tensor | float]
-    uses: ClassVar[frozenset[str]] = frozenset({"weighted_sum", "squared_norms"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.weighted_sum, Op.squared_norms})
     functions_of_a_norm: ClassVar[tuple[str, ...]] = ("weight_fn",)
 
     def __post_init__(self) -> None:
@@ -198,14 +200,7 @@ _KEY = re.compile(r"""\[(?:'(.*?)'|"(.*?)"|(.*?))\]|\.(\w+)""")
 
 
 def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
-    """Check that bounds are numbers from 0 to ∞.
-
-    Args:
-        max_norm: one bound, or bounds by name.
-
-    Raises:
-        ArgumentError: if one is not.
-    """
+    """Check that bounds are numbers from 0 to ∞."""
     named = isinstance(max_norm, Mapping)
     for name, bound in max_norm.items() if isinstance(max_norm, Mapping) else [("", max_norm)]:
         if named and not isinstance(name, str):
@@ -222,16 +217,6 @@ def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
 
 def group_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Return the longest of the given names that each parameter belongs to.
-
-    Args:
-        names: of parameters, of modules or subtrees that contain them, or "" for all that no other name has.
-        paths: the paths of the parameters.
-
-    Returns:
-        One name per parameter.
-
-    Raises:
-        ArgumentError: if a parameter belongs to no name, or a name has no parameter.
 
     Examples:
         >>> group_names(["body", "body.bias", ""], ["params['body.weight']", "params['body.bias']", "params['scale']"])

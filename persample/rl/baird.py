@@ -107,11 +107,7 @@ def _semi_gradient(theta: Tensor, transitions: tuple[Tensor, ...], ratio_t: Tens
 def _transitions(
     features: Tensor, batch: int, discount: float, generator: torch.Generator
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Draw transitions of the behaviour policy: states before and after a step are uniform.
-
-    Returns:
-        (s_tm1, r_t, discount_t, s_t) and the ratios: π/μ = 1/(1/7) for steps to state 7, otherwise 0.
-    """
+    """Draw transitions of the behaviour policy: states before and after a step are uniform."""
     s_tm1, s_t = torch.randint(7, (2, batch), generator=generator)
     zeros = torch.zeros(batch, dtype=features.dtype)
     return (features[s_tm1], zeros, zeros + discount, features[s_t]), torch.where(s_t == 6, 7.0, zeros)

@@ -22,9 +22,10 @@ from torch import Tensor
 from persample.errors import ArgumentError
 
 Envs = VectorEnv[Any, Any, Any]
+Space = spaces.Space[Any]
+Array = NDArray[Any]
 Policy = Callable[[Tensor, torch.Generator], Tensor]
 Network = Callable[[Tensor], Any]
-Progress = Callable[[int], object]
 
 _ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
@@ -53,7 +54,7 @@ def check_rollout(envs: object, discount: float, seed: int) -> None:
     _check_space(envs.single_action_space, "action", "Wrap the environment in a TransformAction")
 
 
-def _check_space(space: spaces.Space[Any], kind: str, fix: str) -> None:
+def _check_space(space: Space, kind: str, fix: str) -> None:
     if not isinstance(space, _ARRAY_SPACES):
         expected = f"a single array as {kind} (Box, Discrete, MultiDiscrete or MultiBinary)"
         raise ArgumentError.about("envs", expected=expected, received=str(space), fix=f"{fix} (gymnasium.wrappers).")
@@ -79,15 +80,8 @@ def autoreset_mode(envs: Envs) -> AutoresetMode:
     return AutoresetMode(mode)
 
 
-def checked_actions(envs: Envs, actions: Tensor) -> NDArray[Any]:
-    """Check a policy's actions against the action space, and copy them to NumPy.
-
-    Returns:
-        The actions, ``[N, *act]``: float32 for floating Box spaces, else int64.
-
-    Raises:
-        ArgumentError: if shape, dtype or range do not fit the action space.
-    """
+def checked_actions(envs: Envs, actions: Tensor) -> Array:
+    """Check a policy's actions against the action space, and copy them to NumPy."""
     space = envs.action_space
     expected = f"actions of shape {space.shape} from {envs.single_action_space}"
     if not isinstance(actions, Tensor) or tuple(actions.shape) != space.shape:
@@ -209,18 +203,18 @@ gymnasium.register(
 class State(NamedTuple):
     """The state of a rollout: the policy's next observations, and the rows whose next step is only a reset."""
 
-    obs: NDArray[Any]
+    obs: Array
     resets: NDArray[np.bool_]
 
 
 class Step(NamedTuple):
     """One step of all environments, one row each; rows that are not ``real_t`` are invalid."""
 
-    obs_tm1: NDArray[Any]
-    a_tm1: NDArray[Any]
+    obs_tm1: Array
+    a_tm1: Array
     r_t: NDArray[np.float32]
     discount_t: NDArray[np.float32]
-    obs_t: NDArray[Any]
+    obs_t: Array
     done_t: NDArray[np.bool_]
     real_t: NDArray[np.bool_]
 
@@ -283,7 +277,7 @@ def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:
     return State(obs, state.resets & ~mask)
 
 
-def _with_final(obs_t: NDArray[Any], done: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[Any]:
+def _with_final(obs_t: Array, done: NDArray[np.bool_], infos: dict[str, Any]) -> Array:
     if done.any() and "final_obs" not in infos:
         fix = "Without it the end of an episode is lost: use autoreset_mode='NextStep'."
         expected, received = "infos['final_obs'] at the end of an episode (SameStep autoreset)", f"keys {sorted(infos)}"
@@ -294,7 +288,7 @@ def _with_final(obs_t: NDArray[Any], done: NDArray[np.bool_], infos: dict[str, A
     return obs_t
 
 
-def _copy(envs: Envs, observed: Any) -> NDArray[Any]:
+def _copy(envs: Envs, observed: object) -> Array:
     # Always copy: environments may return a buffer that their next step overwrites.
     kind = envs.single_observation_space.dtype
     if np.issubdtype(kind, np.floating):

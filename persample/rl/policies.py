@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+from typing import TypeGuard, cast
 
 import torch
 from gymnasium import spaces
@@ -16,7 +16,8 @@ from torch.distributions import Categorical, Independent, Normal
 
 from persample.errors import ArgumentError
 from persample.losses import gaussian_log_prob
-from persample.rl.environments import Envs, Network, Policy
+from persample.rl.environments import Envs, Network, Policy, Space
+from persample.utils.trees import Tree
 
 
 def categorical_policy(network: Network) -> Policy:
@@ -87,19 +88,8 @@ def gaussian_policy(network: Network) -> Policy:
     return policy
 
 
-def as_policy(policy: Policy | Network, space: spaces.Space[Any]) -> Policy:
-    """Return a policy as it is; turn a network, which takes observations alone, into the policy of its distribution.
-
-    Args:
-        policy: a function of (observations, generator), or a network for ``gaussian_policy`` or ``categorical_policy``.
-        space: the space of one action: of real numbers (Gaussian) or discrete (categorical).
-
-    Returns:
-        A function ``(observations [N, *obs], generator) → actions [N, *act]``.
-
-    Raises:
-        ArgumentError: if ``policy`` is not callable.
-    """
+def as_policy(policy: Policy | Network, space: Space) -> Policy:
+    """Return a policy as it is; turn a network, which takes observations alone, into the policy of its distribution."""
     if not callable(policy):
         expected = "a function (observations, generator) → actions, or a network (observations) → logits"
         fix = "Pass the function or the network itself."
@@ -109,7 +99,7 @@ def as_policy(policy: Policy | Network, space: spaces.Space[Any]) -> Policy:
     return gaussian_policy(policy) if isinstance(space, spaces.Box) else categorical_policy(policy)
 
 
-def _is_network(call: Callable[..., Any]) -> TypeGuard[Network]:
+def _is_network(call: Callable[..., Tree]) -> TypeGuard[Network]:
     try:
         parameters = inspect.signature(call.forward if isinstance(call, nn.Module) else call).parameters.values()
     except ValueError:  # a builtin has no signature
@@ -119,19 +109,19 @@ def _is_network(call: Callable[..., Any]) -> TypeGuard[Network]:
     return len(given) == 1
 
 
-def _check_network(network: Any) -> None:
+def _check_network(network: object) -> None:
     if not callable(network):
         fix = "Pass a module or a function that maps observations to the distribution of actions."
         raise ArgumentError.about("network", expected="a callable", received=type(network).__name__, fix=fix)
 
 
-def _called(network: Network, observations: Tensor) -> Any:
+def _called(network: Network, observations: Tensor) -> Tree:
     parameters = network.parameters() if isinstance(network, nn.Module) else ()
     device = next((parameter.device for parameter in parameters), observations.device)
     return network(observations.to(device))
 
 
-def _logits(output: Any, count: int) -> Tensor:
+def _logits(output: Tree, count: int) -> Tensor:
     expected, fix = f"logits of shape [{count}, A]", "It maps a batch of observations to one row of logits each."
     if _is_pair(output):
         output, values = output
@@ -147,7 +137,7 @@ def _logits(output: Any, count: int) -> Tensor:
     return logits
 
 
-def _mean_and_deviation(output: Any, count: int) -> tuple[Tensor, Tensor]:
+def _mean_and_deviation(output: Tree, count: int) -> tuple[Tensor, Tensor]:
     if _is_pair(output) and not isinstance(output[0], Tensor):  # a distribution and values
         output = output[0]
     normal = output.base_dist if isinstance(output, Independent) else output
@@ -164,7 +154,7 @@ def _mean_and_deviation(output: Any, count: int) -> tuple[Tensor, Tensor]:
     raise ArgumentError.about("network", expected=expected, received=received, fix=fix)
 
 
-def _is_pair(output: Any) -> bool:
+def _is_pair(output: object) -> bool:
     return isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Tensor)
 
 
@@ -178,7 +168,7 @@ class Features(nn.Module):
         ArgumentError: if the space is neither.
     """
 
-    def __init__(self, space: spaces.Space[Any]) -> None:
+    def __init__(self, space: Space) -> None:
         super().__init__()
         self.start = 0
         self.one_hot = isinstance(space, spaces.Discrete)
@@ -200,7 +190,7 @@ class Features(nn.Module):
         return observations.to(dtype)
 
 
-def mlp(space: spaces.Space[Any], hidden: int, outputs: int) -> nn.Sequential:
+def mlp(space: Space, hidden: int, outputs: int) -> nn.Sequential:
     """Return a perceptron with two hidden layers of tanh units, from observations to ``[*, outputs]``."""
     features = Features(space)
     return nn.Sequential(
@@ -213,7 +203,7 @@ def mlp(space: spaces.Space[Any], hidden: int, outputs: int) -> nn.Sequential:
     )
 
 
-def linear(space: spaces.Space[Any]) -> nn.Sequential:
+def linear(space: Space) -> nn.Sequential:
     """Return a linear function of the features to ``[*, 1]``, zero at first; for a Discrete space, it is a table."""
     features = Features(space)
     table = nn.Linear(features.size, 1, bias=False)
@@ -224,7 +214,7 @@ def linear(space: spaces.Space[Any]) -> nn.Sequential:
 class Gaussian(nn.Module):
     """A Gaussian policy: a perceptron for the mean, and a standard deviation for all observations, 1 at first."""
 
-    def __init__(self, space: spaces.Space[Any], hidden: int, size: int) -> None:
+    def __init__(self, space: Space, hidden: int, size: int) -> None:
         super().__init__()
         self.mean = mlp(space, hidden, size)
         self.log_sigma = nn.Parameter(torch.zeros(size))
@@ -237,7 +227,7 @@ class Gaussian(nn.Module):
 class ActorCritic(nn.Module):
     """A policy and a value function: two perceptrons without shared parameters."""
 
-    def __init__(self, space: spaces.Space[Any], hidden: int, actions: int, *, continuous: bool = False) -> None:
+    def __init__(self, space: Space, hidden: int, actions: int, *, continuous: bool = False) -> None:
         super().__init__()
         self.policy = (Gaussian if continuous else mlp)(space, hidden, actions)
         self.critic = mlp(space, hidden, 1)
@@ -269,7 +259,7 @@ def log_prob(policy: nn.Module, observations: Tensor, actions: Tensor) -> Tensor
     return torch.log_softmax(outputs, -1).gather(-1, actions[..., None]).squeeze(-1)
 
 
-def count_actions(space: spaces.Space[Any]) -> int:
+def count_actions(space: Space) -> int:
     """Return the number of actions of a Discrete space that starts at 0; reject any other space."""
     if not isinstance(space, spaces.Discrete):
         continuous = " (continuous actions)" if isinstance(space, spaces.Box) else ""

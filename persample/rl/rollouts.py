@@ -13,7 +13,6 @@ from persample.rl.environments import (
     Envs,
     Network,
     Policy,
-    Progress,
     Step,
     advance,
     check_count,
@@ -55,7 +54,6 @@ def collect_transitions(
     *,
     discount: float = 0.99,
     seed: int,
-    progress: Progress | None = None,
 ) -> Transitions:
     """Collect a given number of transitions of a policy, in every autoreset mode of the environments.
 
@@ -72,7 +70,6 @@ def collect_transitions(
         discount: γ, from 0 to 1.
         seed: the seed of environments and policy: equal seeds give equal batches, bit for bit. The global generators
             are neither used nor changed.
-        progress: called with the number of new transitions after every step.
 
     Returns:
         The transitions, on the CPU.
@@ -97,8 +94,6 @@ def collect_transitions(
         rows = np.flatnonzero(step.real_t)[:missing]
         parts.append([field[rows] for field in (step.obs_tm1, step.a_tm1, step.r_t, step.discount_t, step.obs_t)])
         missing -= len(rows)
-        if progress is not None and len(rows):
-            progress(len(rows))
     return Transitions(*(torch.from_numpy(np.concatenate(field)) for field in zip(*parts, strict=True)))
 
 
@@ -130,7 +125,6 @@ def collect_episodes(
     discount: float = 0.99,
     seed: int,
     max_steps: int | None = None,
-    progress: Progress | None = None,
 ) -> Episodes:
     """Collect whole episodes of a policy, with the distribution of a loop over a single environment.
 
@@ -149,7 +143,6 @@ def collect_episodes(
             are neither used nor changed.
         max_steps: the number of steps after which episodes are truncated; without it, an episode that never ends is
             stepped forever.
-        progress: called with the number of finished episodes after every step that finishes any.
 
     Returns:
         The episodes, on the CPU.
@@ -179,17 +172,11 @@ def collect_episodes(
         if (cut := ended & ~step.done_t).any():
             state = restart(envs, state, cut)
         missing -= int(ended.sum())
-        if progress is not None and ended.any():
-            progress(int(ended.sum()))
     return _pad([recorded[e % envs.num_envs][e // envs.num_envs] for e in range(num_episodes)])
 
 
 def _record(recorded: list[list[list[Row]]], shares: list[int], step: Step, max_steps: int | None) -> NDArray[np.bool_]:
-    """Append a step to the running episodes (the last of each list).
-
-    Returns:
-        The mask of the wanted episodes that ended with this step, ``[N]``.
-    """
+    """Append a step to the running episodes (the last of each list)."""
     ended = np.zeros_like(step.done_t)
     for i, (episodes, share) in enumerate(zip(recorded, shares, strict=True)):
         if step.real_t[i] and len(episodes) <= share:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from persample.losses import td_learning
 from persample.per_sample import per_sample_grads
 from persample.reductions import Aux, Dot, Mean, Stack
 from persample.utils import trees
+from persample.utils.trees import Tree
 
 
 class TDLambdaStep(NamedTuple):
@@ -25,16 +26,16 @@ class TDLambdaStep(NamedTuple):
         td_errors: δᵢ, ``[B]``.
     """
 
-    update: Any
-    traces: Any
+    update: Tree
+    traces: Tree
     td_errors: Tensor
 
 
 def td_lambda_step(
     value_fn: Callable[..., Tensor],
-    params: Any,
-    traces: Any,
-    transitions: tuple[Any, Tensor, Tensor, Any],
+    params: Tree,
+    traces: Tree,
+    transitions: tuple[Tree, Tensor, Tensor, Tree],
     lambda_: float,
     *,
     done_t: Tensor | None = None,
@@ -84,15 +85,15 @@ class GradientTDStep(NamedTuple):
         weights: the gradient for the auxiliary weights w, a tree like w.
     """
 
-    params: Any
-    weights: Any
+    params: Tree
+    weights: Tree
 
 
 def gradient_td_step(
     value_fn: Callable[..., Tensor],
-    params: Any,
-    weights: Any,
-    transitions: tuple[Any, Tensor, Tensor, Any],
+    params: Tree,
+    weights: Tree,
+    transitions: tuple[Tree, Tensor, Tensor, Tree],
     ratio_t: Tensor,
     *,
     method: str = "tdc",
@@ -135,7 +136,7 @@ def gradient_td_step(
     if method not in {"tdc", "gtd2"}:
         raise ArgumentError.about("method", expected="'tdc' or 'gtd2'", received=repr(method), fix="Pick one of them.")
 
-    def surrogate(params: Any, weights: Any, s_tm1: Any, s_t: Any, *scalars: Tensor) -> Tensor:
+    def surrogate(params: Tree, weights: Tree, s_tm1: Tree, s_t: Tree, *scalars: Tensor) -> Tensor:
         discount, ratio, error, dot = scalars
         gradient, v_tm1 = torch.func.grad_and_value(value_fn)(params, s_tm1)
         curved = sum(map(torch.vdot, _flat(gradient), _flat(weights)), torch.zeros_like(v_tm1))  # ∇vᵀw
@@ -159,14 +160,14 @@ def gradient_td_step(
     )
 
 
-def _flat(tree: Any) -> list[Tensor]:
+def _flat(tree: object) -> list[Tensor]:
     return [leaf.flatten() for leaf in trees.flatten(tree)[0]]
 
 
 def _valued(value_fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the loss v(s) of one transition, with the TD error as aux."""
 
-    def value_and_error(params: Any, s_tm1: Any, r_t: Tensor, discount_t: Tensor, s_t: Any) -> tuple[Tensor, Tensor]:
+    def value_and_error(params: Tree, s_tm1: Tree, r_t: Tensor, discount_t: Tensor, s_t: Tree) -> tuple[Tensor, Tensor]:
         v_tm1 = value_fn(params, s_tm1)
         return v_tm1, td_learning(v_tm1, r_t, discount_t, value_fn(params, s_t))
 

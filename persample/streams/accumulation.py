@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,30 +26,31 @@ from persample.streams.sink import SinkRun
 from persample.streams.stream import Stream
 from persample.utils import trees
 from persample.utils.isolation import isolated
+from persample.utils.trees import Leaf, Tree
 
 
 @uncaptured
 def accumulate(
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]],
-    params: Any,
-    batches: Iterable[Any],
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Tree]],
+    params: Tree,
+    batches: Iterable[Leaf],
     reduce: Reduce = None,
     *,
-    weights: Any = None,
-    in_dims: tuple[Any, Any] = (None, 0),
+    weights: Tree = None,
+    in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
     chunk_size: int | None = None,
     memory: int | Literal["low"] | None = None,
     engine: Engine = "eager",
-    group: Any = None,
+    group: object = None,
     order: Order = "interleaved",
     progress: bool = False,
     sink: str | Path | None = None,
     resume: bool | None = None,
     differentiable: bool = False,
-) -> Any:
+) -> Tree:
     """Compute what ``per_sample_grads`` computes for one batch, for the samples of many, on one or more processes.
 
     The results are those of one big batch. Memory does not grow with the number of batches, except for what is asked
@@ -151,7 +152,7 @@ def accumulate(
     with shown(batches, wanted=progress and processes.rank == 0) as advance:
         stream.through(batches, weights, advance)
 
-    def finish() -> Any:
+    def finish() -> Tree:
         total = stream.merged()
         if run is not None:
             return run.finish(total)
@@ -165,15 +166,8 @@ def accumulate(
     return isolated((), finish)  # without the modules: nothing of them is used any more
 
 
-def unwrapped(params: Any) -> Any:
-    """Return the parameters with the module inside of each ``DistributedDataParallel``.
-
-    Args:
-        params: the user's parameters.
-
-    Warns:
-        WrapperWarning: if there was one.
-    """
+def unwrapped(params: Tree) -> Tree:
+    """Return the parameters with the module inside of each ``DistributedDataParallel``."""
     leaves, structure = trees.flatten(params)
     if not any(isinstance(leaf, DistributedDataParallel) for leaf in leaves):
         return params
@@ -188,14 +182,7 @@ def unwrapped(params: Any) -> Any:
 
 
 def check_constant(*, differentiable: bool) -> None:
-    """Reject derivatives of the results, and transforms of the caller's, whose tensors do not outlive a batch.
-
-    Args:
-        differentiable: the argument.
-
-    Raises:
-        ArgumentError: if there is one.
-    """
+    """Reject derivatives of the results, and transforms of the caller's, whose tensors do not outlive a batch."""
     fix = "Call per_sample_grads(…, differentiable=True) there, on one batch."
     check_outside("accumulate", fix)
     if around := transforms():

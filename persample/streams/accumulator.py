@@ -22,6 +22,7 @@ from persample.processes import Processes, merged, one_by_one
 from persample.reductions import CosineSimilarity, Gram, Reduction
 from persample.utils import trees
 from persample.utils.numerics import memory
+from persample.utils.trees import Leaf, Tree
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Partial:
         weight: their weights.
     """
 
-    leaves: Any
+    leaves: Tree
     count: int
     weight: TotalWeight
 
@@ -51,12 +52,12 @@ class Accumulator:
 
     def __init__(self) -> None:
         self.structure: trees.TreeSpec | None = None
-        self.leaves: list[Any] = []
+        self.leaves: list[Leaf] = []
         self.samples, self.weight = 0, TotalWeight()
         self.total: Total | None = None
         self._later_rows: list[list[Tensor | Factor]] = []
 
-    def add(self, partial: Any, inputs: list[Tensor]) -> None:
+    def add(self, partial: object, inputs: list[Tensor]) -> None:
         """Merge the leaves of one part.
 
         Args:
@@ -70,7 +71,7 @@ class Accumulator:
         leaves, structure = trees.flatten(partial)
         self._merge_all(enumerate(leaves), structure, inputs)
 
-    def take(self, merged: tuple[Total, list[Any]], inputs: list[Tensor]) -> None:
+    def take(self, merged: tuple[Total, list[Leaf]], inputs: list[Tensor]) -> None:
         """Take the total that a part was merged into.
 
         Args:
@@ -92,7 +93,7 @@ class Accumulator:
         for place, leaf in pairs:
             self._merge(place, _own_rows(leaf, taken))
 
-    def _merge(self, place: int, leaf: Any) -> None:
+    def _merge(self, place: int, leaf: object) -> None:
         own = self.leaves[place]
         if own is None:
             self.leaves[place] = leaf.widened() if isinstance(leaf, Summed | Moments) else leaf
@@ -113,13 +114,8 @@ class Accumulator:
             state |= {f"leaf-{place}-{name}": x for name, x in _numbers(leaf).items()}
         return state
 
-    def load(self, partial: Any, state: dict[str, Tensor]) -> None:
-        """Take the numbers that ``state`` returned.
-
-        Args:
-            partial: the tree of the leaves of no samples.
-            state: the numbers.
-        """
+    def load(self, partial: object, state: dict[str, Tensor]) -> None:
+        """Take the numbers that ``state`` returned."""
         self.add(partial, [])
         total, least, given = state["weight"].tolist()
         self.samples, self.weight = int(state["samples"]), TotalWeight(total, least, bool(given))
@@ -144,14 +140,14 @@ class Accumulator:
         return Partial(trees.unflatten(leaves, self.structure), self.samples, self.weight)
 
 
-def _numbers(leaf: Any) -> dict[str, Tensor]:
+def _numbers(leaf: object) -> dict[str, Tensor]:
     """Return the numbers of a leaf as tensors, by the names of their fields."""
     if isinstance(leaf, AnyOf):
         return {"value": torch.tensor(leaf.value, device="cpu")}
     return tensor_fields(leaf)
 
 
-def _own_rows(leaf: Any, taken: set[int]) -> Any:
+def _own_rows(leaf: object, taken: set[int]) -> Tree:
     if not isinstance(leaf, Stacked):
         return leaf
     rows = leaf.rows
@@ -171,7 +167,7 @@ def check_rows(expected: object, received: object) -> None:
         )
 
 
-def row_format(rows: Any) -> str:
+def row_format(rows: Tree) -> str:
     """Return shape and dtype of one row of a tensor, of a factor, or of a column of a folder."""
     shape = rows.shape[1:] if isinstance(rows, Tensor) else rows.shape
     return f"shape {list(shape)}, {rows.dtype}"
@@ -211,17 +207,12 @@ def positions(counts: Sequence[int], order: Order) -> Tensor | None:
     return starts[sample % world] + sample // world
 
 
-def sorted_rows(merged: Any, places: Tensor | None) -> Any:
-    """Return merged leaves with their rows in the order of the data set.
-
-    Args:
-        merged: a tree of leaves, the rows of all ranks one after the other.
-        places: what ``positions`` returned.
-    """
+def sorted_rows(merged: object, places: Tensor | None) -> Tree:
+    """Return merged leaves with their rows in the order of the data set."""
     if places is None:
         return merged
 
-    def in_order(leaf: Any) -> Any:
+    def in_order(leaf: object) -> Tree:
         if not isinstance(leaf, Stacked):
             return leaf
         rows = leaf.concatenated()
@@ -236,16 +227,6 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
 
     The processes first exchange what they hold, so that one without batches takes part with nothing, and one with
     results of another form is an error on all.
-
-    Args:
-        own: that of this process.
-        wanted: the reductions whose leaves these are.
-        order: how the data set is spread over the ranks.
-        processes: the processes.
-
-    Raises:
-        LossError: if the results of the ranks differ in form.
-        ArgumentError: if the order of the samples is not as said.
     """
     if processes.group is None:
         return own
@@ -281,7 +262,7 @@ def _pairwise(wanted: Sequence[Reduction]) -> list[tuple[int, Gram]]:
     return [(place, one) for place, one in pairs if isinstance(one, Gram) and type(one) in kinds and one.other is None]
 
 
-def _all_pairs(reduction: Gram, own: Any, places: Tensor | None, processes: Processes) -> Finished:
+def _all_pairs(reduction: Gram, own: object, places: Tensor | None, processes: Processes) -> Finished:
     """Return the result for all pairs of samples, without all factors in one process.
 
     Each process computes its rows, against the factors of one process after the other. Then the rows are gathered.
@@ -295,14 +276,14 @@ def _all_pairs(reduction: Gram, own: Any, places: Tensor | None, processes: Proc
     return Finished(matrix)
 
 
-def _form(template: Any) -> str | None:
+def _form(template: object) -> str | None:
     if template is None:
         return None
     leaves, structure = trees.flatten(template)
     return " ".join(f"{structure}, {[_shape(leaf) for leaf in leaves]}".split())
 
 
-def _shape(leaf: Any) -> str:
+def _shape(leaf: object) -> str:
     if isinstance(leaf, Summed):
         return f"{list(leaf.value.shape)} {leaf.value.dtype}"
     if isinstance(leaf, Moments):
@@ -312,7 +293,7 @@ def _shape(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-def _nothing_like(leaf: Any) -> Any:
+def _nothing_like(leaf: object) -> Tree:
     """Return the leaf of no samples; its numbers are stored once, however many there are."""
 
     def zeros(x: Tensor) -> Tensor:

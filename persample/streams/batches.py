@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError, LossError
+from persample.utils.trees import Leaf, Tree
 
 _END = object()
 
@@ -30,8 +31,8 @@ class Batch(NamedTuple):
     """
 
     number: int
-    content: Any
-    weights: Any
+    content: Tree
+    weights: Tree
 
     @property
     def name(self) -> str:
@@ -39,19 +40,8 @@ class Batch(NamedTuple):
         return f"batches[{self.number}]"
 
 
-def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
-    """Iterate over the batches.
-
-    Args:
-        batches: an iterable of batches.
-        weights: None, a function from a batch to its weights, or an iterable with one entry for each batch.
-
-    Yields:
-        The batches.
-
-    Raises:
-        ArgumentError: if an argument is of another kind, or if there are not as many weights as batches.
-    """
+def numbered(batches: object, weights: object) -> Iterator[Batch]:
+    """Iterate over the batches."""
     if isinstance(batches, Tensor | nn.Module | dict | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
@@ -69,7 +59,7 @@ def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
         number += 1
 
 
-def _weights(weights: Any) -> Callable[[Any], Any]:
+def _weights(weights: object) -> Callable[[Leaf], Leaf]:
     """Return the function from one batch after the other to their weights."""
     if weights is None:
         return lambda _: None
@@ -82,7 +72,7 @@ def _weights(weights: Any) -> Callable[[Any], Any]:
         raise ArgumentError.about("weights", expected=expected, received=type(weights).__name__, fix=fix)
     entries = iter(weights)
 
-    def entry(content: Any) -> Any:
+    def entry(content: object) -> Tree:
         found = next(entries, _END)
         if (found is _END) != (content is _END):
             fewer = "fewer entries than batches" if found is _END else "more entries than batches"
@@ -93,7 +83,7 @@ def _weights(weights: Any) -> Callable[[Any], Any]:
     return entry
 
 
-def _check_takes_a_batch(weights: Callable[..., Any]) -> None:
+def _check_takes_a_batch(weights: Callable[..., Tree]) -> None:
     try:
         signature = inspect.signature(weights)
     except (TypeError, ValueError):  # some builtins have no signature
@@ -120,12 +110,7 @@ class InBatch:
         """Begin."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Name the batch in the error.
-
-        Raises:
-            ArgumentError: as it was raised, with the name in front.
-            LossError: the same.
-        """
+        """Name the batch in the error."""
         if isinstance(error, ArgumentError | LossError):
             if not str(error).startswith(self.batch):
                 kind_of_error = ArgumentError if isinstance(error, ArgumentError) else LossError
@@ -136,19 +121,8 @@ class InBatch:
 
 
 @contextmanager
-def shown(batches: Any, *, wanted: bool) -> Iterator[Callable[[int], object]]:
-    """Show the number of batches, the samples per second and the time left, on stderr, in terminals and notebooks.
-
-    Args:
-        batches: the batches; the time left is shown if they have a length.
-        wanted: whether to show anything.
-
-    Yields:
-        A function to call after each batch, with the number of its samples.
-
-    Raises:
-        ArgumentError: if a bar is wanted, but not installed.
-    """
+def shown(batches: object, *, wanted: bool) -> Iterator[Callable[[int], object]]:
+    """Show the number of batches, the samples per second and the time left, on stderr, in terminals and notebooks."""
     if not wanted:
         yield lambda _: None
         return
@@ -183,7 +157,7 @@ def shown(batches: Any, *, wanted: bool) -> Iterator[Callable[[int], object]]:
         yield advance
 
 
-def _length(batches: Any) -> int | None:
+def _length(batches: object) -> int | None:
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:  # a DataLoader of an iterable data set

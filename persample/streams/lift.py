@@ -24,6 +24,7 @@ from persample.reductions.base import Reductions
 from persample.streams.batches import Batch, InBatch
 from persample.utils import rng
 from persample.utils.isolation import isolated
+from persample.utils.trees import Leaf, Tree
 
 
 class RandomStream:
@@ -41,11 +42,7 @@ class RandomStream:
         self.state: list[Tensor] = []
 
     def seed(self, processes: Processes) -> None:
-        """Take the seed from the global stream of the first process; under "different" each process draws its own.
-
-        Args:
-            processes: the processes.
-        """
+        """Take the seed from the global stream of the first process; under "different" each process draws its own."""
         if self.randomness == "error":
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -86,8 +83,8 @@ class BatchLift:
         merges: whether programs merge the leaves into a total.
     """
 
-    loss_fn: Callable[..., Any]
-    params: Any
+    loss_fn: Callable[..., Tree]
+    params: Tree
     wanted: list[Reduction]
     options: dict[str, Any]
     chunk_size: int | None
@@ -180,17 +177,17 @@ class BatchLift:
             **self.options,
         )
 
-    def without_samples(self, call: Call) -> Any:
+    def without_samples(self, call: Call) -> Tree:
         """Return the leaves of none of the samples of a batch, which show the form of those of any."""
         return isolated(self.params, lambda: self._lifted(call.none()))
 
-    def _lifted(self, chunk: Call) -> Any:
+    def _lifted(self, chunk: Call) -> Tree:
         reductions = Reductions(self.wanted)
 
-        def by(way: pipeline.Engine) -> Any:
+        def by(way: pipeline.Engine) -> Tree:
             return pipeline.lift_by(way, reductions)(chunk)
 
-        def first() -> Any:
+        def first() -> Tree:
             if self.engine in PROGRAMS:
                 return lift_compiled(chunk, reductions, engine=self.engine)
             return by(ENGINES[self.engine])
@@ -200,7 +197,7 @@ class BatchLift:
         leaves, _ = by(empty)
         return leaves, AnyOf(False)  # a loss that is not called is not known to depend on anything
 
-    def _merged(self, chunk: Call, batch: Batch, total: Total | None) -> tuple[Total, list[Any]]:
+    def _merged(self, chunk: Call, batch: Batch, total: Total | None) -> tuple[Total, list[Leaf]]:
         reductions = Reductions(self.wanted)
         if total is None:
             try:
@@ -210,11 +207,11 @@ class BatchLift:
                 total = Total.like(lifted)
                 return total, total.absorb(lifted)
 
-        def by(way: pipeline.Engine) -> tuple[Total, list[Any]]:
+        def by(way: pipeline.Engine) -> tuple[Total, list[Leaf]]:
             own = total.copied()
             return own, own.absorb(pipeline.lift_by(way, reductions)(chunk))
 
-        def first() -> tuple[Total, list[Any]]:
+        def first() -> tuple[Total, list[Leaf]]:
             own = total.copied()  # if a program fails after it has written, another way begins with the old total
             asked = self._asked(batch, own)
             return own, merge_compiled(chunk, reductions, asked, own, engine=self.engine)

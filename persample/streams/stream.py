@@ -15,6 +15,7 @@ from persample.streams.accumulator import Accumulator, Order, Partial, merge_ran
 from persample.streams.batches import Batch, no_batch, numbered
 from persample.streams.lift import BatchLift
 from persample.streams.sink import SinkRun
+from persample.utils.trees import Tree
 
 T = TypeVar("T")
 
@@ -33,14 +34,8 @@ class Stream:
         self.lift, self.order, self.processes, self.run = lift, order, processes, run
         self.accumulator = Accumulator()
 
-    def through(self, batches: Any, weights: Any, advance: Callable[[int], object]) -> None:
-        """Go through the batches of this process.
-
-        Args:
-            batches: an iterable of batches.
-            weights: their weights.
-            advance: is called after each batch, with the number of its samples.
-        """
+    def through(self, batches: object, weights: object, advance: Callable[[int], object]) -> None:
+        """Go through the batches of this process."""
         self.lift.random.seed(self.processes)
         try:
             self._add_all(batches, weights, advance)
@@ -50,15 +45,7 @@ class Stream:
                 self.run.close()
 
     def merged(self) -> Partial:
-        """Merge the results of all processes.
-
-        Returns:
-            The merged leaves of every reduction.
-
-        Raises:
-            ArgumentError: if no process had a batch, or if there are too few samples for an average.
-            NotConnectedError: if the loss depends on no parameter.
-        """
+        """Merge the results of all processes."""
         own = self.accumulator.partial()
         with self.processes.answered():
             total = merge_ranks(own, self.lift.wanted, self.order, self.processes)
@@ -70,7 +57,7 @@ class Stream:
             raise NotConnectedError
         return total
 
-    def _add_all(self, batches: Any, weights: Any, advance: Callable[[int], object]) -> None:
+    def _add_all(self, batches: object, weights: object, advance: Callable[[int], object]) -> None:
         lockstep = Lockstep(self.processes)
         try:
             for batch in lockstep.through(numbered(batches, weights)):
@@ -102,7 +89,7 @@ class Stream:
         if self.run is not None:
             self.run.commit(batch, call, self.accumulator)
 
-    def _receive(self, lifted: Any, chunk: Call) -> None:
+    def _receive(self, lifted: Tree, chunk: Call) -> None:
         given = chunk.tensors if chunk.weights is None else [*chunk.tensors, chunk.weights]
         if self.lift.merges:
             self.accumulator.take(lifted, given)
@@ -128,17 +115,7 @@ class Lockstep:
         self._is_over = False
 
     def through(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over the items of this process, and wait until all processes are through theirs.
-
-        Args:
-            items: the items.
-
-        Yields:
-            The items. An error in the consumer must be passed to ``fail``.
-
-        Raises:
-            LossError: if another process failed.
-        """
+        """Iterate over the items of this process, and wait until all processes are through theirs."""
         if self.processes.group is None:
             yield from items
             return
@@ -157,11 +134,7 @@ class Lockstep:
                 yield item  # type: ignore[misc]  # the sentinel is this object
 
     def fail(self, error: Exception) -> None:
-        """Tell the other processes of an error of this one.
-
-        Args:
-            error: the error.
-        """
+        """Tell the other processes of an error of this one."""
         if self.processes.group is None or self._is_over:
             return
         _, failed = self._await()

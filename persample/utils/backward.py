@@ -15,6 +15,7 @@ from persample.errors import LossError
 from persample.utils import trees
 from persample.utils.numerics import storage_key
 from persample.utils.tracing import untraced
+from persample.utils.trees import Leaf, Tree
 
 _OUTSIDE = (
     "loss_fn: code that runs in the backward pass differentiates a parameter itself, not the tensor that stands for it "
@@ -35,7 +36,7 @@ class BackwardGuard(TorchFunctionMode):
         self._stand_ins, self._has_differentiated = stand_ins, False
         self._foreign: set[torch.Size] = set()  # shapes of other parameters that are differentiated
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Tree, types: Tree, args: Tree = (), kwargs: Tree = None) -> Tree:
         kwargs = dict(kwargs or {})
         if func is Tensor.backward:
             func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient")
@@ -45,18 +46,14 @@ class BackwardGuard(TorchFunctionMode):
             func = run_by(self._run, func)  # blocks may run again inside of this one
         return func(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Tree:
         with self:  # torch's own functions leave the mode before the backward pass
             return engine_run_backward(*args, **kwargs)
 
     def grads(
         self, outputs: Sequence[Tensor], units: Sequence[Tensor], *, retain: bool = False, create_graph: bool = False
-    ) -> list[Any]:
-        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added.
-
-        Raises:
-            LossError: if code in the backward pass differentiates what a stand-in stands for.
-        """
+    ) -> list[Leaf]:
+        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added."""
         for x in self._stand_ins:
             if x.is_leaf:
                 x.grad = None
@@ -68,13 +65,13 @@ class BackwardGuard(TorchFunctionMode):
             raise LossError(_OUTSIDE)
         return found
 
-    def refuse_derivatives(self, results: Any) -> None:
+    def refuse_derivatives(self, results: object) -> None:
         """Have backward passes through results raise an error if blocks would run again in them, without stand-ins."""
         for x in trees.flatten(results)[0] if self._has_differentiated else ():
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(_refuse_twice)
 
-    def _check(self, outputs: Any, inputs: Any) -> None:
+    def _check(self, outputs: object, inputs: object) -> None:
         given = [x for x in trees.flatten(inputs)[0] if isinstance(x, Tensor)]
         ours = {_key(x): x for x in self._stand_ins}
         reached = _reached(outputs, () if inputs is self._stand_ins else ours)
@@ -87,7 +84,7 @@ class BackwardGuard(TorchFunctionMode):
                 raise LossError(_OUTSIDE)
 
 
-def _key(x: Tensor) -> Any:
+def _key(x: Tensor) -> Tree:
     """Return what tells a tensor with a graph from others; a leaf that a checkpoint has saved is another object."""
     if x.grad_fn is not None:
         return x.grad_fn
@@ -95,7 +92,7 @@ def _key(x: Tensor) -> Any:
         return id(get_gradient_edge(x).node.variable)  # type: ignore[attr-defined]
 
 
-def _reached(outputs: Any, ends: Any) -> dict[Any, Any]:
+def _reached(outputs: Tree, ends: Tree) -> dict[Any, Any]:
     """Return the nodes of a graph up to some ends, and the leaves by their ids; the values of leaves are tensors."""
     reached: dict[Any, Any] = {}
     stack = [x.grad_fn for x in trees.flatten(outputs)[0] if isinstance(x, Tensor)]

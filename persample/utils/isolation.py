@@ -110,12 +110,7 @@ def _is_importing(frame: FrameType | None, outer: FrameType | None) -> bool:
 
 
 def raise_interrupt(error: Exception, handled: BaseException | None) -> None:
-    """Raise an interrupt again if torch raised another error while cleaning up after that interrupt.
-
-    Args:
-        error: the error.
-        handled: the error that was handled before the ``try``, as ``sys.exc_info`` tells.
-    """
+    """Raise an interrupt again if torch raised another error while cleaning up after that interrupt."""
     for cause in raised_since(handled, error):
         if not isinstance(cause, Exception):
             raise cause from None
@@ -133,16 +128,11 @@ def in_one_thread(function: Callable[P, T]) -> Callable[P, T]:
     return waiting
 
 
-def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) -> T:
+def isolated(params: object, body: Callable[[], T], *, keep_graph: bool = False) -> T:
     """Call the body of a public function without a graph, and restore the modules and torch's state of this thread.
 
     No other thread can swap parameters into the same modules or their parts: it waits. Everything is restored even if a
     signal interrupts the call.
-
-    Args:
-        params: a pytree, perhaps with modules among its leaves.
-        body: the function.
-        keep_graph: whether to record a graph where the caller's grad mode does.
     """
     if _torch.replaced:
         warnings.warn(TorchVersionWarning(*_torch.replaced), stacklevel=users_depth())
@@ -187,7 +177,7 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
         raise
 
 
-def _locks_of(params: Any) -> list[threading.RLock]:
+def _locks_of(params: object) -> list[threading.RLock]:
     """Return a lock for each module among the leaves of a tree and for each of their parts, in one order for all."""
     parts: dict[int, nn.Module] = {}
     rest = trees.flatten(params)[0]

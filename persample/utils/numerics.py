@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from persample.utils.tracing import (
     is_wrapped,
     unwrapped,
 )
+from persample.utils.trees import Tree
 
 
 @functools.cache
@@ -166,7 +166,7 @@ def has_extreme(x: Tensor, bound: float = 1e30) -> bool:
     return holds(_is_extreme(x, bound))
 
 
-def memory_of_rows(rows: Tensor) -> Any:
+def memory_of_rows(rows: Tensor) -> Tree:
     """Return a key that tensors share if they are the same part of memory; it is valid as long as ``rows`` is alive."""
     place = id(rows) if is_wrapped(rows) else (storage_id(rows.untyped_storage()), rows.storage_offset())
     return place, rows.shape, rows.stride(), rows.dtype

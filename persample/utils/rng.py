@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from persample.utils.trees import Tree
+
 T = TypeVar("T")
 
 
@@ -42,7 +44,7 @@ def kept() -> Iterator[None]:
         rewind(states)
 
 
-def _accelerator() -> Any:
+def _accelerator() -> Tree:
     """Return torch's module of the accelerator (``torch.cuda``), or None if there is none or none was used yet."""
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)

@@ -32,6 +32,7 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
+from persample.utils.trees import Tree
 
 _REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
 
@@ -178,7 +179,7 @@ class Opaque:
         return result
 
     @cached_property
-    def operation(self) -> Any:
+    def operation(self) -> Tree:
         """The function as an operation of torch, registered when it is needed."""
         name, types = self._schema.split("(", 1)
         free = torch.Tag.flexible_layout  # Inductor would copy operands that it laid out in its own way
@@ -217,14 +218,11 @@ def untraced() -> Iterator[None]:
 
 
 @contextmanager
-def inside(function: str, owner: Any = None) -> Iterator[None]:
+def inside(function: str, owner: object = None) -> Iterator[None]:
     """Mark that a user's function that is differentiated runs: gradients computed inside would be constants there.
 
-    A refusal that was raised inside is raised at the end, even if the function, or torch, caught it.
-
-    Args:
-        function: the name of the function, for error messages.
-        owner: the ``ParamTree`` whose tensors the function must leave alone; None if there is none.
+    A refusal that was raised inside is raised at the end, even if the function, or torch, caught it. The function must
+    leave the tensors of ``owner`` alone, a ``ParamTree``.
     """
     before = flags.inside, flags.owner, None
     flags.inside, flags.owner, flags.refusal = function, owner, None

@@ -10,13 +10,17 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from persample import _torch
+
+# A tree as its owner built it, and one of its leaves: only the owner knows their types.
+Tree: TypeAlias = Any
+Leaf: TypeAlias = Any
 
 TreeSpec = _torch.TreeSpec
 _KINDS = {dict, tuple, list}
@@ -45,17 +49,17 @@ def on_one_line(structure: TreeSpec) -> str:
     return " ".join(str(structure).split())
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+def flatten(tree: object, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Leaf], TreeSpec]:
     """Return the leaves and the structure of a tree, as torch does; faster for dicts, lists and tuples of tensors."""
     if is_leaf is None and type(tree) in _LEAVES:
         return [tree], leaf_structure()
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
     if is_leaf is None and (outline := _outline(tree, leaves)) is not None:
         return leaves, _structure_of(outline)
     return _torch.tree_flatten(tree, is_leaf)
 
 
-def _outline(tree: Any, leaves: list[Any]) -> Any:
+def _outline(tree: Tree, leaves: list[Leaf]) -> Tree:
     """Return a key of the structure of built-in containers, and collect the leaves; None if others are among them."""
     kind: Any = type(tree)
     if kind not in _KINDS or (kind is dict and not {str}.issuperset(map(type, tree))):
@@ -77,11 +81,11 @@ def leaf_structure() -> TreeSpec:
 
 
 @functools.lru_cache(256)
-def _structure_of(outline: Any) -> TreeSpec:
+def _structure_of(outline: object) -> TreeSpec:
     return structure(_of_nones(outline))
 
 
-def _of_nones(outline: Any) -> Any:
+def _of_nones(outline: Tree) -> Tree:
     if not outline:
         return None
     kind, names, *parts = outline
@@ -89,21 +93,21 @@ def _of_nones(outline: Any) -> Any:
     return dict(zip(names, nodes, strict=True)) if kind is dict else kind(nodes)
 
 
-def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+def unflatten(leaves: list[Leaf], spec: TreeSpec) -> Tree:
     """Return the tree with given leaves, in the order of ``flatten``, and structure."""
     kind = spec.type
     if len(leaves) != spec.num_leaves or (kind is not None and kind not in _KINDS):
         return spec.unflatten(leaves)  # which also raises the error
     if kind is None:
         return leaves[0]
-    parts: Iterable[Any] = leaves
+    parts: Iterable[Leaf] = leaves
     if not is_flat(spec):
         rest = iter(leaves)
         parts = [unflatten([*islice(rest, part.num_leaves)], part) for part in spec.children()]
     return dict(zip(spec.context, parts, strict=True)) if kind is dict else kind(parts)
 
 
-def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def tree_map(fn: Callable[..., Leaf], tree: object, *others: Any) -> Tree:
     """Return the tree of a function's results for the leaves of a tree, each with what others have at its place.
 
     Examples:
@@ -114,7 +118,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return unflatten(list(map(fn, leaves, *map(spec.flatten_up_to, others))), spec)
 
 
-def paths(tree: Any, root: str) -> list[str]:
+def paths(tree: Tree, root: str) -> list[str]:
     """Return a name for every leaf of a tree: the Python expression that indexes it.
 
     Examples:
@@ -136,7 +140,7 @@ def paths(tree: Any, root: str) -> list[str]:
     return [root + "".join(map(str, path)) for path, _ in keyed]
 
 
-def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
+def broadcast_prefix(prefix: object, spec: TreeSpec) -> list[Leaf] | None:
     """Return the value that a tree of values for whole subtrees has for each leaf of ``spec``; None if it does not fit.
 
     Dicts match by key, in any order.
@@ -150,14 +154,14 @@ def broadcast_prefix(prefix: Any, spec: TreeSpec) -> list[Any] | None:
     subtrees = leaves_like(numbered, outline)
     if subtrees is None:
         return None
-    spread: list[Any] = [None] * spec.num_leaves
+    spread: list[Leaf] = [None] * spec.num_leaves
     for value, subtree in zip(values, subtrees, strict=True):
         for position in flatten(subtree)[0]:
             spread[int(position)] = value
     return spread
 
 
-def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
+def leaves_like(tree: object, spec: TreeSpec) -> list[Leaf] | None:
     """Return the subtrees of a tree at the leaves of another structure, in its order; None if the tree does not fit.
 
     Dicts match by key, in any order.
@@ -168,13 +172,13 @@ def leaves_like(tree: Any, spec: TreeSpec) -> list[Any] | None:
         return None
 
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Tree:
     """Apply a function to the tensors of a tree and leave every other leaf as it is."""
     leaves, spec = flatten(tree)
     return unflatten([fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def stop_gradient(tree: Any) -> Any:
+def stop_gradient(tree: object) -> Tree:
     """Treat the tensors of a tree as constants: no gradient flows back through them.
 
     The counterpart of ``jax.lax.stop_gradient``, for the targets of semi-gradient methods such as TD(0).
@@ -203,7 +207,7 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def digest(tree: Any) -> str:
+def digest(tree: object) -> str:
     """Return a hash of the names, dtypes, shapes and values of the tensors of a tree."""
     hashed = hashlib.sha256()
     for name, leaf in zip(paths(tree, ""), flatten(tree)[0], strict=True):
@@ -214,6 +218,6 @@ def digest(tree: Any) -> str:
     return hashed.hexdigest()[:16]
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return the import path of a function, or that of the class of another callable."""
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -54,7 +54,7 @@ def _composed_attention(
     return aten_attention_math(query, key, value, attn_mask, *args, **options)[0]
 
 
-def _fused_attention(  # noqa: PLR0917 - as torch's
+def _fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

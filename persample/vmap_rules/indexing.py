@@ -43,7 +43,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
     return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
 
 
-def embedding_bag(  # noqa: PLR0917 - as torch's
+def embedding_bag(
     lookup: Callable[..., Tensor],
     input: Tensor,  # noqa: A002
     weight: Tensor,

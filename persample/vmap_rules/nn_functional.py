@@ -31,7 +31,7 @@ def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwar
 # torch's kernels of group norm reject strided tensors, or read beyond them, and vmap passes such tensors to them
 # (torch's pull request 186414). A copy mends that; so does layer norm over the channels of one group, without a copy,
 # but its second derivatives in forward mode are wrong.
-def _group_norm(  # noqa: PLR0917 - as torch's
+def _group_norm(
     compute: Callable[..., Tensor],
     input: Tensor,  # noqa: A002
     num_groups: int,
@@ -153,7 +153,7 @@ def _huber(difference: Tensor, delta: float = 1.0) -> Tensor:
     return torch.where(is_far, delta * (far.abs() - delta / 2), near.square() / 2)
 
 
-def gaussian_nll_loss(  # noqa: PLR0917 - as torch's
+def gaussian_nll_loss(
     input: Tensor,  # noqa: A002
     target: Tensor,
     var: Tensor | float,
@@ -213,7 +213,7 @@ def _positions(count: int, like: Tensor, *, align_corners: bool) -> Tensor:
     return torch.linspace(-ends, ends, count, dtype=like.dtype, device=like.device)
 
 
-def _max_unpool(  # noqa: PLR0917 - as torch's
+def _max_unpool(
     function: Callable[..., Tensor],
     axes: int,
     input: Tensor,  # noqa: A002

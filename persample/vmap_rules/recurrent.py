@@ -187,7 +187,7 @@ def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     return x.reshape(len(x), *axes, x.shape[-1]).movedim(0, len(axes) - 1)
 
 
-def _one_step(  # noqa: PLR0917 - as torch's
+def _one_step(
     step: Callable[..., Any],
     cell: Cell,
     x: Tensor,
@@ -233,7 +233,7 @@ def _packed(layer: _Recurrence, data: Tensor, batch_sizes: Tensor, state: Any, *
     return torch.cat(outs)[torch.cat(places).argsort()], *(torch.cat(x, 1) for x in ends)
 
 
-def _stack(  # noqa: PLR0917 - as torch's
+def _stack(
     layer: _Recurrence,
     x: Tensor,
     state: Any,

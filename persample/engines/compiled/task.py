@@ -140,7 +140,7 @@ class Task:
         # So the bound on elements grows with the number of samples in the trace.
         allowance, in_fresh_memory, kept = self.call.budget
         budget = Budget(allowance, in_fresh_memory, kept * size / self.call.size)
-        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, memory=budget)
+        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, planned=budget)
         lifted = pipeline.lift_chunks([call], eager, reductions)
         try:
             results = replace(self, call=call, reductions=reductions, total=total).last_step(lifted)

@@ -260,7 +260,7 @@ class LayerInterceptor:
         weight = self.params.transpose(operands[place]) if layer.transposed else operands[place]
         return self.linear(operands[1 - place].movedim(layer.contracted, -1), weight).movedim(-1, layer.made)
 
-    def embedding(  # noqa: PLR0917 - as torch's
+    def embedding(
         self,
         input: Tensor,  # noqa: A002
         weight: Tensor,

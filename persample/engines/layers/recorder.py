@@ -61,7 +61,7 @@ def geometry_of(
     return Geometry(strides, _per_axis(padding, len(sizes)), dilations, False, (0,) * len(sizes), groups)
 
 
-def transposed_geometry_of(  # noqa: PLR0917 - as torch's
+def transposed_geometry_of(
     kernel: Tensor, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
 ) -> Geometry | None:
     """Return the geometry that ``F.conv_transpose2d`` and its like are given.

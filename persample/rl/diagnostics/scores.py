@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.factors import Op
 from persample.gradients import Gradients
 from persample.losses import discounted_returns
 from persample.losses.common import unpadded
 from persample.reductions import Reduction
 from persample.rl.rollouts import Episodes
+from persample.utils.trees import Tree
 
 LogProbFn = Callable[..., Tensor]
 
@@ -35,14 +37,14 @@ class WeightedByAux(Reduction):
 
     reduction: Reduction
     column: int
-    uses: ClassVar[frozenset[str]] = frozenset({"second_moment", "weighted_sum"})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.second_moment, Op.weighted_sum})
 
-    def lift(self, gradients: Gradients) -> Any:
+    def lift(self, gradients: Gradients) -> Tree:
         """Return the mergeable tree of the inner reduction, of weighted samples."""
         weights = gradients.aux[:, self.column].double()
         return self.reduction.lift(replace(gradients, weights=weights))
 
-    def finish(self, merged: Any) -> Any:
+    def finish(self, merged: object) -> Tree:
         """Return the result of the inner reduction."""
         return self.reduction.finish(merged)
 
@@ -57,7 +59,7 @@ def score_fn(log_prob_fn: LogProbFn) -> Callable[..., tuple[Tensor, Tensor]]:
         A function ``(params, obs_t, a_t, weight_t, aux)`` → the sum and ``aux``.
     """
 
-    def score(params: Any, *sample: Tensor) -> tuple[Tensor, Tensor]:
+    def score(params: Tree, *sample: Tensor) -> tuple[Tensor, Tensor]:
         obs_t, a_t, weight_t, aux = sample
         log_pi_t = log_prob_fn(params, obs_t, a_t)
         if not isinstance(log_pi_t, Tensor) or log_pi_t.shape != weight_t.shape:
@@ -95,18 +97,7 @@ def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor, argument: str
 
 
 def checked(episodes: Episodes, *, in_order: bool = True) -> Episodes:
-    """Check the episodes of a diagnostic.
-
-    Args:
-        episodes: the argument.
-        in_order: whether the mask is read: each row is an episode, whose padding follows its real steps.
-
-    Returns:
-        The episodes, with a mask of dtype bool.
-
-    Raises:
-        ArgumentError: if it is no ``Episodes``, if shapes differ, or if a row is no episode.
-    """
+    """Check the episodes of a diagnostic."""
     missing = [field for field in Episodes._fields if not hasattr(episodes, field)]
     if missing:
         fix = f"Pass Episodes({', '.join(Episodes._fields)}), as collect_episodes returns it."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from persample.rl.diagnostics.scores import (
     total_reward,
 )
 from persample.rl.rollouts import Episodes
-from persample.utils.trees import tree_map
+from persample.utils.trees import Tree, tree_map
 
 
 class EpisodeGradients(NamedTuple):
@@ -45,7 +45,7 @@ class EpisodeGradients(NamedTuple):
 
 def episode_gradients(
     log_prob_fn: LogProbFn,
-    params: Any,
+    params: Tree,
     episodes: Episodes,
     weight_t: Tensor | None = None,
     *,
@@ -92,7 +92,7 @@ def episode_gradients(
 
 def estimator_variances(
     log_prob_fn: LogProbFn,
-    params: Any,
+    params: Tree,
     episodes: Episodes,
     weights_t: Mapping[str, Tensor] | None = None,
     *,
@@ -150,13 +150,13 @@ def estimator_variances(
 
 def optimal_baseline(
     log_prob_fn: LogProbFn,
-    params: Any,
+    params: Tree,
     episodes: Episodes,
     *,
     per_param: bool = False,
     chunk_size: int | None = None,
     engine: Engine = "eager",
-) -> Any:
+) -> Tree:
     """Compute the constant baseline b that minimizes E‖(R − b) s‖², with s = Σₜ ∇log π(aₜ|sₜ), in one pass.
 
     b = E[‖s‖² R] / E[‖s‖²]; ``per_param`` gives one per entry k, E[sₖ² R] / E[sₖ²]. R is the discounted reward of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import SinkError
-from persample.utils.trees import as_array
+from persample.utils.trees import Tree, as_array
 
 _BLOCK = 2**24  # bytes that are read at a time
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO, None}  # from opening a link, a directory, a socket, a pipe
@@ -34,14 +34,7 @@ _GUARDED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Explain errors of the disk.
-
-    Args:
-        folder: the folder that is written to.
-
-    Raises:
-        SinkError: instead of an ``OSError``.
-    """
+    """Explain errors of the disk."""
     try:
         yield
     except OSError as error:
@@ -71,12 +64,7 @@ def _guarded(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that it is never seen half written, also after the process is killed.
-
-    Args:
-        path: the file, which is replaced if there is one.
-        data: its content.
-    """
+    """Write a file such that it is never seen half written, also after the process is killed."""
     beside = unfinished(path)
     with opened(beside, "w+b") as file:
         file.truncate()
@@ -159,11 +147,7 @@ class Column:
         return self.count * self._like.dtype.itemsize * math.prod(self.shape)
 
     def append(self, rows: Tensor) -> None:
-        """Write more rows.
-
-        Args:
-            rows: ``[n, *shape]``.
-        """
+        """Write more rows."""
         if self._file is None:
             self._file = self._opened()
         data = as_array(rows).tobytes()
@@ -200,15 +184,7 @@ class Column:
         self.close()
 
     def check(self, *, whole: bool = True, contents: bool = True) -> None:
-        """Compare the file with the record.
-
-        Args:
-            whole: whether the file is finished: it has its header, and ends after the recorded rows.
-            contents: whether to compare the checksum of the rows.
-
-        Raises:
-            SinkError: if it differs.
-        """
+        """Compare the file with the record."""
         expected = self._start + self._length
         with opened(self.path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -270,11 +246,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """Return the index of a folder.
-
-        Raises:
-            SinkError: if it is no such index.
-        """
+        """Return the index of a folder."""
         path = folder / NAME
         try:
             found = _parsed(path)
@@ -319,7 +291,7 @@ def _check(index: dict[str, Any]) -> None:
         raise ValueError("expected one result for all samples")
 
 
-def _check_fields(found: Any, types: dict[str, type], file: str | None = None) -> None:
+def _check_fields(found: Tree, types: dict[str, type], file: str | None = None) -> None:
     """Reject anything but a dict of these types, the file with this name, and sizes that a tensor may have."""
     kinds = {name: type(x) for name, x in found.items()} if isinstance(found, dict) else type(found)
     if kinds != types:

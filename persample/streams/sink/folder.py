@@ -23,6 +23,7 @@ from persample.errors import ArgumentError, SinkError
 from persample.processes import Processes
 from persample.streams.accumulator import Order
 from persample.streams.sink.files import NAME, Column, Index, altered, kept, opened, unfinished, write_whole
+from persample.utils.trees import Tree
 
 # A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
 _PATIENCE = 10
@@ -78,14 +79,7 @@ class Sink:
             raise _unusable(folder, error) from error
 
     def append(self, rows: Mapping[str, Tensor]) -> None:
-        """Write rows of more samples.
-
-        Args:
-            rows: the tensors ``[n, ...]``, by name.
-
-        Raises:
-            SinkError: if they cannot be written.
-        """
+        """Write rows of more samples."""
         with kept(self.folder):
             for name, x in rows.items():
                 if name not in self.columns:
@@ -99,18 +93,7 @@ class Sink:
         return time.monotonic() - self._committed >= _PATIENCE * self._took
 
     def commit(self, batches: int, samples: int, weight: float, last_batch: str, state: Mapping[str, Tensor]) -> None:
-        """Make all that was appended whole: after a kill, the run goes on from here.
-
-        Args:
-            batches: the number of batches so far.
-            samples: the number of samples in them.
-            weight: the sum of the samples' weights.
-            last_batch: a checksum of the last batch.
-            state: the sums so far.
-
-        Raises:
-            SinkError: if the files cannot be written.
-        """
+        """Make all that was appended whole: after a kill, the run goes on from here."""
         start = time.monotonic()
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {name: x.cpu().numpy() for name, x in state.items()}
@@ -130,11 +113,7 @@ class Sink:
         self._took = self._committed - start
 
     def state(self) -> dict[str, Tensor]:
-        """Return the sums of the last commit.
-
-        Raises:
-            SinkError: if their file is not what was written.
-        """
+        """Return the sums of the last commit."""
         record = self.index.checkpoint or {}
         path = self.folder / record["file"]
         with opened(path) as file:
@@ -149,16 +128,7 @@ class Sink:
             raise altered(path, "arrays of numbers", str(error)) from error
 
     def finish(self, samples: int, weight: float, values: Mapping[str, Tensor]) -> None:
-        """Write the results that are no rows, and say that all is done.
-
-        Args:
-            samples: the number of samples.
-            weight: the sum of their weights.
-            values: the results, by name.
-
-        Raises:
-            SinkError: if they cannot be written.
-        """
+        """Write the results that are no rows, and say that all is done."""
         with kept(self.folder):
             for column in self.columns.values():
                 column.finish()
@@ -186,7 +156,7 @@ class Sink:
                 path.unlink(missing_ok=True)  # all processes may open a finished folder
 
 
-def named(folder: Any) -> Path:
+def named(folder: Tree) -> Path:
     """Return the argument ``sink`` as a path, at which there is a folder, or may be."""
     try:
         path = Path(folder)
@@ -197,7 +167,7 @@ def named(folder: Any) -> Path:
     return path
 
 
-def _unusable(folder: Any, error: Exception) -> ArgumentError:
+def _unusable(folder: object, error: Exception) -> ArgumentError:
     received = f"{str(folder)!r} ({getattr(error, 'strerror', None) or error})"
     return _rejected("a folder that can be written to", received, "Choose another one.")
 
@@ -249,18 +219,7 @@ def read_sink(folder: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
 
 
 def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Processes, *, resume: bool) -> Sink:
-    """Open the folder that a process writes to, or the one that all have finished.
-
-    Args:
-        folder: the folder of the run.
-        asked: what is computed.
-        order: how the data set is spread over the processes.
-        processes: the processes.
-        resume: whether to go on with the run in the folder.
-
-    Returns:
-        The folder of this process; that of the run if there is only one process, or if all is done.
-    """
+    """Open the folder that a process writes to, or the one that all have finished."""
     if processes.group is None or (os.path.lexists(folder / NAME) and Index.read(folder).finished):
         whole = Sink(folder, asked, resume=resume)
         if not processes.rank:
@@ -275,15 +234,7 @@ def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Proce
 def join_ranks(
     folder: Path, asked: dict[str, Any], order: Order, processes: Processes, values: Mapping[str, Tensor]
 ) -> None:
-    """Write the rows of all processes to the folder of the run, on the first process; remove their own folders.
-
-    Args:
-        folder: the folder of the run.
-        asked: what is computed.
-        order: how the data set is spread over the processes.
-        processes: the processes, which have closed their files.
-        values: the results that are no rows.
-    """
+    """Write the rows of all processes to the folder of the run, on the first process; remove their own folders."""
     if processes.rank:
         return
     parts = [folder / f"rank-{rank:05d}-of-{processes.size:05d}" for rank in range(processes.size)]

@@ -21,7 +21,7 @@ from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
 from persample.streams.sink.folder import join_ranks, named, open_own, read_sink
 from persample.utils import trees
-from persample.utils.trees import digest, name_of
+from persample.utils.trees import Leaf, Tree, digest, name_of
 
 
 class SinkRun:
@@ -59,16 +59,8 @@ class SinkRun:
         self.template: Any = None
         self._last: tuple[Batch, Call] | None = None
 
-    def begin(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Learn the structure of the results from the first batch.
-
-        Args:
-            call: the batch.
-            leaves: the leaves of none of its samples, for every reduction.
-
-        Raises:
-            ArgumentError: if a reduction is neither a sum nor has rows.
-        """
+    def begin(self, call: Call, leaves: Sequence[Leaf]) -> None:
+        """Learn the structure of the results from the first batch."""
         for name, reduction, lifted in zip(self.names, self.lift.wanted, leaves, strict=True):
             if not _has_rows(reduction) and any(isinstance(leaf, Stacked) for leaf in trees.flatten(lifted)[0]):
                 expected = "reductions that are sums, or have a row for each sample, with a folder"
@@ -80,15 +72,7 @@ class SinkRun:
         self.template = trees.unflatten(list(range(len(flat))), structure)
 
     def skip(self, batch: Batch, accumulator: Accumulator) -> None:
-        """Pass over a batch that is whole in the folder; after the last one, restore the sums.
-
-        Args:
-            batch: the batch.
-            accumulator: receives the sums.
-
-        Raises:
-            ArgumentError: if the batches are not those of the run in the folder.
-        """
+        """Pass over a batch that is whole in the folder; after the last one, restore the sums."""
         call = self._pass_over(batch, accumulator)
         if batch.number + 1 < self.done:
             return
@@ -117,16 +101,8 @@ class SinkRun:
                 fix="Give the batches of that run in the same order (shuffle with the same seed), or a new folder.",
             )
 
-    def receive(self, lifted: Any, chunk: Call) -> Any:
-        """Write the rows of one chunk.
-
-        Args:
-            lifted: the leaves of every reduction, and whether the loss depends on any parameter.
-            chunk: the chunk.
-
-        Returns:
-            The same without the leaves of rows.
-        """
+    def receive(self, lifted: Tree, chunk: Call) -> Tree:
+        """Write the rows of one chunk."""
         if self.template is None:
             self.begin(chunk, self.lift.without_samples(chunk)[0])
         rows = self._tensors(lifted[0], rows=True)
@@ -136,26 +112,13 @@ class SinkRun:
         return self._sums(lifted)
 
     def commit(self, batch: Batch, call: Call, accumulator: Accumulator) -> None:
-        """Make the batches so far whole, if that is worth its time.
-
-        Args:
-            batch: the last of them.
-            call: the same, normalized.
-            accumulator: the sums of their samples.
-        """
+        """Make the batches so far whole, if that is worth its time."""
         self._last = batch, call
         if self.sink.is_due:
             self._commit(self._last, accumulator)
 
     def end(self, accumulator: Accumulator) -> None:
-        """Make all batches whole.
-
-        Args:
-            accumulator: the sums of their samples.
-
-        Raises:
-            ArgumentError: if there were fewer batches than the folder holds.
-        """
+        """Make all batches whole."""
         if accumulator.structure is None and self.done:
             expected = f"the {self.done} batches that are in {str(self.sink.folder)!r}"
             fix = "Give the batches of that run, from its first one on, or a new folder."
@@ -172,15 +135,8 @@ class SinkRun:
         batches, checksum = _facts(*last)
         self.sink.commit(batches, accumulator.samples, accumulator.weight.total, checksum, state)
 
-    def finish(self, total: Partial) -> Any:
-        """Write the results that are no rows, and return all, mapped into memory.
-
-        Args:
-            total: the merged leaves of all processes.
-
-        Returns:
-            A result like ``reduce``.
-        """
+    def finish(self, total: Partial) -> Tree:
+        """Write the results that are no rows, and return all, mapped into memory."""
         values = self._tensors(total.leaves[0], rows=False)
         if self.processes.group is None:
             self.sink.finish(total.count, total.weight.total, values)
@@ -188,18 +144,8 @@ class SinkRun:
             self.processes.together(lambda: join_ranks(self.folder, self._asked, self.order, self.processes, values))
         return self.results(verify=False)
 
-    def of_finished(self, batches: Iterator[Batch]) -> Any:
-        """Return the results in a folder that is finished; nothing is computed.
-
-        Args:
-            batches: the batches of the run.
-
-        Returns:
-            A result like ``reduce``.
-
-        Raises:
-            ArgumentError: if the batches are not those of the run in the folder.
-        """
+    def of_finished(self, batches: Iterator[Batch]) -> Tree:
+        """Return the results in a folder that is finished; nothing is computed."""
         passed = Accumulator()
 
         def pass_over() -> None:
@@ -215,18 +161,8 @@ class SinkRun:
         self._check_passed(sum(samples), sum(weights), last)
         return self.results()
 
-    def results(self, *, verify: bool = True) -> Any:
-        """Return the results in a folder that is finished, mapped into memory.
-
-        Args:
-            verify: whether to compare the checksums of the files.
-
-        Returns:
-            A result like ``reduce``.
-
-        Raises:
-            ArgumentError: if no process had a batch.
-        """
+    def results(self, *, verify: bool = True) -> Tree:
+        """Return the results in a folder that is finished, mapped into memory."""
         templates = [one for one in self.processes.gather_objects(self.template) if one is not None]
         if not templates:
             raise no_batch()
@@ -239,7 +175,7 @@ class SinkRun:
             raise ArgumentError.about("loss_fn", expected=expected, received=received, fix="Return the same (aux).")
         return trees.unflatten([found[name] for name in names], trees.structure(template))
 
-    def _tensors(self, leaves: Sequence[Any], *, rows: bool) -> dict[str, Tensor]:
+    def _tensors(self, leaves: Sequence[Leaf], *, rows: bool) -> dict[str, Tensor]:
         """Return the results of the reductions that have rows, or of the others, by name."""
         found: dict[str, Tensor] = {}
         for name, reduction, lifted in zip(self.names, self.lift.wanted, leaves, strict=True):
@@ -248,7 +184,7 @@ class SinkRun:
                 found |= dict(zip(trees.paths(result, name), trees.flatten(result)[0], strict=True))
         return found
 
-    def _sums(self, lifted: Any) -> Any:
+    def _sums(self, lifted: Tree) -> Tree:
         leaves, connected = lifted
         pairs = zip(self.lift.wanted, leaves, strict=True)
         return [() if _has_rows(reduction) else one for reduction, one in pairs], connected
@@ -264,12 +200,7 @@ def _has_rows(reduction: Reduction) -> bool:
 
 
 def description(lift: BatchLift, names: list[str]) -> dict[str, Any]:
-    """Return what determines the results of a run, beside its batches.
-
-    Args:
-        lift: what is computed for each batch.
-        names: the names of the results.
-    """
+    """Return what determines the results of a run, beside its batches."""
     tree = check_params(lift.params)
     state = [module.state_dict() for module in tree.modules]
     reduce = {name: in_words(one) for name, one in zip(names, lift.wanted, strict=True)}
