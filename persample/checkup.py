@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from persample import inputs, naive
 from persample.engines.diagnosis import RAISED
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
-from persample.explain import Explanation, explain, table
+from persample.explanation import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
 from persample.inputs.batch import sample_structure, split_in_dims, spread_dims
 from persample.inputs.call import NotConnectedError

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import persample
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "persample"
@@ -140,3 +144,13 @@ def test_reading_the_table(path, line, allowed):
 def test_the_files_of_make_quick_are_there():
     (names,) = re.findall(r"^QUICK := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert not [name for name in names.split() if not (ROOT / "tests" / f"test_{name}.py").exists()]
+
+
+def test_no_module_is_hidden_by_what_its_package_imports_and_no_name_comes_twice():
+    found = [module.name for module in pkgutil.walk_packages(persample.__path__, "persample.")]
+    names = [name for name in found if not name.endswith("__main__")]
+    assert len(names) > 100
+    for name in names:
+        package, _, last = name.rpartition(".")
+        assert importlib.import_module(name) is getattr(importlib.import_module(package), last)
+    assert len({name.rpartition(".")[2] for name in names}) == len(names)

@@ -74,7 +74,7 @@ class Entry:
 
     Attributes:
         captures: the captures that are alive.
-        calls: the latest calls, whose programs serve later calls like them; for ``repeated.py``.
+        calls: the latest calls, whose programs serve later calls like them; for ``earlier_calls.py``.
         history: what happened to them.
         changes_modules: whether a capture leaves tensors in modules.
     """

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from persample import pipeline
 from persample.engines.compiled.capture import LimitError, UncapturableError
+from persample.engines.compiled.earlier_calls import Asked, remember
 from persample.engines.compiled.packing import Total
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.programs import program_of
-from persample.engines.compiled.repeated import Asked, remember
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError
 from persample.engines.uncompiled import eager, unfactored
