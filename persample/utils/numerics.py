@@ -43,7 +43,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a real tensor in another dtype, as pairs of reals that become complex numbers again; as it is for None."""
+    """Return a real tensor in another dtype (None: unchanged); pairs of reals become complex numbers again."""
     if dtype is None:
         return x
     real = x.to(dtype.to_real())

@@ -157,7 +157,7 @@ def _loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any
 
 
 def unsuited(call: Call) -> str:
-    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried."""
+    """Return why a call goes to ``vmap(vjp(loss))`` at once; "" if its loss is tried here first."""
     if call.differentiated or transforms():
         return "the caller differentiates or batches the call"
     if any(call.params_batched):
