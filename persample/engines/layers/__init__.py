@@ -205,13 +205,13 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
     if [grad for grad in of_plain if grad is not None]:
         raise NotLayersError("a parameter of a layer has another use")
+    if not any(map(torch.is_tensor, grads)):
+        raise NotLayersError("no parameter has a gradient")
     with full_precision(losses.device):
         recorder.add(of_layers, losses.shape)
         for place, grad in zip(params.expanded, of_copies, strict=True):
             if grad is not None:
                 recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
-        if not recorder:
-            raise NotLayersError("no parameter has a gradient")
         if params.computed:
             recorder.pull_back(params)
         factors = [recorder.factor(place) for place in range(len(call.params))]

@@ -134,10 +134,6 @@ class LayerRecorder:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
         self._factors[place].append(Dense(as_real(grads), outputs=self.sizes[1:]))
 
-    def __bool__(self) -> bool:
-        """Return whether any parameter has gradients."""
-        return bool(self._factors)
-
     def factor(self, place: int) -> Factor:
         """Return the gradients of a parameter; zeros if nothing was added."""
         if place not in self._factors:
