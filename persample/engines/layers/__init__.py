@@ -35,10 +35,10 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.inputs.options import NestedCallError
 from persample.utils.isolation import raise_interrupt
-from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
+from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, precast, storage_key
 from persample.utils.origin import is_users
 from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
-from persample.utils.trees import map_tensors, tree_map
+from persample.utils.trees import tree_map
 from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
 from persample.vmap_rules.levels import batched
@@ -89,9 +89,7 @@ class LayerGuard(VmapRules):
                 if result is not NotImplemented:
                     return result
             if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
-                args, kwargs = map_tensors(in_single_precision, (args, kwargs))
-                with full_precision(params.plain[0].device):
-                    return self.replaced(func, args, kwargs)
+                return precast(in_single_precision, params.plain[0].device, self.replaced, func, args, kwargs)
             if func is F.linear:  # perhaps with a copy of a vector as its bias
                 return self._interceptor.linear(*args, **kwargs)
             result = self.replaced(func, args, kwargs) if kwargs or func in RULED else func(*args)
