@@ -85,7 +85,7 @@ class BackwardGuard(TorchFunctionMode):
 
 
 def _key(x: Tensor) -> Tree:
-    """Return what tells a tensor with a graph from others; a leaf that a checkpoint has saved is another object."""
+    """Return what identifies a tensor with a graph; a leaf that a checkpoint has saved is another object."""
     if x.grad_fn is not None:
         return x.grad_fn
     with untraced():  # torch makes a view of the leaf: torch.cond differentiates its branches in a trace

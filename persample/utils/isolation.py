@@ -101,7 +101,7 @@ def after_imports(body: Callable[[], T]) -> T:
 
 
 def _is_importing(frame: FrameType | None, outer: FrameType | None) -> bool:
-    """Return whether an import, or what torch does once, is among the frames inside of another one."""
+    """Return whether an import, or a function of ``DONE_ONCE``, runs in a frame inside of another one."""
     while frame is not None and frame is not outer:
         if frame.f_code.co_filename == _IMPORTS or frame.f_code.co_name in DONE_ONCE:
             return True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from persample.utils.tracing import (
     is_wrapped,
     unwrapped,
 )
-from persample.utils.trees import Tree
+from persample.utils.trees import Tree, map_tensors
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @functools.cache
@@ -43,7 +47,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def restore(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a real tensor in another dtype, as pairs of reals that become complex numbers again; as it is for None."""
+    """Return a real tensor in another dtype (None: unchanged); pairs of reals become complex numbers again."""
     if dtype is None:
         return x
     real = x.to(dtype.to_real())
@@ -74,6 +78,18 @@ def autocast(x: Tensor) -> Tensor:
 def in_single_precision(x: Tensor) -> Tensor:
     """Return a tensor as autocast passes it to single-precision functions: doubles and integers as they are."""
     return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def precast(
+    cast: Callable[[Tensor], Tensor], device: torch.device, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Call a function without autocast, on tensors that are cast here.
+
+    Under autocast torch.func differentiates no kernel; and it decomposes some functions before autocast sees them.
+    """
+    args, kwargs = map_tensors(cast, (args, kwargs))
+    with full_precision(device):
+        return function(*args, **kwargs)
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:

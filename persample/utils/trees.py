@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def leaf(kind: _Kind) -> _Kind:
-    """Mark a class, which no one registers as a container, as always a leaf: ``flatten`` skips torch's check of it."""
+    """Mark a class that is no registered container as always a leaf: ``flatten`` skips torch's check of it."""
     _LEAVES.add(kind)
     return kind
 
@@ -108,7 +108,7 @@ def unflatten(leaves: list[Leaf], spec: TreeSpec) -> Tree:
 
 
 def tree_map(fn: Callable[..., Leaf], tree: object, *others: Any) -> Tree:
-    """Return the tree of a function's results for the leaves of a tree, each with what others have at its place.
+    """Apply a function to the leaves of a tree, each with what the other trees have at its place.
 
     Examples:
         >>> tree_map(lambda x, y: x - y, {"a": 5, "b": [6]}, {"a": 2, "b": [1]})
@@ -141,9 +141,9 @@ def paths(tree: Tree, root: str) -> list[str]:
 
 
 def broadcast_prefix(prefix: object, spec: TreeSpec) -> list[Leaf] | None:
-    """Return the value that a tree of values for whole subtrees has for each leaf of ``spec``; None if it does not fit.
+    """Return the value of a tree prefix for every leaf of ``spec``, or None if the prefix does not fit.
 
-    Dicts match by key, in any order.
+    A leaf of the prefix holds for a whole subtree. Dicts match by key, in any order.
 
     Examples:
         >>> broadcast_prefix((None, 0), structure(("theta", {"s": 1, "r": 2})))

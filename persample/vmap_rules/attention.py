@@ -17,9 +17,8 @@ from persample._torch import (
     multi_head_attention_by,
     nested_tensor_from_mask_left_aligned,
 )
-from persample.utils.numerics import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, is_autocast, precast
 from persample.utils.tracing import holds
-from persample.utils.trees import map_tensors
 from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
 
 
@@ -35,10 +34,8 @@ def _attention(
     """Compute scaled dot product attention: on CPUs by a given function, on other devices by torch's own."""
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **options)
-    if is_autocast(query.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
-        query, key, value, attn_mask = map_tensors(autocast, (query, key, value, attn_mask))
-        with full_precision(query.device):
-            return compute(query, key, value, attn_mask, *args, **options)
+    if is_autocast(query.device):
+        return precast(autocast, query.device, compute, query, key, value, attn_mask, *args, **options)
     return compute(query, key, value, attn_mask, *args, **options)
 
 
@@ -81,9 +78,7 @@ def _multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return F.multi_head_attention_forward(query, *args, **kwargs)
     if is_autocast(query.device) and not kwargs.get("need_weights", True):  # its softmax would not be cast
         # Cached, so that arguments which are one tensor remain one tensor.
-        query, args, kwargs = map_tensors(functools.cache(autocast), (query, args, kwargs))
-        with full_precision(query.device):
-            return _multi_head(query, *args, **kwargs)
+        return precast(functools.cache(autocast), query.device, _multi_head, query, *args, **kwargs)
     return multi_head_attention_by(_composed_attention)(query, *args, **kwargs)
 
 

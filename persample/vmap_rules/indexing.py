@@ -151,7 +151,7 @@ def _index_add(
 
 
 def _adds_rows(x: Tensor, dim: Any, index: Tensor, source: Tensor) -> bool:
-    """Return whether indices differ between samples, of which torch.func adds one after the other, and torch takes all.
+    """Return whether indices differ between samples: torch.func adds row after row, scatter_add all at once.
 
     Of integers torch also checks that alpha is in their range.
     """

@@ -79,7 +79,7 @@ def _layer_norm(
 
 
 def _composed(norm: Callable[..., Tensor], flag: str, samples: tuple[int, ...]) -> Callable[..., Tensor]:
-    """Return batch or instance norm by its formula where the statistics are those of the input, as a flag asks for.
+    """Return batch or instance norm, by its formula where a flag asks for the statistics of the input.
 
     A mean is over positions, and over the axes ``samples``.
     """
@@ -111,7 +111,7 @@ def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
 def _scaled(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], axes: tuple[int, ...]
 ) -> Tensor:
-    """Return a normalized tensor times weight plus bias of a shape, which get some more axes of 1 at their end."""
+    """Return a normalized tensor times weight plus bias, which have a given shape and get axes of 1 at their end."""
     for parameter in (weight, bias):
         if parameter is not None and list(parameter.shape) != list(shape):
             raise RuntimeError(f"Expected weight and bias of shape {list(shape)}, but got {list(parameter.shape)}")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from persample._torch import is_forward_mode, transforms
 from persample.errors import LossError
-from persample.utils.numerics import full_precision, in_single_precision, is_autocast
+from persample.utils.numerics import in_single_precision, is_autocast, precast
 from persample.utils.tracing import is_batched
 from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
 
@@ -205,9 +205,8 @@ def _cdist(
 ) -> Tensor:
     if p < 0 or not _fits_cdist(x1, x2, compute_mode) or _is_product(x1, x2, p, compute_mode):
         return torch.cdist(x1, x2, p, compute_mode)  # raises, or is composed of operations that vmap batches rightly
-    if is_autocast(x1.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
-        with full_precision(x1.device):
-            return _cdist(distances, in_single_precision(x1), in_single_precision(x2), p, compute_mode)
+    if is_autocast(x1.device):
+        return precast(in_single_precision, x1.device, _cdist, distances, x1, x2, p, compute_mode)
     lead = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     return distances(x1.expand(*lead, *x1.shape[-2:]), x2.expand(*lead, *x2.shape[-2:]), p)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample._torch import cudnn_rnn_flatten_weight, pack_padded_sequence, pad_packed_sequence, pad_sequence
-from persample.utils.numerics import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, is_autocast, precast
 from persample.utils.tracing import is_batched, is_for_compiler
 from persample.vmap_rules.levels import call_kernel
 from persample.vmap_rules.recurrent_steps import (
@@ -42,9 +42,8 @@ def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Ten
     """Run a recurrence as a scan, for a loss that is differentiated once; see ``unrolled``."""
     if len(weights) % 2 or any(map(is_batched, weights)):
         return unrolled(cell, x, initial, weights)
-    if is_autocast(x.device):  # tensors are cast here: torch.func differentiates no kernel under autocast
-        with full_precision(x.device):
-            return scan(cell, autocast(x), [*map(autocast, initial)], [*map(autocast, weights)])
+    if is_autocast(x.device):
+        return precast(autocast, x.device, partial(scan, cell), x, [*initial], [*weights])
     w_ih, w_hh, *biases = weights
     size, unneeded = len(initial), [*initial, *biases]
     kernel, gradients = partial(scan_kernel, cell, size), partial(_gradients, cell, size)

@@ -34,10 +34,10 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.inputs.options import NestedCallError
 from persample.utils.isolation import raise_interrupt
-from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, storage_key
+from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, precast, storage_key
 from persample.utils.origin import is_users
 from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
-from persample.utils.trees import map_tensors, tree_map
+from persample.utils.trees import tree_map
 from persample.vmap_rules import RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
 from persample.vmap_rules.levels import batched
@@ -88,9 +88,7 @@ class LayerGuard(VmapRules):
                 if result is not NotImplemented:
                     return result
             if func in _SINGLE_PRECISION and is_autocast(params.plain[0].device):
-                args, kwargs = map_tensors(in_single_precision, (args, kwargs))
-                with full_precision(params.plain[0].device):
-                    return self.replaced(func, args, kwargs)
+                return precast(in_single_precision, params.plain[0].device, self.replaced, func, args, kwargs)
             if func is F.linear:  # perhaps with a copy of a vector as its bias
                 return self._interceptor.linear(*args, **kwargs)
             result = self.replaced(func, args, kwargs) if kwargs or func in RULED else func(*args)
@@ -156,7 +154,7 @@ def _loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any
 
 
 def unsuited(call: Call) -> str:
-    """Return why a loss is not tried as made of layers, as far as the call tells; "" for one that is tried."""
+    """Return why a call goes to ``vmap(vjp(loss))`` at once; "" if its loss is tried here first."""
     if call.differentiated or transforms():
         return "the caller differentiates or batches the call"
     if any(call.params_batched):
@@ -204,13 +202,13 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
     if [grad for grad in of_plain if grad is not None]:
         raise NotLayersError("a parameter of a layer has another use")
+    if not any(map(torch.is_tensor, grads)):
+        raise NotLayersError("no parameter has a gradient")
     with full_precision(losses.device):
         recorder.add(of_layers, losses.shape)
         for place, grad in zip(params.expanded, of_copies, strict=True):
             if grad is not None:
                 recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
-        if not recorder:
-            raise NotLayersError("no parameter has a gradient")
         if params.computed:
             recorder.pull_back(params)
         factors = [recorder.factor(place) for place in range(len(call.params))]

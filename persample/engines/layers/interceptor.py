@@ -210,7 +210,7 @@ class LayerInterceptor:
         return out, out[-1], *others
 
     def _parameter(self, x: Any) -> int:
-        """Return the place of a parameter, which is given to a layer as it is."""
+        """Return the place of a parameter, or raise ``NotLayersError`` for any other value."""
         place = self.params.place_of(x)
         if place is None:
             raise NotLayersError("the loss calls a layer with a weight or bias that is no parameter")

@@ -50,7 +50,7 @@ class Geometry(NamedTuple):
 def geometry_of(
     kernel: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Geometry | None:
-    """Return the geometry that ``F.conv2d`` and its like are given, or None if the two sides are padded unequally."""
+    """Return the geometry of ``F.conv2d`` and its like, or None if the two sides are padded unequally."""
     sizes = kernel.shape[2:]
     strides, dilations = (_per_axis(x, len(sizes)) for x in (stride, dilation))
     if isinstance(padding, str):
@@ -64,7 +64,7 @@ def geometry_of(
 def transposed_geometry_of(
     kernel: Tensor, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
 ) -> Geometry | None:
-    """Return the geometry that ``F.conv_transpose2d`` and its like are given.
+    """Return the geometry of ``F.conv_transpose2d`` and its like.
 
     None if the output is padded by a whole stride: a convolution of the output would be larger than the images.
     """
@@ -98,7 +98,7 @@ class LayerRecorder:
         Args:
             use: adds the factors: ``add_products``, ``add_convolution`` or ``add_lookup`` of this class. No bound
                 method: the graph is freed with the recorder.
-            settings: what ``use`` is given before the inputs and the signals.
+            settings: the arguments of ``use`` before the inputs and the signals.
             inputs: the inputs of the layer.
             output: the output. A leaf stands for an output that a kernel does not return.
         """
@@ -133,10 +133,6 @@ class LayerRecorder:
     def add_written_out(self, place: int, grads: Tensor) -> None:
         """Add gradients ``[B, *shape]`` of a parameter, ``[B, K, *shape]`` of K outputs."""
         self._factors[place].append(Dense(as_real(grads), outputs=self.sizes[1:]))
-
-    def __bool__(self) -> bool:
-        """Return whether any parameter has gradients."""
-        return bool(self._factors)
 
     def factor(self, place: int) -> Factor:
         """Return the gradients of a parameter; zeros if nothing was added."""

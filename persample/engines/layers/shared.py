@@ -58,7 +58,7 @@ class Vmap(NamedTuple):
 
 
 class SharedParam(NamedTuple):
-    """A parameter that all samples share, or its transpose, as the loss is given it; and the parameter's place."""
+    """The tensor that the loss receives for a parameter that all samples share, or for its transpose."""
 
     tensor: Tensor
     place: int
@@ -76,10 +76,10 @@ class Part(NamedTuple):
 
 
 class SharedParams:
-    """The parameters of one call, as the loss is given them.
+    """The parameters of one call, and the tensors that the loss receives for them.
 
-    Small vectors are given as one copy per sample, for any use. Matrices and large vectors are shared by all samples,
-    and are expanded to copies only where that takes no longer. What a function computes of them alone is computed once,
+    A small vector is one copy per sample, for any use. Matrices and large vectors are shared by all samples, and are
+    expanded to copies only where that takes no longer. What a function computes of them alone is computed once,
     and is a further parameter. Beside them, copies stand for the vector.
     """
 
@@ -134,7 +134,7 @@ class SharedParams:
         return unflatten(given, results_structure)
 
     def _with_graph(self, x: Any) -> Any:
-        """Return an argument of a function as plain autograd is given it."""
+        """Return the tensor that plain autograd differentiates for an argument of a function."""
         param = self.get(x)
         place = self.place_of(x) if param is None else param.place
         if place is None:
@@ -155,7 +155,7 @@ class SharedParams:
             return self._give(place)
 
     def _part(self, value: Tensor) -> Part | None:
-        """Return where a matrix lies in a parameter, or None if it is no such view."""
+        """Return where a matrix lies in a parameter, or None if it is no rows and columns of one."""
         base = view_base(value)
         of = next((place for place in range(len(self.given)) if self.plain[place] is base), None)
         if of is None or value.ndim != 2 or value.stride(1) != 1 or not base.is_contiguous() or not value.numel():
