@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError, LossError
+from persample.inputs import as_dicts
 
 _END = object()
 
@@ -52,7 +53,7 @@ def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
     Raises:
         ArgumentError: if an argument is of another kind, or if there are not as many weights as batches.
     """
-    if isinstance(batches, Tensor | nn.Module | dict | str) or not isinstance(batches, Iterable):
+    if isinstance(batches, Tensor | nn.Module | Mapping | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
         raise ArgumentError.about("batches", expected=expected, received=type(batches).__name__, fix=fix)
@@ -65,7 +66,7 @@ def numbered(batches: Any, weights: Any) -> Iterator[Batch]:
             entry = weights_of(content)
         if content is _END:
             return
-        yield Batch(number, content, entry)
+        yield Batch(number, as_dicts(content), entry)
         number += 1
 
 
