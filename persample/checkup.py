@@ -170,6 +170,7 @@ def check(
         fix = f"Write engines=({engines!r},)."
         raise ArgumentError.about("engines", expected="names of engines", received=repr(engines), fix=fix)
     wanted, _ = inputs.reductions(reduce)
+    batch = inputs.as_dicts(batch)
     params_dims, batch_dims = split_in_dims(in_dims, has_modules=False)
 
     def head(count: int) -> tuple[Any, Any]:

@@ -56,7 +56,8 @@ def per_sample_grads(
             parameters with ``requires_grad`` are differentiated; a tied parameter counts once. Writes to the module's
             buffers are discarded.
         batch: a pytree of tensors or NumPy arrays with a leading batch axis of common size B. A plain tuple or list
-            becomes positional arguments, anything else (dict, NamedTuple, dataclass, TensorDict) is one argument.
+            becomes positional arguments, anything else (dict, NamedTuple, dataclass, TensorDict) is one argument. Any
+            other mapping (``BatchEncoding``) is passed as a dict.
             Floating arrays take the dtype and device of the first parameter; None, strings and numbers pass through.
             A list of B samples of different lengths is not a batch: pad them, stack them, and pass a mask.
         reduce: a reduction, or a dict, tuple or list of reductions, all computed in one pass. None means ``Stack()``,
@@ -154,6 +155,7 @@ def per_sample_grads(
     differentiated = inputs.is_differentiated("per_sample_grads", requested=differentiable)
     inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
     wanted, container = inputs.reductions(reduce)
+    batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
     options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory

@@ -526,11 +526,83 @@ def _(w, x):
     return (slope * x).square().sum()
 
 
-@autograd("the same with respect to a tensor that requires a gradient inside", eager=DERIVATIVES, captured=DERIVATIVES)
+@autograd("the same with respect to a tensor that requires a gradient inside (WGAN-GP, PINNs)", captured=CAPTURE)
 def _(w, x):
     x = x.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(torch.tanh(w * x).sum(), x, create_graph=True)
     return (slope * w).square().sum()
+
+
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.tanh(w * x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x, w = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            return torch.autograd.grad(torch.tanh(w * x), (x, w), grad)
+
+
+@autograd("a solver with an adjoint, whose backward pass calls `torch.autograd.grad`", eager=NO_RULE, captured=CAPTURE)
+def _(w, x):
+    return Again.apply(x, w).square().sum()
+
+
+def surrogate(ctx, grad):
+    (u,) = ctx.saved_tensors
+    return grad * torch.sigmoid(u) * (1 - torch.sigmoid(u))
+
+
+class Spike(torch.autograd.Function):
+    backward = staticmethod(surrogate)
+
+    @staticmethod
+    def forward(ctx, u):
+        ctx.save_for_backward(u)
+        return (u > 0).to(u.dtype)
+
+
+class SpikeOfVmap(torch.autograd.Function):
+    generate_vmap_rule = True
+    backward = staticmethod(surrogate)
+
+    @staticmethod
+    def forward(u):
+        return (u > 0).to(u.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+@autograd(
+    "a surrogate gradient (spikes): a step forward, a sigmoid backward, in a `forward` that takes `ctx`", eager=NO_RULE
+)
+def _(w, x):
+    return (Spike.apply(w * x) * x).sum()
+
+
+@autograd("the same with `setup_context` and `generate_vmap_rule = True`")
+def _(w, x):
+    return (SpikeOfVmap.apply(w * x) * x).sum()
+
+
+@autograd("an implicit layer (DEQ): a fixed point without grad, and a hook that solves for its gradient")
+def _(w, x):
+    def step(z):
+        return torch.tanh(w * z + x)
+
+    with torch.no_grad():
+        z = torch.zeros_like(x)
+        for _ in range(60):
+            z = step(z)
+    z = step(z)
+    slope = (w * (1 - z**2)).detach()
+    z.register_hook(lambda grad: grad / (1 - slope))
+    return z.square().sum()
 
 
 @autograd("`.backward()` inside", eager=DERIVATIVES, captured=DERIVATIVES)

@@ -272,9 +272,9 @@ CALLS = {
         lambda: per_sample_grads(squares, MLP, DataLoader(torch.ones(4, 3))),
         r"batch: .* received DataLoader\. Pass one of its batches, or all of them to accumulate\(loss_fn, params, b",
     ),
-    "a mapping that is no dict": (
-        lambda: per_sample_grads(squares, MLP, UserDict(x=torch.ones(4, 3))),
-        r"batch: .* received UserDict\. Convert it to a dict: dict\(batch\)",
+    "one batch that is a mapping": (
+        lambda: accumulate(lambda m, b: squares(m, b["x"]), MLP, UserDict(x=torch.ones(4, 3)), Mean()),
+        r"batches: expected an iterable of batches, .* received UserDict\. For a single batch, pass \[batch\]",
     ),
     "samples in a list": (
         lambda: per_sample_grads(classify, MLP, [(torch.ones(3), torch.tensor(0))] * 4),

@@ -41,6 +41,7 @@ from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.effects import guarded, wrote
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
+_DIFFERENTIATES = "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
 _VMAP_CAUSES = [
     (
@@ -81,8 +82,9 @@ _VMAP_CAUSES = [
         f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
     (
-        r"requires_grad_\(\)|(retain_grad\(\)|backward\(\) called) inside|does not require grad( and .* grad_fn|$)",
-        "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func",
+        r"requires_grad_\(\)|(retain_grad\(\)|backward\(\) called) inside|does not require grad( and .* grad_fn|$)"
+        r"|appears to not have been used in the graph",
+        _DIFFERENTIATES,
         f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
     ),
     (
@@ -128,6 +130,10 @@ RAISED = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, TypeError, ValueError, Warning),
 )
+
+
+class DifferentiatesError(LossError):
+    """Raised if the loss differentiates by a tensor of its own, which works under plain autograd."""
 
 
 @contextmanager
@@ -184,7 +190,8 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
                 "dtype": call.params[0].dtype,
             }
             where = user_line(traceback.extract_tb(error.__traceback__))
-            raise LossError(
+            kind = DifferentiatesError if happened is _DIFFERENTIATES else LossError
+            raise kind(
                 f"{call.loss.called} {happened.format(**facts)}{where}. {fix.format(**facts)} torch said: {error}"
             ) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,18 +15,20 @@ from torch.func import vjp, vmap
 
 from persample import naive
 from persample._torch import FakeTensorMode, import_dynamo, transforms
-from persample.engines import layers
-from persample.engines.diagnosis import diagnosed, hinted
-from persample.errors import SAY_RANDOMNESS, LossError, TorchVersionError
+from persample.engines import inner_derivatives, layers
+from persample.engines.diagnosis import DifferentiatesError, diagnosed, hinted
+from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.pipeline import Engine
 from persample.utils import rng, trees
-from persample.utils.isolation import after_imports
-from persample.utils.origin import is_users
+from persample.utils.isolation import after_imports, undone
+from persample.utils.origin import is_users, users_depth
 from persample.utils.trees import tree_map
 from persample.vmap_rules import SecondDerivativeError, VmapRules
 from persample.vmap_rules.effects import guarded
+
+_CHECKPOINTS = "gradient_checkpointing"  # the attribute by which modules of transformers switch them on
 
 
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
@@ -33,7 +36,25 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
 
     ``engines/layers`` computes losses made of layers, which need one transform instead of two.
     """
-    return factored(call, required_ops)[0]
+    checkpointed = [part for part in call.loss.params.parts.values() if vars(part).get(_CHECKPOINTS) and part.training]
+    if not checkpointed:
+        return factored(call, required_ops)[0]
+
+    def switch(*, on: bool) -> None:
+        for part in checkpointed:
+            setattr(part, _CHECKPOINTS, on)
+
+    def without() -> Gradients:
+        switch(on=False)
+        return factored(call, required_ops)[0]
+
+    warnings.warn(
+        f"{call.loss.called} checkpoints activations, which vmap cannot batch: gradient_checkpointing is off in the "
+        "call. Pass chunk_size= to bound memory, and call model.gradient_checkpointing_disable(); or engine='loop'.",
+        FallbackWarning,
+        stacklevel=users_depth(),
+    )
+    return undone(without, partial(switch, on=True))
 
 
 def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
@@ -55,7 +76,15 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
     """Compute the gradients of all samples at once, written out, of any loss that vmap can batch."""
     if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
         after_imports(import_dynamo)
-    grads, losses, aux, has_aux = batched_gradients(call)
+    try:
+        grads, losses, aux, has_aux = batched_gradients(call)
+    except DifferentiatesError as error:
+        if call.differentiated or transforms():
+            raise
+        try:
+            return inner_derivatives.gradients(call)
+        except RuntimeError:  # which says less
+            raise error from error.__cause__
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)
 

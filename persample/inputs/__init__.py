@@ -1,5 +1,6 @@
 """Arguments are normalized and checked here; later code trusts them."""
 
+from persample.inputs.batch import as_dicts
 from persample.inputs.call import Call, normalize
 from persample.inputs.options import (
     Engine,
@@ -26,6 +27,7 @@ __all__ = [
     "Outputs",
     "Randomness",
     "TotalWeight",
+    "as_dicts",
     "check_averages",
     "check_choices",
     "check_chunk_size",

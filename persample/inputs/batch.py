@@ -51,6 +51,23 @@ def _as_tensor(path: str, leaf: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     return torch.from_numpy(native).to(device=like.device)
 
 
+def as_dicts(batch: Any) -> Any:
+    """Return a batch with dicts in place of mappings that are no pytrees, such as a ``UserDict`` or ``BatchEncoding``.
+
+    Examples:
+        >>> from collections import UserDict
+        >>> as_dicts((UserDict(ids=[1, 2]), 3))
+        ({'ids': [1, 2]}, 3)
+    """
+    children = batch.values() if type(batch) is dict else batch if type(batch) in {tuple, list} else (batch,)
+    if PLAIN.issuperset(map(type, children)):  # the usual case
+        return batch
+    leaves, structure = trees.flatten(batch)
+    if not any(isinstance(x, Mapping) for x in leaves):
+        return batch
+    return trees.unflatten([as_dicts(dict(x)) if isinstance(x, Mapping) else x for x in leaves], structure)
+
+
 def sample_structure(
     batch: object, structure: trees.TreeSpec, dims: Sequence[int | None], rows: int | slice
 ) -> trees.TreeSpec:
@@ -110,8 +127,6 @@ def _refuse(path: str, leaf: object) -> NoReturn:
     fix = "Convert it to a tensor, or pass it unsliced with None in in_dims."
     if isinstance(leaf, nn.Module):
         fix = "Pass the parameters before the batch: per_sample_grads(loss_fn, module, batch)."
-    elif isinstance(leaf, Mapping):
-        fix = "Convert it to a dict: dict(batch)."
     elif isinstance(leaf, DataLoader | Iterator):
         fix = "Pass one of its batches, or all of them to accumulate(loss_fn, params, batches)."
     raise ArgumentError.about(path, expected="a tensor or NumPy array", received=type(leaf).__name__, fix=fix)

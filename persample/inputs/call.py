@@ -16,7 +16,7 @@ from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError, LossError
 from persample.factors import cost_model
 from persample.gradients import ParamSpec
-from persample.inputs.batch import as_tensors, batch_axes_first, sample_structure, split_in_dims, spread_dims
+from persample.inputs.batch import as_dicts, as_tensors, batch_axes_first, sample_structure, split_in_dims, spread_dims
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
@@ -249,6 +249,7 @@ def normalize(
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
     params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.parts))
+    batch = as_dicts(batch)
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, given)
     given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from persample.errors import ArgumentError, LossError
+from persample.inputs import as_dicts
 from persample.utils.trees import Leaf, Tree
 
 _END = object()
@@ -42,7 +43,7 @@ class Batch(NamedTuple):
 
 def numbered(batches: object, weights: object) -> Iterator[Batch]:
     """Iterate over the batches."""
-    if isinstance(batches, Tensor | nn.Module | dict | str) or not isinstance(batches, Iterable):
+    if isinstance(batches, Tensor | nn.Module | Mapping | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
         raise ArgumentError.about("batches", expected=expected, received=type(batches).__name__, fix=fix)
@@ -55,7 +56,7 @@ def numbered(batches: object, weights: object) -> Iterator[Batch]:
             entry = weights_of(content)
         if content is _END:
             return
-        yield Batch(number, content, entry)
+        yield Batch(number, as_dicts(content), entry)
         number += 1
 
 

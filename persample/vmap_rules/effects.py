@@ -7,6 +7,7 @@ those of one sample. A loss that catches an error that torch raises because of v
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from traceback import extract_tb
@@ -29,7 +30,7 @@ from persample._torch import (
 )
 from persample.errors import LossError
 from persample.utils.numerics import storage_key
-from persample.utils.origin import raised_since, user_line
+from persample.utils.origin import OURS, raised_since, user_line
 from persample.utils.tracing import flags, is_batched, is_inside, is_traced, unwrapped
 from persample.utils.trees import flatten
 
@@ -252,12 +253,21 @@ def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     return make_dual(tensor, tangent, level=level)
 
 
+# Modules whose branches on masks skip work where nothing is masked: False is right for every sample.
+_SHORTCUTS = {"transformers.masking_utils"}
+
+
 def _truth(x: Tensor) -> bool:
     """Return the truth value that a tensor has in all samples: each would take the same branch if it were alone."""
     if is_batched(x) and x.numel() == 1 and not is_traced(plain := unwrapped(x)):
         is_true = (plain != 0).flatten()
         if is_true.numel() and (is_true == is_true[0]).all():
             return bool(is_true[0])
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename.startswith(OURS):
+            frame = frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") in _SHORTCUTS:
+            return False
     return Tensor.__bool__(x)  # where samples differ, torch raises its error
 
 

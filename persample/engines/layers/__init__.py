@@ -57,6 +57,10 @@ _MAKERS = {
 }
 
 
+def _itself(x: Tensor, _: bool = True) -> Tensor:
+    return x
+
+
 class LayerGuard(VmapRules):
     """Sends uses of shared parameters to the interceptor, and refuses functions with effects that differ here.
 
@@ -79,6 +83,8 @@ class LayerGuard(VmapRules):
                 is_used = is_used or params.are_among((*args, *kwargs.values()))
             # Without grad mode, results are constants, whatever a parameter is used for.
             is_used = is_used and torch.is_grad_enabled()
+            if func is Tensor.requires_grad_ and not params.are_among(args) and all(args[1:]) and not kwargs:
+                func = _itself  # hooks of transformers mark activations; who differentiates by one makes no layers
             if is_used and func is F.multi_head_attention_forward:  # of layers, which torch calls without any mode
                 return self._call(multi_head_attention_by(F.scaled_dot_product_attention), *args, **kwargs)
             if is_used or func in WITHIN_A_DERIVATIVE:
