@@ -108,52 +108,41 @@ def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
     return operator.attrgetter(*names)
 
 
+def _none(x: torch.Tensor) -> int:
+    """Return the level of a tensor that has none; replaces what tells the levels of others, too."""
+    if torch.func.debug_unwrap(x, recurse=False) is x:
+        return -1
+    raise TorchVersionError("torch._C._functorch.maybe_get_level")
+
+
 # --- The levels of torch.func. Its public API applies transforms, but does not tell which ones are active, nor which of
 # --- them wraps a tensor, nor what is inside of the wrapper.
 retrieve_all_functorch_interpreters = private("torch._functorch.pyfunctorch:retrieve_all_functorch_interpreters")
-peek_interpreter_stack = private(  # the innermost level, or None
-    "torch._C._functorch:peek_interpreter_stack", lambda: next(reversed(retrieve_all_functorch_interpreters()), None)
+# How many levels are active: the level of the innermost.
+get_dynamic_layer_stack_depth = private(
+    "torch._C._functorch:get_dynamic_layer_stack_depth", lambda: len(retrieve_all_functorch_interpreters())
 )
-GradInterpreter = private("torch._functorch.pyfunctorch:GradInterpreter")  # the class of levels of grad, vjp, jacrev
-TransformType = private("torch._C._functorch:TransformType")  # the kinds of levels, an enum
-is_batchedtensor = private("torch._C._functorch:is_batchedtensor")  # whether the outermost wrapper is one of vmap
-get_unwrapped = private("torch._C._functorch:get_unwrapped")  # the tensor inside of the outermost wrapper
-maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis of the outermost wrapper, or -1
-maybe_get_level = private("torch._C._functorch:maybe_get_level")  # the level of the outermost wrapper, or -1
-is_functorch_wrapped_tensor = private(  # by a level of any kind
-    "torch._C._functorch:is_functorch_wrapped_tensor", lambda x: maybe_get_level(x) != -1
-)
-unwrap_dead_wrappers = private("torch._functorch.utils:unwrap_dead_wrappers")  # of levels that have ended
+maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis, if the outermost wrapper is vmap's; -1
+maybe_get_level = private("torch._C._functorch:maybe_get_level", _none)  # of the outermost wrapper; -1: none, -2: ended
 
 # Public vmap and vjp take functions; these wrap single tensors, and run code below all levels.
 add_batch_dim = private("torch._C._functorch:_add_batch_dim")
-remove_batch_dim = private("torch._C._functorch:_remove_batch_dim")
 wrap_for_grad = private("torch._C._functorch:_wrap_for_grad")
 vmap_increment_nesting = private("torch._functorch.vmap:vmap_increment_nesting")  # a level of vmap, as a context
-lazy_load_decompositions = private("torch._functorch.predispatch:lazy_load_decompositions")  # vmap does so by itself
 temporarily_clear_interpreter_stack = private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
-DisableFuncTorch = private("torch._C:_DisableFuncTorch")  # a context in which wrappers are opaque
-
-# A public autograd.Function passes through all levels, in Python; this one belongs to a single level.
-enable_single_level_autograd_function = private("torch._functorch.utils:enable_single_level_autograd_function")
 
 # --- The state of a thread. Public contexts restore it when they are left; after an interrupt none of them was left.
-get_dynamic_layer_stack_depth = private("torch._C._functorch:get_dynamic_layer_stack_depth", _unknown)
 pop_dynamic_layer_stack_and_undo_to_depth = private("torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth")
+# A public autograd.Function passes through all levels, in Python; where this is allowed, one may belong to one level.
 get_single_level_autograd_function_allowed = private(
     "torch._C._functorch:get_single_level_autograd_function_allowed", _unknown
 )
 set_single_level_autograd_function_allowed = private("torch._C._functorch:set_single_level_autograd_function_allowed")
 get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack", _unknown)
-push_function_mode = private("torch.overrides:_push_mode")
-pop_function_mode = private("torch.overrides:_pop_mode")
 get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _unknown)
-push_dispatch_mode = private(
-    "torch.utils._python_dispatch:_push_mode",
-    lambda mode: torch._C._push_on_torch_dispatch_stack(mode),  # noqa: PLW0108 - asked for when it is needed
-)
-pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode", lambda: torch._C._pop_torch_dispatch_stack(None))
+push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
+pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
 is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)
 set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
@@ -161,7 +150,6 @@ saved_tensors_hooks_disabled_message = private(
     "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message", _unknown
 )
 saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
-saved_tensors_hooks_disable = private("torch._C._autograd:_saved_tensors_hooks_disable")
 
 _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
@@ -201,7 +189,7 @@ def set_jvp_nesting(levels: int) -> None:
 
 def transforms() -> list[str]:
     """Return the names of the active ``torch.func`` transforms, outermost first: "vmap", "grad", "jvp", …."""
-    if peek_interpreter_stack() is None:  # the common case; the list takes longer
+    if not get_dynamic_layer_stack_depth():  # the common case; the list takes longer
         return []
     return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
 
@@ -235,7 +223,7 @@ def saved_by(node: Any) -> Callable[[str], Any]:
 
 
 # Methods and attributes that read a tensor's memory or views.
-private_reads = "_base", "_version", "_is_view", "_typed_storage"
+private_reads = "_base", "_version", "_backward_hooks", "_is_view", "_typed_storage"
 
 # --- Modes and fake tensors, whose public users are torch.compile and torch.export.
 disable_current_modes = private("torch.utils._python_dispatch:_disable_current_modes")  # a context
@@ -257,7 +245,7 @@ else:
     FakeTensorMode = private("torch._subclasses.fake_tensor:FakeTensorMode")
     SingleLevelFunction = private("torch.autograd.function:_SingleLevelFunction")
     TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
-    TreeSpec = private("torch.utils._pytree:TreeSpec")
+    TreeSpec = object  # of annotations
 fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints their errors, which are raised anyway
 inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
@@ -270,21 +258,15 @@ foreach_div_ = private("torch:_foreach_div_", lambda values, divisor: [x.div_(di
 version = attribute(torch.Tensor, "_version")  # how often a tensor was written into
 view_base = attribute(torch.Tensor, "_base")  # the tensor that another one is a view of, or None
 backward_hooks = attribute(torch.Tensor, "_backward_hooks")
-backward_hooks_getter = private("torch:Tensor._backward_hooks.__get__")  # as modes see the same
 post_accumulate_grad_hooks = attribute(torch.Tensor, "_post_accumulate_grad_hooks")
 is_zerotensor = private("torch:Tensor._is_zerotensor", torch.is_complex)  # perhaps a tensor of zeros without memory
 storage_id = attribute(torch.UntypedStorage, "_cdata")  # as data_ptr, of storages without memory too
-is_alias_of = private("torch._C:_is_alias_of")  # whether two tensors share a storage, of fake ones too
 node_outputs = attribute(torch.autograd.graph.Node, "_input_metadata")  # shapes and dtypes of a node's results
 schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
 num_parametrize_caches = attribute(parametrize, "_cache_enabled")  # the contexts in which values are kept
-_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_NORMS = *_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
-NormBase = private("torch.nn.modules.batchnorm:_NormBase", _NORMS)  # of all batch and instance norms
-BatchNormBase = private("torch.nn.modules.batchnorm:_BatchNorm", _BATCH_NORMS)
 
 
 def flat_weights(layer: nn.RNNBase) -> tuple[list[Any], list[Any]]:
@@ -305,9 +287,6 @@ pad_packed_sequence = private("torch:_pad_packed_sequence")
 pad_sequence = private("torch._C._nn:pad_sequence")
 cudnn_rnn_flatten_weight = private("torch:_cudnn_rnn_flatten_weight")  # moves the weights of nn.GRU into one block
 make_dual = private("torch:_VF._make_dual")
-unpool_output_size = private("torch.nn.functional:_unpool_output_size")
-aten_cdist_forward = private("torch:ops.aten._cdist_forward")
-aten_cdist_backward = private("torch:ops.aten._cdist_backward")
 aten_attention_math = private("torch:ops.aten._scaled_dot_product_attention_math")
 aten_attention_cpu = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
 aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
@@ -332,11 +311,13 @@ def multi_head_attention_by(attention: Callable[..., torch.Tensor]) -> Any:
 
 
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
-tree_leaves = private("torch.utils._pytree:tree_leaves")
-tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: (tree_leaves(*args), tree_structure(*args)))
-tree_unflatten = private("torch.utils._pytree:tree_unflatten")
-tree_structure: Any = private("torch.utils._pytree:tree_structure", lambda *args: tree_flatten(*args)[1])
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
+tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: _without_paths(*tree_flatten_with_path(*args)))
+tree_unflatten = private("torch.utils._pytree:tree_unflatten")
+
+
+def _without_paths(leaves: Sequence[tuple[Any, Any]], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
+    return [leaf for _, leaf in leaves], structure
 
 
 # --- The compiler, which torch.compile alone makes public.
@@ -370,12 +351,13 @@ _CAPTURE_SETTINGS: dict[str, Any] = {
 DONE_ONCE = frozenset({"lazy_init", "lazy_load_decompositions"})
 
 
-def has_loaded_decompositions() -> bool:
-    """Return whether torch has loaded the decompositions for vmap, as the first call of vmap in a process does."""
-    return getattr(lazy_load_decompositions, "__globals__", {}).get("DECOMPOSITIONS_LOADED", True)
+@functools.cache
+def load_decompositions() -> None:
+    """Have torch load its decompositions for vmap, as its first vmap in a process does."""
+    with disable_current_modes():
+        torch.vmap(torch.neg)(torch.zeros(1))
 
 
-GlobalStateGuard = private("torch._C._dynamo.guards:GlobalStateGuard")  # the modes and defaults that Dynamo guards
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
 frame_callback_state = private("torch._C._dynamo.eval_frame:get_eval_frame_callback", _unknown)
 set_eval_frame = private("torch._C._dynamo.eval_frame:set_eval_frame")
@@ -499,20 +481,11 @@ def is_number_input(node: torch.fx.Node) -> bool:
     return argument is not None and not attribute(argument, "is_tensor")(argument)
 
 
-def is_size_input(node: torch.fx.Node) -> bool:
-    """Return whether a placeholder of Dynamo stands for a size, stride or offset of another input."""
+def source_of(node: torch.fx.Node) -> str | None:
+    """Return the expression of what a placeholder of Dynamo stands for, as L['args'][0].size()[0]; None if unknown."""
     argument = node.meta.get("grapharg")
-    kind = private("torch._dynamo.source:TensorPropertySource")
-    return argument is not None and isinstance(attribute(argument, "source")(argument), kind)
-
-
-def is_part_of(node: torch.fx.Node, local: str) -> bool:
-    """Return whether a placeholder of Dynamo stands for a part of a local variable, or may do so."""
-    argument = node.meta.get("grapharg")
-    if argument is None:
-        return True
-    source = attribute(argument, "source")(argument)
-    return f"L[{local!r}]" in attribute(source, "name")(source)
+    source = None if argument is None else attribute(argument, "source")(argument)
+    return None if source is None else attribute(source, "name")(source)
 
 
 def recompile_reason() -> str:
@@ -526,7 +499,7 @@ enable_python_dispatcher = private("torch._dispatch.python:enable_python_dispatc
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions of aten operations."""
-    private("torch._inductor.lowering")  # registers decompositions of pooling
+    private("torch._inductor.compile_fx:compile_fx_inner")  # whose import registers those of pooling
     return private("torch._inductor.decomposition:select_decomp_table")()
 
 
@@ -673,24 +646,18 @@ def functionalize(function: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def lacks_cpp_compiler(error: BaseException) -> bool:
-    """Return whether Inductor failed because it found no C++ compiler."""
-    return isinstance(getattr(error, "inner_exception", error), private("torch._inductor.exc:InvalidCxxCompiler"))
-
-
 def keep_strides(x: torch.Tensor) -> torch.Tensor:
     """Return a traced tensor as it lies in memory; Inductor may change the layout of any other."""
     return private("torch._inductor.inductor_prims:force_stride_order")(x, x.stride())
 
 
-def symbolic_size(env: Any, size: int) -> Any:
+def symbolic_size(mode: FakeTensorMode, size: int) -> Any:
     """Return a symbol for a size of inputs.
 
     Args:
-        env: the ``ShapeEnv`` that keeps the symbol.
+        mode: the mode of the inputs, whose ``ShapeEnv`` keeps the symbol.
         size: an example of the size.
     """
     shapes = private("torch.fx.experimental.symbolic_shapes")
-    source = private("torch._dynamo.source:ConstantSource")("batch_size")
-    symbol = env.create_symbol(size, source, dynamic_dim=shapes.DimDynamic.DYNAMIC)
-    return env.create_symintnode(symbol, hint=size, source=source)
+    context = shapes.StatelessSymbolicContext(dynamic_sizes=[shapes.DimDynamic.DYNAMIC])
+    return mode.from_tensor(torch.empty(size, device="cpu"), symbolic_context=context).shape[0]

@@ -23,6 +23,7 @@ OTHERS = ["minari[hdf5]", "pillow", "stable-baselines3", "pytest>=9", "hypothesi
 TESTS = [f"tests/test_{name}.py" for name in ("inputs", "ecosystem", "transformers", "rollouts")]
 ROWS = [
     ("3.10", "torch==2.13.0", "numpy<2"),
+    ("3.10", "torch", "numpy"),
     ("3.11", "torch==2.13.0", "numpy<2"),
     ("3.11", "torch==2.13.0", "numpy"),
     ("3.11", "torch", "numpy"),
@@ -33,11 +34,19 @@ ROWS = [
 VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps([m.version(x) for x in sys.argv[1:]]))"
 
 
+def interpreter(python: str) -> str | None:
+    """Return the path of a Python of this version, installed by the system or by pyenv."""
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python"))  # its shims run the chosen version only
+    every = [*map(str, pyenv), shutil.which(f"python{python}")]
+    runs = lambda path: path and not subprocess.run([path, "--version"], capture_output=True, check=False).returncode
+    return next(filter(runs, every), None)
+
+
 def row(python: str, torch: str, numpy: str) -> str:
     """Return a row of the table: the installed versions, and the last line of pytest."""
-    found = shutil.which(f"python{python}")
-    if found is None or subprocess.run([found, "--version"], capture_output=True, check=False).returncode:
-        return f"| {python} | {' | '.join(['–'] * len(NEIGHBOURS))} | not tried: no such Python |"
+    found = interpreter(python)
+    if found is None:
+        return f"| {python} | {' | '.join(['–'] * len(NEIGHBOURS))} | not tried: no such Python on this machine |"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([found, "-m", "venv", folder], check=True)
         own = f"{folder}/bin/python"

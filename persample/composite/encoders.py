@@ -13,9 +13,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from persample._torch import BatchNormBase
 from persample.errors import ArgumentError, LossError
 from persample.inputs.call import Call, normalize
+from persample.inputs.params import BATCH_NORMS
 from persample.merge import merge
 from persample.processes import Processes, merged
 from persample.utils import trees
@@ -69,7 +69,7 @@ def refuse_batch_statistics(params: Any) -> None:
     """
     for module in trees.flatten(params)[0]:
         for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
-            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None):
+            if isinstance(part, BATCH_NORMS) and (part.training or part.running_mean is None):
                 mode = "in train mode" if part.training else "without running statistics"
                 raise ArgumentError.about(
                     "params",

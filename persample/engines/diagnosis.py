@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from persample import naive
-from persample._torch import NormBase, version
+from persample._torch import version
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, BatchStatisticsWarning, LossError
 from persample.inputs.call import Call
+from persample.inputs.params import NORMS
 from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
@@ -253,7 +254,7 @@ def _norm_module(tb: TracebackType | None) -> str:
     methods = [frame for frame, _ in traceback.walk_tb(tb) if "self" in frame.f_code.co_varnames]
     selves = [frame.f_locals.get("self") for frame in methods]
     modules = [module for module in selves if isinstance(module, nn.Module)]
-    norms = [module for module in modules if isinstance(module, NormBase)]
+    norms = [module for module in modules if isinstance(module, NORMS)]
     if not norms:
         return ""
     for outer in modules:

@@ -23,6 +23,7 @@ from persample.errors import KNOWN_TORCH_VERSIONS, TorchVersionError
 from persample.inputs.call import normalize
 from persample.pipeline import Engine
 from persample.reductions import Norm
+from persample.utils.tracing import is_wrapped, unwrapped_once
 
 _FIRST_UNKNOWN = tuple(map(int, KNOWN_TORCH_VERSIONS.rpartition("<")[2].split(".")))
 
@@ -82,12 +83,11 @@ def _name() -> str:
     facts: dict[str, bool] = {}
 
     def check(x: Tensor) -> Tensor:
-        facts["torch._C._functorch.is_batchedtensor"] = _torch.is_batchedtensor(x)
-        facts["torch._C._functorch.get_unwrapped"] = _torch.get_unwrapped(x).equal(rows)
+        facts["torch._C._functorch.maybe_get_level"] = _torch.maybe_get_level(x) == 1 and not is_wrapped(rows)
+        facts["torch.func.debug_unwrap"] = (inside := unwrapped_once(x)).equal(rows) and not is_wrapped(inside)
         facts["torch._C._functorch.maybe_get_bdim"] = _torch.maybe_get_bdim(x) == 0
-        facts["torch._C._functorch.maybe_get_level"] = (level := _torch.maybe_get_level(x)) == 1
-        facts["torch._C._functorch._add_batch_dim"] = _torch.get_unwrapped(_torch.add_batch_dim(rows, 0, 1)).equal(rows)
-        facts["torch._C._functorch._remove_batch_dim"] = _torch.remove_batch_dim(x, level, 2, 0).equal(rows)
+        facts["torch._C._functorch._add_batch_dim"] = unwrapped_once(_torch.add_batch_dim(rows, 0, 1)).equal(rows)
+        facts["torch._C._functorch.get_dynamic_layer_stack_depth"] = _torch.get_dynamic_layer_stack_depth() == 1
         return x
 
     with suppress(Exception):  # of a name that is missing, or whose arguments have changed

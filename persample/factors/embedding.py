@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample._torch import is_alias_of
 from persample.factors.factor import Factor
 from persample.utils import numerics
 
@@ -60,7 +59,7 @@ class Embedding(Factor):
         """Add the gradients to ``out [B, *shape]``."""
         rows = out.reshape(prod(self.sizes) * self.table_shape[0], self.signals.shape[-1])
         rows.index_add_(0, self._numbers(self.sizes), self.signals.flatten(0, -2).to(out.dtype))
-        if not is_alias_of(rows, out):
+        if numerics.storage_key(rows) != numerics.storage_key(out):
             out.copy_(rows.view(out.shape))
 
     def _numbers(self, sizes: Sequence[int]) -> Tensor:

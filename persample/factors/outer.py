@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from persample._torch import is_alias_of
 from persample.factors import contractions, cost_model
 from persample.factors.contractions import squared_norms_of_sums
 from persample.factors.factor import Factor
@@ -106,7 +105,7 @@ class Outer(Factor):
         in_order = not self.outputs or self._is_in_order
         if out is not None and in_order and out.dtype == self.dtype == left.dtype == right.dtype:
             target = out.reshape(*left.shape[:-1], right.shape[-1])
-            if is_alias_of(target, out):
+            if numerics.storage_key(target) == numerics.storage_key(out):
                 if self.num_terms == 1:
                     torch.mul(numerics.laid_out(left, target), numerics.laid_out(right, target), out=target)
                 else:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from persample._torch import FakeTensor, FakeTensorMode, get_dispatch_mode_stack, is_functorch_wrapped_tensor
+from persample._torch import FakeTensor, FakeTensorMode, get_dispatch_mode_stack
 from persample.errors import ArgumentError
 from persample.utils import trees
+from persample.utils.tracing import is_wrapped
 
 _PAD = (
     "Stack a list of samples (torch.stack, torch.utils.data.default_collate). Pad episodes of different lengths to one "
@@ -117,7 +118,7 @@ def batch_axes_first(
             try:  # autograd rejects inference tensors, but not their clones
                 value = leaf.clone() if leaf.is_inference() else leaf if keep_graph else leaf.detach()
             except RuntimeError as error:
-                if not is_functorch_wrapped_tensor(leaf):
+                if not is_wrapped(leaf):
                     raise
                 fix = "Use it inside of the function that was transformed, or return it from there."
                 received = "one of a torch.func transform that has ended"

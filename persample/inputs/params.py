@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample._torch import NormBase, backward_hooks, buffer_slots, parameter_slots, post_accumulate_grad_hooks
+from persample._torch import backward_hooks, buffer_slots, parameter_slots, post_accumulate_grad_hooks
 from persample.errors import STOP_STATISTICS, ArgumentError
 from persample.inputs.batch import PLAIN, check_kind, check_kinds
 from persample.inputs.modules import ParamTree, take_apart, trained_parameters
 from persample.utils import trees
 
-_RESTRICTED = (torch.jit.ScriptModule, NormBase, nn.Embedding, nn.EmbeddingBag)
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+NORMS = *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d  # which can have running statistics
+_RESTRICTED = (torch.jit.ScriptModule, *NORMS, nn.Embedding, nn.EmbeddingBag)
 
 
 def check_params(params: Any, *, batch_statistics: bool = False, name: str = "params") -> ParamTree:
@@ -86,7 +88,7 @@ def _check_script(argument: str, name: str, part: torch.jit.ScriptModule) -> Non
 def _check_part(argument: str, name: str, part: nn.Module, *, batch_statistics: bool) -> None:
     if isinstance(part, torch.jit.ScriptModule):
         _check_script(argument, name, part)
-    if isinstance(part, NormBase) and part.training and part.track_running_stats and not batch_statistics:
+    if isinstance(part, NORMS) and part.training and part.track_running_stats and not batch_statistics:
         expected = "a module that does not update running statistics while it is differentiated"
         received = f"{_labelled(name, type(part).__name__)} in train mode"
         raise ArgumentError.about(argument, expected=expected, received=received, fix=STOP_STATISTICS)

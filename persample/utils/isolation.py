@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from persample import _torch
 from persample._torch import DONE_ONCE, compile_lock
@@ -217,7 +218,9 @@ def isolated(params: Any, body: Callable[[], T], *, keep_graph: bool = False) ->
         deque(releases, 0)
 
     try:
-        return undone(unrecorded if _torch.has_loaded_decompositions() else lambda: after_imports(unrecorded), undo)
+        return undone(
+            unrecorded if _torch.load_decompositions.cache_info().currsize else lambda: after_imports(unrecorded), undo
+        )
     except Exception as error:
         raise_interrupt(error, handled)
         raise
@@ -270,11 +273,9 @@ def _restored(push: Callable[[Any], None], pop: Callable[[], Any], stack: Callab
     return write
 
 
-def _disable_saved_tensor_hooks(message: str | None) -> None:
-    if message is None:
+def _enable_saved_tensor_hooks(message: str | None) -> None:
+    if message is None:  # else they stay disabled; what another message says is of no consequence
         _torch.saved_tensors_hooks_enable()
-    else:
-        _torch.saved_tensors_hooks_disable(message)
 
 
 def _autocast() -> tuple[bool, bool]:
@@ -291,7 +292,12 @@ _STATE: _States = [
     (_torch.get_dynamic_layer_stack_depth, _leave_transforms),
     (
         _torch.get_function_mode_stack,
-        _restored(_torch.push_function_mode, _torch.pop_function_mode, _torch.get_function_mode_stack),
+        # The context of all modes; that of a class may do more.
+        _restored(
+            TorchFunctionMode.__enter__,
+            lambda: TorchFunctionMode().__exit__(None, None, None),
+            _torch.get_function_mode_stack,
+        ),
     ),
     (
         _torch.dispatch_mode_state,
@@ -300,7 +306,7 @@ _STATE: _States = [
     (torch.is_grad_enabled, _torch.set_grad_enabled),
     (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
     (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
-    (_torch.saved_tensors_hooks_disabled_message, _disable_saved_tensor_hooks),
+    (_torch.saved_tensors_hooks_disabled_message, _enable_saved_tensor_hooks),
     (_autocast, _set_autocast),
     (_torch.frame_callback_state, _torch.set_eval_frame),
 ]

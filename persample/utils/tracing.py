@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -26,10 +26,9 @@ from persample._torch import (
     dispatch_mode_state,
     fake_tensor_log,
     get_dispatch_mode_stack,
-    get_unwrapped,
     inductor_log,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
 
@@ -91,8 +90,13 @@ def any_exception() -> Tensor | None:
     return torch.stack([first, *(x.to(first.device) for x in others)]).any() if others else first
 
 
-# Returns whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read.
-is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
+unwrapped = torch.func.debug_unwrap  # the plain tensor inside of all wrappers, which holds the values of all samples
+unwrapped_once = partial(unwrapped, recurse=False)
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read."""
+    return maybe_get_level(x) != -1
 
 
 def is_recorded(x: Tensor) -> bool:
@@ -106,17 +110,10 @@ def is_recorded(x: Tensor) -> bool:
 def is_batched(x: object) -> bool:
     """Return whether a value is a tensor that a vmap batches, so that its values may differ between samples."""
     while isinstance(x, Tensor) and is_wrapped(x):
-        if is_batchedtensor(x):
+        if maybe_get_bdim(x) >= 0:
             return True
-        x = get_unwrapped(x)
+        x = unwrapped_once(x)
     return False
-
-
-def unwrapped(x: Tensor) -> Tensor:
-    """Return the plain tensor inside of all wrappers, which holds the values of all samples."""
-    while is_wrapped(x):
-        x = get_unwrapped(x)
-    return x
 
 
 def is_traced(x: Tensor) -> bool:
@@ -137,7 +134,7 @@ def is_compiling() -> bool:
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors are neither recorded nor traced for a compiler: their memory may be written into."""
-    if any(map(is_wrapped, tensors)) or any(map(_REQUIRES_GRAD, tensors)):
+    if not {-1}.issuperset(map(maybe_get_level, tensors)) or any(map(_REQUIRES_GRAD, tensors)):
         return False
     return FakeTensor not in map(type, tensors) or not is_compiling()
 

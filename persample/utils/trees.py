@@ -19,7 +19,6 @@ from torch import Tensor
 from persample import _torch
 
 TreeSpec = _torch.TreeSpec
-structure = _torch.tree_structure
 _KINDS = {dict, tuple, list}
 _LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, type(None)}
 _Kind = TypeVar("_Kind", bound=type)
@@ -36,6 +35,11 @@ def leaf(kind: _Kind) -> _Kind:
     """
     _LEAVES.add(kind)
     return kind
+
+
+def structure(tree: Any) -> TreeSpec:
+    """Return the structure of a tree."""
+    return _torch.tree_flatten(tree)[1]
 
 
 def is_flat(spec: TreeSpec) -> bool:

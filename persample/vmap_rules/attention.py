@@ -16,12 +16,11 @@ from persample._torch import (
     aten_attention_math,
     multi_head_attention_by,
     nested_tensor_from_mask_left_aligned,
-    temporarily_clear_interpreter_stack,
 )
 from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import holds
 from persample.utils.trees import map_tensors
-from persample.vmap_rules.levels import call_kernel
+from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
 
 
 def _attention(
@@ -111,7 +110,7 @@ def _gradients(
     grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, scale=scale)
     if holds(composed.any()):
         attend = functools.partial(_composed_heads, is_causal=is_causal, scale=scale)
-        found = _gradients_by_autograd(attend, *(x[composed] for x in images[:4]))
+        found = gradients_by_autograd(attend, *(x[composed] for x in images[:4]))
         grads = [x.index_put((composed,), y) for x, y in zip(grads, found, strict=False)]
     return tuple(x.reshape(like.shape) for x, like in zip(grads, same, strict=False))
 
@@ -123,12 +122,6 @@ def _is_irregular(query: Tensor, key: Tensor) -> Tensor:
 
 def _composed_heads(*tensors: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     return aten_attention_math(*tensors, None, 0.0, is_causal, scale=scale)[0]
-
-
-def _gradients_by_autograd(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    with temporarily_clear_interpreter_stack(), torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        return torch.autograd.grad(function(*leaves), leaves, grad)
 
 
 def _as_images(x: Tensor) -> Tensor:

@@ -20,14 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from persample._torch import (
     OpOverload,
-    TransformType,
-    backward_hooks_getter,
-    is_batchedtensor,
     make_dual,
-    peek_interpreter_stack,
+    maybe_get_bdim,
     private_reads,
     schema,
     temporarily_clear_interpreter_stack,
+    transforms,
 )
 from persample.errors import LossError
 from persample.utils.numerics import storage_key
@@ -37,10 +35,8 @@ from persample.utils.trees import flatten
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:2])
-_AUTOGRAD = {torch.autograd.grad, Tensor.backward, backward_hooks_getter} | {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
-}
+_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "retains_grad", *private_reads[:3])
+_AUTOGRAD = {torch.autograd.grad, Tensor.backward} | {*(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)}
 # By name: hooks; and memory, since a copy or a layer's result has other strides than the tensor it stands for.
 _STATE = re.compile(
     "register_hook|retain_grad|register_post_accumulate_grad_hook|(untyped_)?storage|data_ptr|(sym_)?(stride|storage_offset)"
@@ -272,13 +268,12 @@ _data = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _detached_data(x: Tensor, *rest: Any) -> Tensor:
-    return x.detach() if is_batchedtensor(x) else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
+    return x.detach() if maybe_get_bdim(x) >= 0 else _data(x, *rest)  # torch.func rejects .data of what vmap wraps last
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int) -> Tensor:
     # linearize traces the function to a graph in which parameters are constants: their gradients would be zeros.
-    top = peek_interpreter_stack()
-    if get_proxy_mode() is not None and (top is None or top.key() != TransformType.Jvp):
+    if get_proxy_mode() is not None and transforms()[-1:] != ["jvp"]:
         raise LossError(
             "loss_fn calls torch.func.linearize (or traces a forward derivative), which treats the parameters as "
             "constants. Use torch.func.jvp, or pass engine='loop'."

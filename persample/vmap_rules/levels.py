@@ -22,21 +22,18 @@ import torch
 from torch import Tensor
 
 from persample._torch import (
-    DisableFuncTorch,
-    GradInterpreter,
     SingleLevelFunction,
-    TransformType,
     add_batch_dim,
-    enable_single_level_autograd_function,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     retrieve_all_functorch_interpreters,
-    unwrap_dead_wrappers,
+    set_single_level_autograd_function_allowed,
+    temporarily_clear_interpreter_stack,
     wrap_for_grad,
 )
+from persample.utils.tracing import is_wrapped, unwrapped_once
 
+_ENDED = -2  # the level of a tensor that was saved by a derivative which has ended
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
 
 
@@ -66,9 +63,10 @@ def is_differentiated_once(by: DifferentiatedBy) -> bool:
     if by == "any":
         return False
     levels = retrieve_all_functorch_interpreters()
-    grads = [level for level in levels if isinstance(level, GradInterpreter)]
-    if not all(level.key() in {TransformType.Vmap, TransformType.Grad} for level in levels):  # forward mode
+    kinds = [level.key().name for level in levels]
+    if not {"Vmap", "Grad"}.issuperset(kinds):  # forward mode
         return False
+    grads = [level for level, kind in zip(levels, kinds, strict=True) if kind == "Grad"]
     if by == "autograd":
         return not grads
     return len(grads) == 1 and not grads[0].prev_grad_mode()
@@ -80,10 +78,10 @@ def is_differentiated(x: Tensor) -> bool:
     Args:
         x: a tensor.
     """
-    while is_functorch_wrapped_tensor(x):
+    while is_wrapped(x):
         if x.requires_grad:
             return True
-        x = get_unwrapped(x)
+        x = unwrapped_once(x)
     return x.requires_grad
 
 
@@ -93,7 +91,7 @@ def batch_first(x: Tensor) -> Tensor:
     Args:
         x: a tensor that a vmap batches.
     """
-    inside, axis = get_unwrapped(x), maybe_get_bdim(x)
+    inside, axis = unwrapped_once(x), maybe_get_bdim(x)
     return inside.movedim(axis, 0) if axis else inside
 
 
@@ -116,13 +114,16 @@ def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: i
     Returns:
         The first result of the kernel, or as many as ``returned`` says.
     """
-    grads = (x.level() for x in retrieve_all_functorch_interpreters() if isinstance(x, GradInterpreter))
+    grads = (x.level() for x in retrieve_all_functorch_interpreters() if x.key().name == "Grad")
     level = next(grads, 0)  # 0: plain autograd differentiates
     inner, batch_levels = samples_first(tensors, level)
     if level:
         inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
-    with enable_single_level_autograd_function():
+    set_single_level_autograd_function_allowed(True)
+    try:
         out = _Node.apply(_Call(kernel, gradients, unneeded, returned, level), *inner)
+    finally:
+        set_single_level_autograd_function_allowed(False)
     results = batched(out[: returned or 1], batch_levels)
     return results if returned else results[0]
 
@@ -166,16 +167,23 @@ class _Node(SingleLevelFunction):
 
 def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
-    with DisableFuncTorch():
+    with temporarily_clear_interpreter_stack():
         plain, batch_levels = samples_first(tuple(x for x in tensors if x is not None), 0)
         given = iter(plain)
         out = function(*(None if x is None else next(given) for x in tensors))
     return batched(out, batch_levels)
 
 
+def gradients_by_autograd(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of a function of plain tensors, for the gradients of kernels."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(function(*leaves), leaves, grad)
+
+
 def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
     """Unwrap tensors from all levels above one; their batch axes come first, that of the outermost vmap before all."""
-    taken = [_unwrapped(x, above) for x in unwrap_dead_wrappers(tensors)]  # saved by a derivative that has ended
+    taken = [_unwrapped(x, above) for x in tensors]
     sizes = {level: size for _, axes in taken for level, (_, size) in axes.items()}
     levels = sorted(sizes)
     # Axes are moved only when all tensors are unwrapped: an operation on a wrapped one would need its level.
@@ -187,8 +195,8 @@ def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor
 def _unwrapped(x: Tensor, above: int) -> tuple[Tensor, dict[int, tuple[int, int]]]:
     """Return the tensor inside of the levels above one, and for each vmap among them the batch axis and its size."""
     axes = {}
-    while (level := maybe_get_level(x)) > above:
-        axis, x = maybe_get_bdim(x), get_unwrapped(x)
+    while (level := maybe_get_level(x)) > above or level == _ENDED:
+        axis, x = maybe_get_bdim(x), unwrapped_once(x)
         if axis >= 0:
             axes[level] = axis, x.shape[axis]
     return x, axes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import unpool_output_size, weight_norm
+from persample._torch import weight_norm
 from persample.errors import LossError
 from persample.utils.numerics import accumulate_dtype, is_autocast
 from persample.utils.tracing import is_batched
@@ -239,14 +239,10 @@ def _max_unpool(  # noqa: PLR0917 - as torch's
     fits = input.shape == indices.shape and input.ndim - axes in {1, 2} and indices.dtype == torch.long
     if not fits or not input.numel():
         return function(input, indices, kernel_size, stride, padding, output_size)  # raises
-    kernel, step, pad = (_per_axis(x, axes) for x in (kernel_size, kernel_size if stride is None else stride, padding))
-    size = unpool_output_size(input, kernel, step, pad, output_size)
-    flat = input.new_zeros(*input.shape[:-axes], torch.Size(size).numel())
+    like = [torch.empty(input.shape, dtype=x.dtype, device="meta") for x in (input, indices)]
+    size = function(*like, kernel_size, stride, padding, output_size).shape[-axes:]
+    flat = input.new_zeros(*input.shape[:-axes], size.numel())
     return flat.scatter(-1, indices.flatten(-axes), input.flatten(-axes)).unflatten(-1, size)
-
-
-def _per_axis(x: Any, axes: int) -> list[int]:
-    return [x] * axes if isinstance(x, int) else list(x)
 
 
 RULES: dict[Any, Callable[..., Any]] = {

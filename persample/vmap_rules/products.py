@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import aten_cdist_backward, aten_cdist_forward, is_forward_mode, transforms
+from persample._torch import is_forward_mode, transforms
 from persample.errors import LossError
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast
 from persample.utils.tracing import is_batched
-from persample.vmap_rules.levels import call_kernel
+from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -233,15 +233,11 @@ def _distances_by_kernel(x1: Tensor, x2: Tensor, p: float) -> Tensor:
 
 
 def _cdist_kernel(x1: Tensor, x2: Tensor, p: float) -> tuple[Tensor]:
-    return (aten_cdist_forward(x1, x2, p, 2),)
+    return (torch.cdist(x1, x2, p, _NO_PRODUCT),)
 
 
-def _cdist_gradients(
-    _needed: Any, grad: Tensor, x1: Tensor, x2: Tensor, distances: Tensor, p: float
-) -> tuple[Tensor, Tensor]:
-    grad, x1, x2 = grad.contiguous(), x1.contiguous(), x2.contiguous()
-    of_second = aten_cdist_backward(grad.mT.contiguous(), x2, x1, p, distances.mT.contiguous())
-    return aten_cdist_backward(grad, x1, x2, p, distances), of_second
+def _cdist_gradients(_needed: Any, grad: Tensor, x1: Tensor, x2: Tensor, _: Tensor, p: float) -> tuple[Tensor, ...]:
+    return gradients_by_autograd(functools.partial(torch.cdist, p=p, compute_mode=_NO_PRODUCT), grad, x1, x2)
 
 
 def _composed_distances(x1: Tensor, x2: Tensor, p: float) -> Tensor:

@@ -21,10 +21,9 @@ from persample._torch import (
     GET_DATA,
     LEVEL_ARGUMENT,
     OPENS_LEVEL,
-    is_functorch_wrapped_tensor,
     storage_id,
 )
-from persample.utils.tracing import is_batched
+from persample.utils.tracing import is_batched, is_wrapped
 
 _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
@@ -86,7 +85,7 @@ def memory_of(node: Any) -> Any:
     None also of a tensor of an inner transform, whose example has no memory.
     """
     example = node.meta.get("example_value") if isinstance(node, Node) else None
-    if not isinstance(example, Tensor) or is_functorch_wrapped_tensor(example):
+    if not isinstance(example, Tensor) or is_wrapped(example):
         return None
     return storage_id(example.untyped_storage())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from persample._torch import GlobalStateGuard, get_function_mode_stack
+from persample._torch import get_function_mode_stack
 from persample.engines.compiled.batchable import (
     make_batchable,
     memory_of,
@@ -102,9 +102,8 @@ class Capture:
             self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_view(self.graph)
             make_batchable(self.graph)
             self.history = history
-            self.state = GlobalStateGuard()
-            self.contents = get_function_mode_stack(), *_contents(self.graph)
-            same = (x.twin for x in others if x.contents == self.contents and x.state.check())
+            self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)
+            same = (x.twin for x in others if x.contents == self.contents)
             self.twin = next(same, self)
             self._prepared = True
 
@@ -122,6 +121,17 @@ def _contents(graph: GraphModule) -> list[Any]:
     """Return what is the same for graphs that compute the same."""
     codes = [part.graph.python_code("self") for part in graph.modules() if isinstance(part, GraphModule)]
     return [*((code.src, code.globals) for code in codes), *map(id, (*graph.parameters(), *graph.buffers()))]
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return the settings of torch's that a captured graph depends on."""
+    return (
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda", "mps", "xpu")),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+    )
 
 
 class _Naming(Interpreter):

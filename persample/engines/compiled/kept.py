@@ -6,6 +6,7 @@ Numbers of Python must be computed apart, because torch.func takes none. So must
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from persample._torch import SETS_MODE, is_number_input, is_part_of, is_size_input
+from persample._torch import SETS_MODE, is_number_input, source_of
 from persample.engines.compiled.batchable import memory_of, written_memory
 
+_SIZE = re.compile(r"\.(size\(\)\[\d+\]|stride\(\)\[\d+\]|storage_offset\(\))$")  # they tell calls of one graph apart
 CHANGES_A_NUMBER = "the function changes a number that its result depends on"
 
 
@@ -53,7 +55,7 @@ def split_kept(module: GraphModule) -> Split | None:
     results: Any = module.graph.output_node().args[0]
     inputs = [x for x in nodes if x.op == "placeholder"]
     of_tensors = _ancestors([x for x in nodes if x not in numbers])
-    dropped = numbers - of_tensors - {x for x in inputs if is_size_input(x)}  # sizes tell calls of one graph apart
+    dropped = numbers - of_tensors - {x for x in inputs if _SIZE.search(source_of(x) or "")}
     of_no_argument = _of_no_argument(module.graph)
     kept = [place for place, x in enumerate(results) if x in numbers or x in of_no_argument]
     if not dropped and not kept:
@@ -87,7 +89,7 @@ def _of_no_argument(graph: Graph) -> set[Node]:
     written = written_memory(graph)
 
     def is_read(node: Node) -> bool:
-        return memory_of(node) not in written and not is_part_of(node, "args")
+        return memory_of(node) not in written and "L['args']" not in (source_of(node) or "L['args']")
 
     def is_value(node: Node) -> bool:
         uses_level = "functorch" in str(getattr(node.target, "__module__", ""))  # which another node opens

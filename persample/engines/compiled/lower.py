@@ -20,7 +20,6 @@ from persample._torch import (
     enable_python_dispatcher,
     functionalize,
     keep_kernel,
-    lacks_cpp_compiler,
     scan,
 )
 from persample.engines.compiled.checking import Checked
@@ -160,7 +159,7 @@ def _is_grouped(node: Node) -> bool:
 
 
 def _advice(error: Exception) -> str:
-    if lacks_cpp_compiler(error):
+    if "No working C++ compiler" in str(error):
         reason = "found no C++ compiler. Install one (Debian: apt install g++), or point CXX to it"
     else:
         reason = f"failed in torch's compiler ({type(error).__name__}: {str(error).splitlines()[0]})"

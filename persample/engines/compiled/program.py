@@ -106,8 +106,9 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
         return None
     env, traced = _shape_env(), family.traced
     mode = FakeTensorMode(shape_env=env)
+    size = symbolic_size(mode, task.call.size)
     with mode:
-        inputs = family.inputs(symbolic_size(env, task.call.size))
+        inputs = family.inputs(size)
         inputs += [Format.of(x).empty() for x in traced.captured]
     with full_precision(inputs[0].device):
         try:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from persample._torch import (
     TensorGuards,
+    get_dynamic_layer_stack_depth,
     get_eval_frame_callback,
-    peek_interpreter_stack,
     set_eval_frame,
     set_grad_enabled,
 )
@@ -280,7 +280,7 @@ def _is_same(x: Tensor, y: Any) -> bool:
 
 def _is_plain() -> bool:
     """Return whether no transform, inference mode or autocast surrounds the call."""
-    inside = peek_interpreter_stack() is not None or torch.is_inference_mode_enabled()
+    inside = get_dynamic_layer_stack_depth() or torch.is_inference_mode_enabled()
     return not (inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 

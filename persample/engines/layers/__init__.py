@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from persample._torch import (
     add_batch_dim,
-    lazy_load_decompositions,
+    load_decompositions,
     multi_head_attention_by,
-    remove_batch_dim,
     transforms,
     vmap_increment_nesting,
 )
@@ -215,7 +214,7 @@ def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, .
 
 def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Any, bool]:
     """Return the parameters, the recorder, the losses with their graph, aux, and whether the loss returned any."""
-    lazy_load_decompositions()  # of operations for vmap, once
+    load_decompositions()
     with torch.enable_grad(), vmap_increment_nesting(call.size, call.randomness) as level:
         pairs = zip(call.leaves, call.leaves_batched, strict=True)
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
@@ -226,9 +225,9 @@ def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tenso
             value, (aux, has_aux) = call.loss(params.given, leaves)
         penalty = params.get(value)  # a loss of parameters alone
         value = value if penalty is None else params.copy(penalty)
-        losses = remove_batch_dim(value, level, call.size, 0)
+        losses = vmap.all_rows(value)
         if has_aux:  # perhaps the user's own tensors, so copied
-            aux = tree_map(lambda x: remove_batch_dim(x, level, call.size, 0).detach().clone(), aux)
+            aux = tree_map(lambda x: vmap.all_rows(x).detach().clone(), aux)
     return params, recorder, losses, aux, has_aux
 
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from persample._torch import (
     add_batch_dim,
-    get_unwrapped,
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
@@ -25,7 +24,7 @@ from persample.engines.layers.functions import (
 from persample.engines.layers.recorder import LayerParams, LayerRecorder
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.numerics import autocast, full_precision, is_autocast
-from persample.utils.tracing import is_wrapped, unwrapped
+from persample.utils.tracing import is_wrapped, unwrapped, unwrapped_once
 from persample.utils.trees import flatten, unflatten
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.indexing import embedding_bag
@@ -301,7 +300,7 @@ class LayerInterceptor:
         while is_wrapped(x):
             if maybe_get_level(x) == self.vmap.level:
                 return True
-            x = get_unwrapped(x)
+            x = unwrapped_once(x)
         return False
 
 

@@ -10,17 +10,16 @@ from torch.fx.immutable_collections import immutable_list
 
 from persample._torch import (
     add_batch_dim,
-    get_unwrapped,
-    is_batchedtensor,
+    get_dynamic_layer_stack_depth,
     maybe_get_bdim,
     maybe_get_level,
-    peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
     view_base,
 )
-from persample.utils.tracing import is_wrapped
+from persample.utils.tracing import is_wrapped, unwrapped_once
 from persample.utils.trees import TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
+from persample.vmap_rules.levels import batch_first
 
 LISTS = {list, tuple, immutable_list}  # the last in captured graphs
 _SMALL = 2**12  # numbers in a vector of which the loss is given one copy per sample
@@ -48,15 +47,19 @@ class Vmap(NamedTuple):
         """
         levels: list[int] = []
         axes: list[int] = []
-        while isinstance(x, Tensor) and is_batchedtensor(x):
+        while isinstance(x, Tensor) and (axis := maybe_get_bdim(x)) >= 0:
             levels.insert(0, maybe_get_level(x))
-            axes.insert(0, maybe_get_bdim(x))
-            x = get_unwrapped(x)
+            axes.insert(0, axis)
+            x = unwrapped_once(x)
         if not levels or levels[0] != self.level or is_wrapped(x):
             return None
         for done, axis in enumerate(axes):
             x = x.movedim(axis + done, done) if axis else x
         return x, levels
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        """Return the values of all samples of a result of the loss, ``[B, ...]``."""
+        return batch_first(x) if maybe_get_bdim(x) >= 0 else x.expand(self.size, *x.shape)
 
     @staticmethod
     def batched(rows: Tensor, levels: Sequence[int]) -> Tensor:
@@ -68,7 +71,7 @@ class Vmap(NamedTuple):
     @property
     def is_innermost(self) -> bool:
         """Whether no other transform, which the loss has called, is active."""
-        return peek_interpreter_stack().level() == self.level
+        return get_dynamic_layer_stack_depth() == self.level
 
 
 class SharedParam(NamedTuple):
