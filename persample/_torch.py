@@ -89,6 +89,12 @@ def _unknown(*_: object) -> None:
     """Replace a reader of torch's state, which is not written back then."""
 
 
+def _refuse(allowed: bool) -> None:
+    """Replace what allows functions of a single level, but for forbidding them."""
+    if allowed:
+        raise TorchVersionError("torch._C._functorch.set_single_level_autograd_function_allowed")
+
+
 def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
     """Return a function that reads private attributes of an object, or what replaces it if torch no longer has them.
 
@@ -134,10 +140,9 @@ temporarily_clear_interpreter_stack = private("torch._functorch.pyfunctorch:temp
 # --- The state of a thread. Public contexts restore it when they are left; after an interrupt none of them was left.
 pop_dynamic_layer_stack_and_undo_to_depth = private("torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth")
 # A public autograd.Function passes through all levels, in Python; where this is allowed, one may belong to one level.
-get_single_level_autograd_function_allowed = private(
-    "torch._C._functorch:get_single_level_autograd_function_allowed", _unknown
+allow_single_level_autograd_function = private(
+    "torch._C._functorch:set_single_level_autograd_function_allowed", _refuse
 )
-set_single_level_autograd_function_allowed = private("torch._C._functorch:set_single_level_autograd_function_allowed")
 get_function_mode_stack = private("torch.overrides:_get_current_function_mode_stack", _unknown)
 get_dispatch_mode_stack = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _unknown)
@@ -153,7 +158,6 @@ saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_en
 
 _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
-_set_compile_flag = private("torch._C._dynamo.guards:set_is_in_mode_without_ignore_compile_internals")
 _forward_level = attribute(forward_ad, "_current_level")
 _jvp_nesting = attribute(_transforms, "JVP_NESTING", otherwise=lambda _: 0)
 _dispatch_flags = attribute(
@@ -174,7 +178,8 @@ def set_dispatch_flags(flags: tuple[bool, bool, bool]) -> None:
     """Set what ``dispatch_flags`` returns."""
     _dispatch._is_in_torch_dispatch_mode, _dispatch._is_in_non_infra_torch_dispatch_mode, compiles = flags
     _dispatch._is_in_any_mode_without_ignore_compile_internals = compiles
-    _set_compile_flag(compiles)
+    with TorchDispatchMode():  # which leaves a copy of the last one in C
+        pass
 
 
 def forward_levels() -> tuple[int, int]:
@@ -313,7 +318,6 @@ def multi_head_attention_by(attention: Callable[..., torch.Tensor]) -> Any:
 # --- Pytrees: torch.func takes those that are registered here; torch 2.13 has no public module of them.
 tree_flatten_with_path = private("torch.utils._pytree:tree_flatten_with_path")
 tree_flatten = private("torch.utils._pytree:tree_flatten", lambda *args: _without_paths(*tree_flatten_with_path(*args)))
-tree_unflatten = private("torch.utils._pytree:tree_unflatten")
 
 
 def _without_paths(leaves: Sequence[tuple[Any, Any]], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:

@@ -191,13 +191,12 @@ def test_functions_of_a_single_level():
             return 5 * signal  # to be told from the derivative
 
     def apply(x):
-        _torch.set_single_level_autograd_function_allowed(True)
+        _torch.allow_single_level_autograd_function(True)
         try:
             return Double.apply(x).sum()
         finally:
-            _torch.set_single_level_autograd_function_allowed(False)
+            _torch.allow_single_level_autograd_function(False)
 
-    assert not _torch.get_single_level_autograd_function_allowed()
     assert grad(apply)(torch.ones(2)).tolist() == [5, 5]
     with pytest.raises(RuntimeError, match="SingleLevel"):
         grad(lambda x: Double.apply(x).sum())(torch.ones(2))
@@ -212,13 +211,6 @@ def test_leaving_transforms():
     assert _torch.get_dynamic_layer_stack_depth() == 1
     _torch.pop_dynamic_layer_stack_and_undo_to_depth(0)
     assert _torch.get_dynamic_layer_stack_depth() == 0
-
-
-def test_set_single_level_autograd_function_allowed():
-    _torch.set_single_level_autograd_function_allowed(True)
-    assert _torch.get_single_level_autograd_function_allowed()
-    _torch.set_single_level_autograd_function_allowed(False)
-    assert not _torch.get_single_level_autograd_function_allowed()
 
 
 def test_function_modes():
@@ -261,15 +253,17 @@ def test_saved_tensors_hooks():
     assert _torch.saved_tensors_hooks_disabled_message() is None
 
 
-def test_dispatch_flags():
+def test_dispatch_flags(monkeypatch):
+    in_c = []
+    monkeypatch.setattr("torch.utils._python_dispatch.set_is_in_mode_without_ignore_compile_internals", in_c.append)
     assert _torch.dispatch_flags() == (False, False, False)
     with Operators():
         assert _torch.dispatch_flags()[:2] == (True, True)
         inner = _torch.dispatch_flags()
     _torch.set_dispatch_flags(inner)
-    assert _torch.dispatch_flags() == inner
+    assert (_torch.dispatch_flags(), in_c[-1]) == (inner, inner[2])
     _torch.set_dispatch_flags((False, False, False))
-    assert _torch.dispatch_flags() == (False, False, False)
+    assert (_torch.dispatch_flags(), in_c[-1]) == ((False, False, False), False)
 
 
 def test_forward_levels():
@@ -599,7 +593,7 @@ def test_trees():
     assert leaves == [1, 2, 3]
     assert (spec.type, spec.context, spec.num_leaves, spec.num_nodes) == (dict, ["a", "b"], 3, 6)
     assert spec.flatten_up_to({"a": 0, "b": ((4, 5), [6])}) == [0, (4, 5), 6]
-    assert _torch.tree_unflatten([4, 5, 6], spec) == {"a": 4, "b": (5, [6])}
+    assert spec.unflatten([4, 5, 6]) == {"a": 4, "b": (5, [6])}
     assert _torch.tree_flatten([1, (2,)], lambda x: isinstance(x, tuple))[0] == [1, (2,)]
 
 

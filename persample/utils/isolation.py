@@ -305,7 +305,8 @@ _STATE: _States = [
     ),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
     (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
-    (_torch.get_single_level_autograd_function_allowed, _torch.set_single_level_autograd_function_allowed),
+    # Not read, but always written: they are allowed only while torch or a rule calls one.
+    (object, lambda _: _torch.allow_single_level_autograd_function(False)),
     (_torch.saved_tensors_hooks_disabled_message, _enable_saved_tensor_hooks),
     (_autocast, _set_autocast),
     (_torch.frame_callback_state, _torch.set_eval_frame),

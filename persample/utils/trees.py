@@ -131,7 +131,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """
     kind = spec.type
     if len(leaves) != spec.num_leaves or (kind is not None and kind not in _KINDS):
-        return _torch.tree_unflatten(leaves, spec)  # which also raises the error
+        return spec.unflatten(leaves)  # which also raises the error
     if kind is None:
         return leaves[0]
     parts: Iterable[Any] = leaves
@@ -273,7 +273,7 @@ def stop_gradient(tree: Any) -> Any:
         return tree.detach()
     # Not ``map_tensors``, whose cache torch.compile warns of when a loss calls this function.
     leaves, spec = _torch.tree_flatten(tree)
-    return _torch.tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    return spec.unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
 def as_array(x: Tensor) -> np.ndarray[Any, Any]:

@@ -24,10 +24,10 @@ from torch import Tensor
 from persample._torch import (
     SingleLevelFunction,
     add_batch_dim,
+    allow_single_level_autograd_function,
     maybe_get_bdim,
     maybe_get_level,
     retrieve_all_functorch_interpreters,
-    set_single_level_autograd_function_allowed,
     temporarily_clear_interpreter_stack,
     wrap_for_grad,
 )
@@ -119,11 +119,11 @@ def call_kernel(kernel: Kernel, gradients: Kernel, *tensors: Tensor, unneeded: i
     inner, batch_levels = samples_first(tensors, level)
     if level:
         inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
-    set_single_level_autograd_function_allowed(True)
     try:
+        allow_single_level_autograd_function(True)
         out = _Node.apply(_Call(kernel, gradients, unneeded, returned, level), *inner)
     finally:
-        set_single_level_autograd_function_allowed(False)
+        allow_single_level_autograd_function(False)
     results = batched(out[: returned or 1], batch_levels)
     return results if returned else results[0]
 
