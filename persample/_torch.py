@@ -545,11 +545,11 @@ def compile_graph(
         "cpp_wrapper": calls_in_cpp,
         "cpp.min_chunk_size": max(config.cpp.min_chunk_size, _LEAST_PER_THREAD),
         "cpp.vec_isa_ok": _may_use_vectors() if config.cpp.vec_isa_ok is None else config.cpp.vec_isa_ok,
-        "_pre_fusion_custom_pass": _after_writes(),
-        "_post_fusion_custom_pass": _without_shared_buffers(),
         # The key of Inductor's cache on disk has their bodies, so programs with them can be cached.
         "unsafe_marked_cacheable_functions": {f"{x.__module__}.{x.__name__}": "body in key" for x in (scan, cond)},
     }
+    if torch.__version__ < "2.14":  # which has two faults less
+        settings |= {"_pre_fusion_custom_pass": _after_writes(), "_post_fusion_custom_pass": _without_shared_buffers()}
     tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
     with (
         private("torch._inductor.virtualized:V").set_fake_mode(mode),
@@ -567,7 +567,7 @@ def _after_writes() -> Any:
     """Return a pass of Inductor's scheduler that keeps what reads a buffer after the writes into it.
 
     Where the scheduler changes the loops of a reader to fuse it, it forgets the order, unless the reader has a
-    dependency that no index shows. torch 2.13 has this fault, later ones do not:
+    dependency that no index shows. Wrong in torch 2.13, mended in 2.14:
     https://github.com/pytorch/pytorch/issues/185509.
     """
     dependency = private("torch._inductor.dependencies:WeakDep")
@@ -585,7 +585,7 @@ def _without_shared_buffers() -> Any:
     """Return a pass of Inductor's scheduler, after which fused loops never share a buffer of one step among several.
 
     On a CPU, fused loops over the same steps hand values on in a buffer of one step. Where vectors run along the steps,
-    several of them use that buffer at once, and results are wrong. torch 2.13 has this fault, later ones do not:
+    several of them use that buffer at once. Wrong in torch 2.13, mended in 2.14:
     https://github.com/pytorch/pytorch/issues/185702.
     """
     fused = private("torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode")

@@ -191,7 +191,7 @@ FAULTS = {
         issue=196695,
     ),
     "solve_ex, forward": Fault(
-        "factors/linear_system.py: solve_triangular",
+        "factors/linear_system.py: solve_weighted",
         of_forward(lambda a: torch.linalg.solve_ex(a, numbers(2))[0], MATRIX),
         mended="2.15",
         issue=196695,

@@ -94,7 +94,8 @@ _LEFT_TO_TORCH: dict[Any, Callable[..., Any]] = {
     **{x.default: lambda *args: args[5] and args[6] and args[7] is None for x in _MEANS},
     # Inductor reads a complex copy before it has written the part into it.
     **{x.default: lambda x, *_: x.is_complex() for x in _WRITTEN},
-    _aten.multilabel_margin_loss_forward.default: lambda *_: True,  # torch's decomposition counts what comes after -1
+    # Until torch 2.14, its decomposition counts what comes after -1.
+    _aten.multilabel_margin_loss_forward.default: lambda *_: torch.__version__ < "2.14",
     **dict.fromkeys((*aten_upsample_nearest, _aten.upsample_nearest2d_backward.default), _is_scaled),
 }
 
