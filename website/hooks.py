@@ -48,15 +48,15 @@ OUTPUTS = """{% extends 'markdown/index.md.j2' %}
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the notebooks in the menu, in the order of their numbers."""
-    _section(config.nav or [], "Notebooks").extend(f"notebooks/{path.stem}.md" for path in NOTEBOOKS)
+    (section,) = _sections(config.nav or [], "Notebooks")
+    section += [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]
     return config
 
 
-def _section(items: list[Any], name: str) -> list[str]:
-    """Return the list of a section, wherever it is in the menu."""
-    sections = [pair for item in items if isinstance(item, dict) for pair in item.items() if isinstance(pair[1], list)]
-    found = [content for title, content in sections if title == name]
-    return found[0] if found else next(filter(None, (_section(x, name) for _, x in sections if x)), [])
+def _sections(items: list[Any], name: str) -> list[list[str]]:
+    """Return the lists of the sections of a name, wherever they are in the menu."""
+    named = [pair for item in items if isinstance(item, dict) for pair in item.items() if isinstance(pair[1], list)]
+    return [found for title, content in named for found in ([content] if title == name else _sections(content, name))]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
