@@ -53,6 +53,28 @@ WRITERS = {  # functions that return the text of a message
     "wrote": "LossError",
 }
 GAP = "…"
+COMMON = (  # the beginnings of the commonest messages, which the page has in full
+    "loss_fn: expected a loss that depends on params",
+    "loss_fn: expected to return one real scalar tensor",
+    "loss_fn reads values of a sample",
+    "loss_fn draws random numbers, which",
+    "loss_fn updates the running statistics",
+    "loss_fn writes in place into its arguments",
+    "loss_fn writes per-sample values in place",
+    "loss_fn sees one sample, without the batch axis",
+    "loss_fn uses an operation that vmap cannot batch",
+    "loss_fn mixes dtypes",
+    "*the argument*: expected to take params and",
+    "*the argument*: expected leaves of one common batch size",
+    "*the argument*: expected a batch axis",
+    "*the argument*: expected a floating or complex tensor",
+    "*the argument*: expected a module, or a tree of tensors",
+    "*the argument*: expected a module that does not update running statistics",
+    "in_dims: expected (params_dims, batch_dims)",
+    "reduce: expected reductions such as Mean()",
+    "weights: expected",
+    "engine='auto' computed",
+)
 
 
 TEXTS = (ast.Constant, ast.JoinedStr, ast.IfExp, ast.BinOp, ast.Name)
@@ -128,38 +150,55 @@ def kind_of(call: ast.Call) -> str:
     return next((kind for kind in KINDS if names[0] in {kind, f"{kind}.about"}), "")
 
 
-def messages_of(source: str, shared: dict[str, ast.expr]) -> Iterator[tuple[str, str]]:
-    """The class and the text of every error in a file, in order."""
+def messages_of(source: str, shared: dict[str, ast.expr]) -> Iterator[tuple[str, str, str]]:
+    """The class of every error in a file, what it says is wrong, and the rest of its text, in order."""
     reader = Reader(source, shared)
     simple = (x for x in ast.walk(reader.tree) if isinstance(x, ast.stmt) and not hasattr(x, "body"))
     for statement in sorted(simple, key=lambda x: x.lineno):
         for call in (x for x in ast.walk(statement) if isinstance(x, ast.Call) and kind_of(x)):
-            first = reader.text(call.args[0], statement) if call.args else GAP
+            first, rest = reader.text(call.args[0], statement) if call.args else GAP, ""
             fields = {x.arg: reader.text(x.value, statement) for x in call.keywords}
             if "expected" in fields:
                 name = "*the argument*" if first == GAP else first
-                first = f"{name}: expected {fields['expected']}, received {fields['received']}. {fields['fix']}"
-            if len(re.findall(r"\w", first)) > 12:  # else all of it comes from elsewhere
-                yield kind_of(call), first
+                first, rest = (
+                    f"{name}: expected {fields['expected']}",
+                    f", received {fields['received']}. {fields['fix']}",
+                )
+            if len(re.findall(r"\w", first + rest)) > 12:  # else all of it comes from elsewhere
+                yield kind_of(call), *((first, rest) if rest else in_two(first))
     for writer in (x for x in ast.walk(reader.tree) if isinstance(x, ast.FunctionDef) and x.name in WRITERS):
         returned = [x for x in ast.walk(writer) if isinstance(x, ast.Return) and isinstance(x.value, ast.JoinedStr)]
-        yield from ((WRITERS[writer.name], reader.text(x.value, x)) for x in returned)
+        yield from ((WRITERS[writer.name], *in_two(reader.text(x.value, x))) for x in returned)
+
+
+def in_two(text: str) -> tuple[str, str]:
+    """The first sentence, and the rest."""
+    first = re.match(r".*?\.(?= |$)", text, re.DOTALL)
+    return (first[0], text[first.end() :]) if first else (text, "")
 
 
 def written() -> str:
     errors = ast.parse((ROOT / "persample" / "errors.py").read_text())
     shared = dict(assignments(errors.body))
-    lines = []
+    common, lines = dict.fromkeys(COMMON, ""), []
     for part, title in PARTS.items():
         place = ROOT / "persample" / part
         files = [place] if place.is_file() else sorted(place.rglob("*.py"))
         found = [message for file in files for message in messages_of(file.read_text(), shared)]
         if part == "engines":
             causes = [*diagnosis._VMAP_CAUSES, *diagnosis._CAUSES]
-            found += [("LossError", NOT_CONNECTED)]
-            found += [("LossError", f"loss_fn {did}, in *your line*. {fix}") for _, did, fix in causes]
-        lines += ["", f"## {title}", "", *(f"- `{kind}`: {plain(text)}" for kind, text in dict.fromkeys(found))]
-    return "\n".join(lines).strip() + "\n"
+            found += [("LossError", *in_two(NOT_CONNECTED))]
+            found += [("LossError", f"loss_fn {did}, in *your line*.", f" {fix}") for _, did, fix in causes]
+        short = []
+        for kind, first, rest in dict.fromkeys(found):
+            beginning = next((x for x in COMMON if first.strip().startswith(x)), None)
+            if beginning is None:
+                short.append(f"- `{kind}`: {plain(first)}")
+            else:
+                common[beginning] = common[beginning] or f"- `{kind}`: {plain(first + rest)}"
+        lines += ["", f"### {title}", "", *dict.fromkeys(short)] if short else []
+    assert all(common.values()), [beginning for beginning, text in common.items() if not text]
+    return "\n".join(["## The commonest", "", *common.values(), "", "## All others", *lines]).strip() + "\n"
 
 
 def plain(text: str) -> str:
@@ -215,7 +254,7 @@ def test_the_page_says_what_silences_a_warning(category):
     ],
 )
 def test_messages_are_read_from_code(source, text):
-    found = [message for _, message in messages_of(f"def f(x):\n {source}", {})]
+    found = [first + rest for _, first, rest in messages_of(f"def f(x):\n {source}", {})]
     assert found[0] == text
 
 

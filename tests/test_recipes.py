@@ -47,7 +47,7 @@ def copy(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("recipe", ["new reduction", "new loss", "new factor"])
+@pytest.mark.parametrize("recipe", ["new reduction", "new loss", "new factor", "rule for a new kind of layer"])
 def test_recipe(recipe, copy):
     files = []
     for kind, path, text in BLOCK.findall(RECIPES[recipe]):
@@ -68,7 +68,7 @@ def test_recipe(recipe, copy):
 
 
 def test_every_recipe_is_tested():
-    assert list(RECIPES) == ["new reduction", "new loss", "new factor"]
+    assert list(RECIPES) == ["new reduction", "new loss", "new factor", "rule for a new kind of layer"]
 
 
 def test_adding_lines():

@@ -48,9 +48,15 @@ OUTPUTS = """{% extends 'markdown/index.md.j2' %}
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the notebooks in the menu, in the order of their numbers."""
-    section = next(item["Notebooks"] for item in config.nav or [] if "Notebooks" in item)
+    (section,) = _sections(config.nav or [], "Notebooks")
     section += [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]
     return config
+
+
+def _sections(items: list[Any], name: str) -> list[list[str]]:
+    """Return the lists of the sections of a name, wherever they are in the menu."""
+    named = [pair for item in items if isinstance(item, dict) for pair in item.items() if isinstance(pair[1], list)]
+    return [found for title, content in named for found in ([content] if title == name else _sections(content, name))]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
