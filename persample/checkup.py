@@ -171,7 +171,7 @@ def check(
         raise ArgumentError.about("engines", expected="names of engines", received=repr(engines), fix=fix)
     wanted, _ = inputs.reductions(reduce)
     batch = inputs.as_dicts(batch)
-    params_dims, batch_dims = split_in_dims(in_dims, has_modules=False)
+    params_dims, batch_dims = split_in_dims(in_dims)
 
     def head(count: int) -> tuple[Any, Any]:
         return _head("in_dims[0]", params, params_dims, count), _head("in_dims[1]", batch, batch_dims, count)

@@ -235,21 +235,17 @@ def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
 _CONTAINERS = {tuple, list, dict}
 
 
-def split_in_dims(in_dims: Any, *, has_modules: bool) -> tuple[Any, Any]:
+def split_in_dims(in_dims: Any) -> tuple[Any, Any]:
     """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``.
 
     Args:
         in_dims: the argument.
-        has_modules: whether some parameters are modules, which all samples share.
 
     Raises:
         ArgumentError: if ``in_dims`` is not a pair; the message spells the pair that was probably meant.
     """
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
-        if has_modules and in_dims[0] is not None:
-            fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
-            raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(in_dims[0]), fix=fix)
         return in_dims[0], in_dims[1]
     meant: Any = (None, in_dims if type(in_dims) is int else 0)
     if pair and len(in_dims) > 2:
