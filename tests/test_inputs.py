@@ -1044,7 +1044,7 @@ def test_leaves_of_each_sample_beside_a_module(engine):
         torch.testing.assert_close(found["x"][i], of_x)
         torch.testing.assert_close(found["model"]["weight"][i], of_weight)
     with pytest.raises(
-        ArgumentError, match=r"in_dims\[0\]: expected None for modules, received \{'model': 0, 'x': 0\}"
+        ps.ArgumentError, match=r"in_dims\[0\]: expected None for modules, received \{'model': 0, 'x': 0\}"
     ):
         per_sample_grads(loss, {"model": model, "x": x}, y, in_dims=({"model": 0, "x": 0}, 0))
 
@@ -1057,6 +1057,6 @@ def test_aux_has_no_axis_of_1_of_keep_batch_dim(engine):
         z = model(x)
         return z.sum(), {"z": z, "mean": z.mean(), "two": z.T}
 
-    aux = per_sample_grads(loss, model, x, Aux(), keep_batch_dim=True, engine=engine)
+    aux = per_sample_grads(loss, model, x, ps.Aux(), keep_batch_dim=True, engine=engine)
     torch.testing.assert_close(aux["z"], model(x).detach())
     assert (aux["mean"].shape, aux["two"].shape) == ((5,), (5, 2, 1))
