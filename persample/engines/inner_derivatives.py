@@ -6,8 +6,7 @@ another, and so the gradient of a sum over samples holds those of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from persample._torch import (
 )
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
-from persample.utils.tracing import is_wrapped
 from persample.utils.trees import tree_map
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.levels import batch_first
@@ -104,25 +102,17 @@ class _Derivatives(VmapRules):
         outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
         given = [None] * len(outputs) if grad_outputs is None else grad_outputs
         given = [given] if isinstance(given, Tensor) else list(given)
-        shared = any(maybe_get_level(x) != self._level for x in (*outputs, *inputs))
-        if shared or args[3:] or kwargs.get("is_grads_batched"):
+        if args[3:] or kwargs.get("is_grads_batched") or {*map(maybe_get_level, (*outputs, *inputs))} != {self._level}:
             raise UnknownDerivativeError("a derivative of what all samples share")
         units = list(map(self._unit, outputs, given))
         with temporarily_clear_interpreter_stack():
-            rows = list(map(batch_first, outputs))
-            found = torch.autograd.grad(rows, list(map(self._plain, inputs)), units, *args, **kwargs)
-        wrap = partial(self._wrapped, inputs)
-        return tuple(None if g is None else wrap(place, g) for place, g in enumerate(found))
+            plain = list(map(get_unwrapped, inputs))
+            found = torch.autograd.grad(list(map(batch_first, outputs)), plain, units, *args, **kwargs)
+        pairs = zip(found, inputs, strict=True)
+        return tuple(None if g is None else add_batch_dim(g, maybe_get_bdim(x), self._level) for g, x in pairs)
 
     def _unit(self, output: Tensor, given: Tensor | None) -> Tensor:
         if given is None and output.ndim:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         one = torch.ones_like(output) if given is None else given
-        if maybe_get_level(one) == self._level:
-            return batch_first(one)
-        if is_wrapped(one):
-            raise UnknownDerivativeError("a tensor of another transform")
-        return one.expand(self._size, *output.shape)
-
-    def _wrapped(self, inputs: Sequence[Tensor], place: int, grad: Tensor) -> Tensor:
-        return add_batch_dim(grad, maybe_get_bdim(inputs[place]), self._level)
+        return batch_first(one) if maybe_get_level(one) == self._level else one.expand(self._size, *output.shape)
