@@ -39,15 +39,7 @@ _WIDE = 100  # characters of an error in the table
 
 
 class Run(NamedTuple):
-    """The calls of one engine on the samples.
-
-    Args:
-        engine: the name of the engine.
-        keep_batch_dim: the setting of the calls.
-        first: the seconds of the first call, with what it captures or compiles.
-        later: the seconds of a second call.
-        result: "as the loop", "differs from the loop", "random", or the first line of the error.
-    """
+    """The calls of one engine with one setting: seconds of the first and of a later one, and what came of them."""
 
     engine: str
     keep_batch_dim: bool
@@ -225,7 +217,7 @@ def _runs(call: Callable[..., Any], keep: bool, engines: Sequence[str], is_rando
         if result is not None and (is_random or expected is None):
             said = "random" if is_random else "the loop fails"
         elif result is not None:
-            said = "as the loop" if all(map(_same_with_nan, result, expected)) else _DIFFERS
+            said = "as the loop" if all(map(_same, result, expected)) else _DIFFERS
         yield Run(engine, keep, first, later, said)
 
 
@@ -309,16 +301,11 @@ def _read(call: Call, rows: int | slice, start: rng.Streams) -> _Reading:
     return _Reading(value.cpu(), flat, recorder.noted, rng.moved_since(start.torch), recorder.drops)
 
 
-def _same_with_nan(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.isnan(), y.isnan()) and _same(x.nan_to_num(), y.nan_to_num())
-
-
 def _same(x: Tensor, y: Tensor, scale: float = 0.0) -> bool:
     """Return whether two tensors agree within rounding errors, relative to their norms or to a larger number."""
-    small = min(x.dtype.itemsize, y.dtype.itemsize) < 4
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    x, y = x.to(wide), y.to(wide)
-    return bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
+    small, same_nan = min(x.dtype.itemsize, y.dtype.itemsize) < 4, torch.equal(x.isnan(), y.isnan())
+    x, y = (z.to(torch.complex128 if z.is_complex() else torch.float64).nan_to_num() for z in (x, y))
+    return same_nan and bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
@@ -356,10 +343,7 @@ def _weights(own: Sequence[_Reading], whole: _Reading) -> Tensor | None:
 class _Readings:
     """The readings of a few samples, and what they tell.
 
-    Args:
-        normalized: returns the call of a number of samples, with ``keep_batch_dim``, or for samples read together.
-        samples: how many samples are read.
-        meant: the setting of ``keep_batch_dim`` that counts, or None.
+    ``normalized`` returns the call of a number of samples with ``keep_batch_dim``, or with None for samples together.
     """
 
     def __init__(self, normalized: Callable[[int, bool | None], Call], samples: int, meant: bool | None) -> None:

@@ -158,12 +158,7 @@ def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
 
 @contextmanager
 def hinted(call: Call, index: int = 0) -> Iterator[None]:
-    """Add to an error of the loss what ``add_hint`` knows.
-
-    Args:
-        call: the call.
-        index: the sample that the loss failed at; any, if it failed at all.
-    """
+    """Add to an error of the loss, at a sample, what ``add_hint`` knows."""
     try:
         yield
     except RAISED as error:

@@ -29,10 +29,6 @@ from persample.vmap_rules import VmapRules
 from persample.vmap_rules.levels import batch_first
 
 
-class UnknownDerivativeError(RuntimeError):
-    """The loss differentiates in a way that is not known here."""
-
-
 def gradients(call: Call) -> Gradients:
     """Compute the gradients of all samples at once, written out.
 
@@ -40,7 +36,7 @@ def gradients(call: Call) -> Gradients:
         call: the chunk, not empty, outside of all transforms.
 
     Raises:
-        UnknownDerivativeError: if the loss differentiates what samples share, or by what is no output of autograd.
+        RuntimeError: if the loss differentiates what samples share, or by what is no output of autograd.
         NotConnectedError: if the loss depends on no parameter.
     """
     lazy_load_decompositions()
@@ -54,7 +50,7 @@ def gradients(call: Call) -> Gradients:
         losses = remove_batch_dim(value, level, call.size, 0)
         aux = tree_map(lambda x: remove_batch_dim(x, level, call.size, 0).detach().clone(), aux)
     if losses.ndim > 1:
-        raise UnknownDerivativeError("several outputs")
+        raise RuntimeError("several outputs")
     if not losses.requires_grad:
         raise NotConnectedError
     grads = torch.autograd.grad([losses], copies, [torch.ones_like(losses)], allow_unused=True)
@@ -64,12 +60,7 @@ def gradients(call: Call) -> Gradients:
 
 
 class _Derivatives(VmapRules):
-    """Rules for functions of autograd, on the tensors of all samples.
-
-    Args:
-        level: the level of the vmap.
-        size: the number of samples.
-    """
+    """Rules for functions of autograd, on the tensors of all samples."""
 
     def __init__(self, level: int, size: int) -> None:
         super().__init__(differentiated_by="any")
@@ -88,7 +79,6 @@ class _Derivatives(VmapRules):
         return super().replaced(func, args, kwargs)
 
     def _plain(self, x: Tensor) -> Tensor:
-        """Return the tensor of all samples, which autograd knows."""
         return get_unwrapped(x) if maybe_get_level(x) == self._level else x
 
     def _mark(self, x: Tensor, requires_grad: bool = True) -> Tensor:
@@ -103,7 +93,7 @@ class _Derivatives(VmapRules):
         given = [None] * len(outputs) if grad_outputs is None else grad_outputs
         given = [given] if isinstance(given, Tensor) else list(given)
         if args[3:] or kwargs.get("is_grads_batched") or {*map(maybe_get_level, (*outputs, *inputs))} != {self._level}:
-            raise UnknownDerivativeError("a derivative of what all samples share")
+            raise RuntimeError("a derivative of what all samples share")
         units = list(map(self._unit, outputs, given))
         with temporarily_clear_interpreter_stack():
             plain = list(map(get_unwrapped, inputs))
