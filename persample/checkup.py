@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Reduce, Stack
 from persample.utils import rng, trees
 from persample.utils.isolation import isolated
-from persample.utils.origin import OURS
+from persample.utils.numerics import storage_key
+from persample.utils.origin import OURS, user_line
 from persample.vmap_rules.effects import guarded
 
 _DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -37,26 +39,13 @@ _WIDE = 100  # characters of an error in the table
 
 
 class Run(NamedTuple):
-    """The calls of one engine on the samples.
-
-    Args:
-        engine: the name of the engine.
-        keep_batch_dim: the setting of the calls.
-        first: the seconds of the first call, with what it captures or compiles.
-        later: the seconds of a second call.
-        result: "as the loop", "differs from the loop", "random", or the first line of the error.
-    """
+    """The calls of one engine with one setting: seconds of the first and of a later one, and what came of them."""
 
     engine: str
     keep_batch_dim: bool
     first: float
     later: float
     result: str
-
-    @property
-    def wrong(self) -> bool:
-        """Whether the gradients are others than the loop's."""
-        return self.result == _DIFFERS
 
 
 @dataclass(frozen=True)
@@ -84,18 +73,14 @@ class Check:
         """Return the findings, the notes and the tables."""
         found = [f"! {x}" for x in self.findings] or ["Nothing was found: what runs agrees."]
         head = ("engine", "keep_batch_dim", "first call, ms", "later, ms", "gradients")
-        rows = [
-            (
-                run.engine,
-                str(run.keep_batch_dim),
-                *(f"{1e3 * x:.3g}" if x else "" for x in run[2:4]),
-                run.result[:_WIDE],
-            )
-            for run in self.runs
-        ]
+        rows = [(x.engine, str(x.keep_batch_dim), _ms(x.first), _ms(x.later), x.result[:_WIDE]) for x in self.runs]
         tables = [table(head, rows)] if rows else []
         tables += [str(self.storage)] if self.storage else []
         return "\n\n".join(["\n".join([*found, *(f"- {x}" for x in self.notes)]), *tables])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds else ""
 
 
 def check(
@@ -156,38 +141,27 @@ def check(
     """
     inputs.check_outside("check", "Call it on plain tensors.")
     inputs.check_options(engine="eager", randomness=randomness, chunk_size=None, outputs=outputs)
-    if keep_batch_dim not in {None, False, True}:
-        fix = "Pass None for both."
-        raise ArgumentError.about(
-            "keep_batch_dim", expected="False, True or None", received=repr(keep_batch_dim), fix=fix
-        )
-    if type(samples) is not int or samples < 1:
-        fix = "Pass how many samples are read; 4 show most faults."
-        raise ArgumentError.about("samples", expected="a positive int", received=repr(samples), fix=fix)
-    for engine in [engines] if isinstance(engines, str) else engines:
+    rules = {
+        "keep_batch_dim": (keep_batch_dim, keep_batch_dim in {None, False, True}, "False, True or None", "Pass None."),
+        "samples": (samples, type(samples) is int and samples > 0, "a positive int", "4 samples show most faults."),
+        "engines": (engines, not isinstance(engines, str), "names of engines", f"Write engines=({engines!r},)."),
+    }
+    for name, (value, fits, expected, fix) in rules.items():
+        if not fits:
+            raise ArgumentError.about(name, expected=expected, received=repr(value), fix=fix)
+    for engine in engines:
         inputs.check_options(engine=engine, randomness=randomness, chunk_size=None)
-    if isinstance(engines, str):
-        fix = f"Write engines=({engines!r},)."
-        raise ArgumentError.about("engines", expected="names of engines", received=repr(engines), fix=fix)
     wanted, _ = inputs.reductions(reduce)
-    batch = inputs.as_dicts(batch)
-    params_dims, batch_dims = split_in_dims(in_dims, has_modules=False)
+    params_dims, batch_dims = split_in_dims(in_dims)
+    batch, shared = inputs.as_dicts(batch), {"in_dims": in_dims, "outputs": outputs}
 
     def head(count: int) -> tuple[Any, Any]:
         return _head("in_dims[0]", params, params_dims, count), _head("in_dims[1]", batch, batch_dims, count)
 
     def normalized(count: int, keep: bool | None) -> Call:
+        options: dict[str, Any] = {**shared, "weights": None, "keep_batch_dim": bool(keep), "batch_statistics": True}
         first = head(count)
-        call = inputs.normalize(
-            loss_fn,
-            *first,
-            wanted,
-            weights=None,
-            in_dims=in_dims,
-            keep_batch_dim=bool(keep),
-            outputs=outputs,
-            batch_statistics=True,
-        )
+        call = inputs.normalize(loss_fn, *first, wanted, **options)
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
@@ -196,14 +170,14 @@ def check(
 
     readings = _Readings(normalized, samples, keep_batch_dim)
     isolated(params, readings.compare)
-    options: dict[str, Any] = {"in_dims": in_dims, "randomness": randomness, "outputs": outputs}
     runs: list[Run] = []
     storage = None
     for keep in readings.settings:
-        called = partial(per_sample_grads, loss_fn, *head(samples), keep_batch_dim=keep, **options)
-        runs += _runs(called, keep, engines, is_random=readings.is_random)
-        storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, keep_batch_dim=keep, **options))[0]
-    wrong = [f"engine={run.engine!r}, keep_batch_dim={run.keep_batch_dim}: {run.result}." for run in runs if run.wrong]
+        options: dict[str, Any] = {**shared, "randomness": randomness, "keep_batch_dim": keep}
+        runs += _runs(partial(per_sample_grads, loss_fn, *head(samples), **options), keep, engines, readings.is_random)
+        storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, **options))[0]
+    differing = [x for x in runs if x.result == _DIFFERS]
+    wrong = [f"engine={x.engine!r}, keep_batch_dim={x.keep_batch_dim}: {_DIFFERS}." for x in differing]
     return Check((*readings.findings, *wrong), tuple(readings.notes), tuple(runs), storage)
 
 
@@ -222,32 +196,28 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return function(), ""
     except RAISED as error:
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+        place = user_line(traceback.extract_tb(error.__traceback__))
+        return None, f"{type(error).__name__}: {error}".splitlines()[0] + place
 
 
-def _runs(call: Callable[..., Any], keep: bool, engines: Sequence[str], *, is_random: bool) -> Iterator[Run]:
+def _runs(call: Callable[..., Any], keep: bool, engines: Sequence[str], is_random: bool) -> Iterator[Run]:
     """Call each engine twice, and compare it with the loop: yield one row for each."""
 
-    def timed(engine: str) -> tuple[Any, float]:
+    def timed(engine: str) -> tuple[list[Tensor], float]:
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BatchStatisticsWarning)  # the findings say it
-            found = call(reduce=(Stack(), Loss()), engine=engine)
+            found = trees.flatten(call(reduce=(Stack(), Loss()), engine=engine))[0]
         return found, time.perf_counter() - start
 
-    expected, _ = _attempt(lambda: timed("loop"))
+    expected, _ = _attempt(lambda: timed("loop")[0])
     for engine in engines:
-        found, error = _attempt(lambda: (timed(engine), timed(engine)))  # noqa: B023 - called at once
-        if found is None:
-            yield Run(engine, keep, 0.0, 0.0, error)
-            continue
-        (result, first), (_, later) = found
-        said = "the loop fails"
-        if is_random:
-            said = "random"
-        elif expected is not None:
-            pairs = zip(trees.flatten(result)[0], trees.flatten(expected[0])[0], strict=True)
-            said = "as the loop" if all(_same(x, y, is_nan_equal=True) for x, y in pairs) else _DIFFERS
+        found, said = _attempt(lambda: (timed(engine), timed(engine)))  # noqa: B023 - called at once
+        (result, first), (_, later) = found or ((None, 0.0), (None, 0.0))
+        if result is not None and (is_random or expected is None):
+            said = "random" if is_random else "the loop fails"
+        elif result is not None:
+            said = "as the loop" if all(map(_same, result, expected)) else _DIFFERS
         yield Run(engine, keep, first, later, said)
 
 
@@ -276,11 +246,16 @@ class _Recorder(TorchFunctionMode):
         if kwargs.get("dropout_p"):
             self.drops, kwargs["dropout_p"] = True, 0.0
         result = func(*args, **kwargs)
-        found = [x.detach().clone() for x in trees.flatten(result)[0] if isinstance(x, Tensor)]
+        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        known = {storage_key(x) for x in given} - {storage_key(x) for x in given if x is result}
+        # Views hold no new numbers, and layers make others of them for a batch.
+        found = [x for x in trees.flatten(result)[0] if isinstance(x, Tensor) and storage_key(x) not in known]
         module, line = _place()
         # What is made of no tensor (arange of the number of samples) differs without any sample being involved.
-        if found and (module or line[2]) and any(isinstance(x, Tensor) for x in trees.flatten((args, kwargs))[0]):
-            self.noted.append(_Noted(resolve_name(func) or str(func), module, line, found))
+        if found and given and (module or line[2]):
+            self.noted.append(
+                _Noted(resolve_name(func) or str(func), module, line, [x.detach().clone() for x in found])
+            )
         return result
 
 
@@ -326,20 +301,16 @@ def _read(call: Call, rows: int | slice, start: rng.Streams) -> _Reading:
     return _Reading(value.cpu(), flat, recorder.noted, rng.moved_since(start.torch), recorder.drops)
 
 
-def _same(x: Tensor, y: Tensor, scale: float = 0.0, *, is_nan_equal: bool = False) -> bool:
+def _same(x: Tensor, y: Tensor, scale: float = 0.0) -> bool:
     """Return whether two tensors agree within rounding errors, relative to their norms or to a larger number."""
-    small = min(x.dtype.itemsize, y.dtype.itemsize) < 4
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    x, y = x.to(wide), y.to(wide)
-    if is_nan_equal:
-        same_nan = torch.equal(x.isnan(), y.isnan())
-        return same_nan and _same(x.nan_to_num(), y.nan_to_num())
-    return bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
+    small, same_nan = min(x.dtype.itemsize, y.dtype.itemsize) < 4, torch.equal(x.isnan(), y.isnan())
+    x, y = (z.to(torch.complex128 if z.is_complex() else torch.float64).nan_to_num() for z in (x, y))
+    return same_nan and bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
-    """Return whether two results hold the same numbers, in whatever shape."""
-    a, b = (z.reshape(-1).to(torch.complex128).nan_to_num() for z in (x, y))
+    """Return whether two results hold the same numbers, in whatever shape and order."""
+    a, b = (torch.view_as_real(z.to(torch.complex128).reshape(-1)).nan_to_num().sort(0).values for z in (x, y))
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
@@ -348,9 +319,7 @@ def _consists_of(x: Tensor, rows: Sequence[Tensor]) -> bool:
     if len({row.shape for row in rows}) > 1:
         return True  # lengths that depend on values cannot be compared
     wide = torch.stack([row.to(torch.complex128) for row in rows])
-    ways = [wide.mean(0), wide.sum(0), *(wide.flatten(0, 1) if rows[0].ndim else wide,)]
-    ways += [torch.cat(list(wide), axis) for axis in range(1, rows[0].ndim)]
-    return any(_alike(x, way) for way in ways)
+    return any(_alike(x, way) for way in (wide, wide.mean(0), wide.sum(0)))
 
 
 def _weights(own: Sequence[_Reading], whole: _Reading) -> Tensor | None:
@@ -374,10 +343,7 @@ def _weights(own: Sequence[_Reading], whole: _Reading) -> Tensor | None:
 class _Readings:
     """The readings of a few samples, and what they tell.
 
-    Args:
-        normalized: returns the call of a number of samples, with ``keep_batch_dim``, or for samples read together.
-        samples: how many samples are read.
-        meant: the setting of ``keep_batch_dim`` that counts, or None.
+    ``normalized`` returns the call of a number of samples with ``keep_batch_dim``, or with None for samples together.
     """
 
     def __init__(self, normalized: Callable[[int, bool | None], Call], samples: int, meant: bool | None) -> None:
@@ -407,7 +373,7 @@ class _Readings:
             else:
                 (self.findings if self._meant is keep else self.notes).append(f"keep_batch_dim={keep} fails: {error}")
         if not self._own:
-            self.findings.append("The loss of one sample runs neither without a batch axis nor with one.")
+            self.findings, self.notes = [*self.findings, *self.notes], []
         self._list_modules()
         wholes, fails = self._together(start)
         start.go_back()
@@ -421,8 +387,7 @@ class _Readings:
     def _together(self, start: rng.Streams) -> tuple[list[_Reading], bool]:
         """Read all samples, and all but one, in one call of the loss; return whether that fails, too."""
         call = self._calls[False]
-        is_random = any(x.is_random for readings in self._own.values() for x in readings)
-        if not self._own or is_random or any(call.params_batched) or call.loss.outputs == "rows":
+        if not self._own or self._draws or any(call.params_batched) or call.loss.outputs == "rows":
             return [], False
         sizes = [size for size in (call.size, call.size - 1) if size > 1]  # one may be the size of another axis
         found, error = _attempt(lambda: [_read(self._normalized(n, None), slice(0, n), start) for n in sizes])
@@ -434,16 +399,17 @@ class _Readings:
         parts = [(path.partition(".")[2], part) for path, part in self._calls[False].loss.params.parts.items()]
         for name, part in parts:
             if isinstance(part, NORMS) and part.training and part.track_running_stats:
-                self.findings.append(
-                    f"{name!r} ({type(part).__name__}) is in train mode and normalizes samples by statistics of their "
-                    f"batch, so that no sample has a gradient of its own. {STOP_STATISTICS}"
-                )
-        readings = [x for each in self._own.values() for x in each]
-        if any(x.drops for x in readings):
+                said = "is in train mode and normalizes by statistics of its batch: no sample has a gradient of its own"
+                self.findings.append(f"{name!r} ({type(part).__name__}) {said}. {STOP_STATISTICS}")
+        if any(x.drops for each in self._own.values() for x in each):
             names = [repr(name) for name, part in parts if "Dropout" in type(part).__name__ and part.training]
             self.notes.append(f"Dropout is on ({', '.join(names) or 'a function'}); off in readings. {SAY_RANDOMNESS}")
-        if any(x.is_random for x in readings):
+        if self._draws:
             self.notes.append(f"The loss draws random numbers. {SAY_RANDOMNESS}")
+
+    @property
+    def _draws(self) -> bool:
+        return any(x.is_random for each in self._own.values() for x in each)
 
     def _compare_axes(self, *, takes_batches: bool) -> None:
         """Compare the readings with and without a batch axis."""
@@ -455,11 +421,9 @@ class _Readings:
             return
         plain, kept = pairs[differing[0]]
         steps = zip(plain.noted, kept.noted, strict=False)
-        where = next((self._named(b) for a, b in steps if a.name != b.name or not _agree(a, b)), "")
-        text = (
-            f"keep_batch_dim=True computes another loss than keep_batch_dim=False{where}; of samples "
-            f"{', '.join(map(str, differing))}."
-        )
+        where = next((self._named(b) for a, b in steps if a.name != b.name or not all(map(_alike, a[3], b[3]))), "")
+        samples = ", ".join(map(str, differing))
+        text = f"keep_batch_dim=True computes another loss than keep_batch_dim=False{where}; of samples {samples}."
         if takes_batches:
             self.findings.append(f"{text} Pass the one you mean to check, too: True for a loss written for batches.")
         else:
@@ -469,15 +433,14 @@ class _Readings:
         """Compare the loss of all samples together with those of each."""
         weights = {}
         for keep in self.settings:
-            own = self._own[keep]
-            found = [_weights(own[: len(own) - i], whole) for i, whole in enumerate(wholes)]
+            found = [_weights(self._own[keep][: len(self._own[keep]) - i], whole) for i, whole in enumerate(wholes)]
             weights[keep] = None if any(w is None for w in found) else found[0]
-        fitting = {keep: w for keep, w in weights.items() if w is not None}
-        for keep, w in fitting.items():
-            if float(w.max() - w.min()) > 1e-3:
+        if any(w is not None for w in weights.values()) or not weights:
+            for keep, w in weights.items():
+                if w is None or float(w.max() - w.min()) < 1e-3:
+                    continue
                 shown = ", ".join(f"{x:.3g}" for x in w.tolist())
                 self.notes.append(f"keep_batch_dim={keep}: together, the samples count with weights {shown}.")
-        if fitting or not weights:
             return
         keep = max(weights)
         own, whole = self._own[keep], wholes[0]
@@ -509,7 +472,3 @@ class _Readings:
         function, file, number = call.line
         text = linecache.getline(file, number).strip()
         return f", first at {call.name.removeprefix('torch.')}{module}, in {function} ({file}:{number}): `{text}`"
-
-
-def _agree(a: _Noted, b: _Noted) -> bool:
-    return len(a.results) == len(b.results) and all(map(_alike, a.results, b.results))

@@ -94,7 +94,7 @@ def test_accumulating_into_what_was_computed():
         ({"encode_fn": lambda w, x: {"a": w, "b": 1}}, r"encode_fn: expected z\['b'\] to be a tensor, received int"),
         ({"encode_fn": lambda w, x: ()}, "encode_fn: expected tensors, received an empty tuple"),
         ({"encode_fn": lambda w, x: (w * x)[0], "keep_batch_dim": True}, "expected z to keep the leading axis of 1"),
-        ({"encode_fn": lambda w, x: (w * x).sum(), "batched": True}, "to hold one row for each of the 1 samples"),
+        ({"encode_fn": lambda w, x: (w * x).sum(), "batched": True}, "to hold one row for each of the 6 samples"),
         ({"encode_fn": lambda w, x: w * x.detach() * 0 + x.item()}, "reads values of a sample"),
         ({"encode_fn": lambda w, x: w * x.mul_(2)}, "encode_fn wrote in place into inputs"),
     ],

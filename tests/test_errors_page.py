@@ -48,7 +48,6 @@ WRITERS = {  # functions that return the text of a message
     "_not_batchable": "FallbackWarning",
     "_advice": "CompilerWarning",
     "_one_sample": "added to torch's message",
-    "_with_axis": "added to torch's message",
     "_tree": "added to torch's message",
     "wrote": "LossError",
 }

@@ -1022,3 +1022,41 @@ def test_containers(case, chunk_size, engine):
     assert_close(got, pytree.tree_map(lambda name: answer(name, G, LOSSES), names))
     assert type(got) is type(names)
     assert len(calls) == (B if engine == "loop" else 1 if chunk_size is None else 3), "one pass for all"
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced", "loop"])
+def test_leaves_of_each_sample_beside_a_module(engine):
+    """The gradient by features, and of the model, in one call."""
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Linear(3, 2).double(),
+        torch.randn(5, 3, dtype=torch.float64),
+        torch.randn(5, 2, dtype=torch.float64),
+    )
+
+    def loss(params, y):
+        return (params["model"](params["x"]) - y).square().sum()
+
+    found = per_sample_grads(loss, {"model": model, "x": x}, y, in_dims=({"model": None, "x": 0}, 0), engine=engine)
+    for i in range(5):
+        leaf = x[i].clone().requires_grad_()
+        of_x, of_weight = torch.autograd.grad((model(leaf) - y[i]).square().sum(), [leaf, model.weight])
+        torch.testing.assert_close(found["x"][i], of_x)
+        torch.testing.assert_close(found["model"]["weight"][i], of_weight)
+    with pytest.raises(
+        ps.ArgumentError, match=r"in_dims\[0\]: expected None for modules, received \{'model': 0, 'x': 0\}"
+    ):
+        per_sample_grads(loss, {"model": model, "x": x}, y, in_dims=({"model": 0, "x": 0}, 0))
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced", "loop"])
+def test_aux_has_no_axis_of_1_of_keep_batch_dim(engine):
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+
+    def loss(model, x):
+        z = model(x)
+        return z.sum(), {"z": z, "mean": z.mean(), "two": z.T}
+
+    aux = per_sample_grads(loss, model, x, ps.Aux(), keep_batch_dim=True, engine=engine)
+    torch.testing.assert_close(aux["z"], model(x).detach())
+    assert (aux["mean"].shape, aux["two"].shape) == ((5,), (5, 2, 1))

@@ -94,10 +94,10 @@ class TestResults:
     def test_are_read_back_by_name(self, finished):
         found = read_sink(finished)
         expected = accumulate(loss, PARAMS, X.split(SIZES), WANTED)
-        assert torch.equal(found["result['rows']['a']"], expected["rows"]["a"])
-        assert torch.equal(found["result['sums'][0]['b']"], expected["sums"][0]["b"])
-        assert torch.equal(found["result['sums'][3].noise_scale"], expected["sums"][3].noise_scale)
-        assert found["result['aux']['positive']"].dtype == torch.bool
+        assert torch.equal(found["rows.a"], expected["rows"]["a"])
+        assert torch.equal(found["sums.0.b"], expected["sums"][0]["b"])
+        assert torch.equal(found["sums.3.noise_scale"], expected["sums"][3].noise_scale)
+        assert found["aux.positive"].dtype == torch.bool
         assert len(found) == 2 + 2 + 1 + 2 + 1 + 3 * 2 + 3
 
     def test_are_ordinary_files_of_numpy(self, finished):
@@ -108,6 +108,11 @@ class TestResults:
     def test_of_one_reduction(self, tmp_path):
         norms = accumulate(loss, PARAMS, X.split(SIZES), ps.Norm(), sink=tmp_path / "norms")
         assert torch.equal(read_sink(tmp_path / "norms")["result"], norms)
+
+    def test_whose_names_would_be_equal_are_named_by_expressions(self, tmp_path):
+        wanted = {"a.b": ps.Norm(), "a": {"b": ps.Loss()}}
+        accumulate(lambda w, x: w @ x, torch.ones(3), [torch.ones(2, 3)], wanted, sink=tmp_path / "both")
+        assert read_sink(tmp_path / "both").keys() == {"result['a.b']", "result['a']['b']"}
 
     @pytest.mark.parametrize(
         "dtype",
@@ -126,8 +131,8 @@ class TestResults:
         assert_trees_close(results, per_sample_grads(loss, PARAMS, X[:0], {"rows": None, "sum": ps.Sum()}), 0)
 
     def test_may_be_overwritten_in_memory_alone(self, finished):
-        read_sink(finished)["result['losses']"].zero_()
-        assert read_sink(finished)["result['losses']"].all()
+        read_sink(finished)["losses"].zero_()
+        assert read_sink(finished)["losses"].all()
 
     def test_of_a_finished_folder_are_returned_again(self, finished):
         called = []

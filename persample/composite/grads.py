@@ -38,7 +38,7 @@ def composite_grads(
     batched: bool = False,
     keep_batch_dim: bool = False,
     batch_norm: Literal["refuse", "chunk", "full"] = "refuse",
-    chunk_size: int | None = 1,
+    chunk_size: int | None = 32,
     engine: Literal["eager", "loop"] = "eager",
     accumulate: bool = False,
     group: object = None,

@@ -5,7 +5,6 @@ With ``keep_batch_dim`` the batch is one sample, and the gradient of a loss that
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import traceback
@@ -167,10 +166,10 @@ def hinted(call: Call, index: int = 0) -> Iterator[None]:
 def add_hint(call: Call, error: Exception, index: int = 0) -> None:
     """Add to an error what the loss sees, and whether the same sample passes with a batch axis, which is tried once."""
     said = str(error)
-    is_of_types = isinstance(error, TypeError)
-    hint = _with_axis(call, index)
-    if not hint and (is_of_types or not is_raised(error)):  # what the user's code says of shapes needs no more words
-        hint = (_tree if is_of_types else _one_sample)(call, said)
+    # What the user's code raises on purpose needs no words about shapes.
+    is_of_shapes = not is_raised(error) and re.search(_SHAPES, said) and call.loss.called == "loss_fn"
+    hint = _one_sample(call, index, of_shapes=bool(is_of_shapes))
+    hint = hint or (_tree(call, said) if isinstance(error, TypeError) else "")
     if hint:
         error.args = (f"{said}{hint}",)
 
@@ -196,23 +195,29 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
             ) from error
 
 
-def _one_sample(call: Call, said: str) -> str:
-    """Return that the loss sees one sample, and how to give it a batch axis, where torch speaks of shapes."""
-    if not re.search(_SHAPES, said) or not (seen := _seen(call)) or call.loss.called != "loss_fn":
+def _one_sample(call: Call, index: int, *, of_shapes: bool) -> str:
+    """Return what the loss sees, and how to give it a batch axis, if that helps or torch speaks of shapes."""
+    rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
+    shapes = {name: [*x.shape[1:]] for name, x, split in rows if split}
+    runs = bool(shapes) and _runs_with_axis(call, index)
+    if not shapes or not (runs or of_shapes):
         return ""
+    lead = [1] if call.loss.keep_batch_dim else []
+    seen = ", ".join(f"{name} of shape {lead + shape}" for name, shape in [*shapes.items()][:_SHOWN])
     if call.loss.keep_batch_dim:
-        return f"\nloss_fn sees one sample, with a batch axis of 1: {', '.join(seen)}."
+        return f"\nloss_fn sees one sample, with a batch axis of 1: {seen}."
+    name, shape = next(iter(shapes.items()))
     return (
-        f"\nloss_fn sees one sample, without the batch axis: {', '.join(seen)}. If the model needs that axis, "
-        f"pass keep_batch_dim=True: then {_grown(call)}."
+        f"\n{call.loss.called} sees one sample, without the batch axis: {seen}. If the model needs that axis, pass "
+        f"keep_batch_dim=True: then {name} has the shape {[1, *shape]}{', and the loss runs' if runs else ''}."
     )
 
 
-def _with_axis(call: Call, index: int) -> str:
-    """Return that a sample, at which the loss fails, passes with a batch axis of 1; or nothing, if it does not."""
+def _runs_with_axis(call: Call, index: int) -> bool:
+    """Return whether a sample, at which the loss fails, passes with a batch axis of 1."""
     loss, start, handled = replace(call.loss, keep_batch_dim=True), rng.Streams.now(), sys.exc_info()[1]
-    if call.loss.keep_batch_dim or transforms() or not _seen(call):  # transforms of the caller's take no other values
-        return ""
+    if call.loss.keep_batch_dim or transforms():  # transforms of the caller's take no other values
+        return False
     params, leaves = call.at(index)
     function = guarded(loss if loss.called == "loss_fn" else loss.returned)
     try:
@@ -220,25 +225,10 @@ def _with_axis(call: Call, index: int) -> str:
             loss.params.unchanged(partial(function, [x.detach().requires_grad_() for x in params], leaves))
     except RAISED as error:
         raise_interrupt(error, handled)
-        return ""
+        return False
     finally:
         start.go_back()
-    return (
-        f"\n{loss.called} sees one sample, without the batch axis: {', '.join(_seen(call))}. If the model needs that "
-        f"axis, pass keep_batch_dim=True: then {_grown(call)}, and the loss runs."
-    )
-
-
-def _seen(call: Call) -> list[str]:
-    """Return the names and shapes of the first leaves of one sample."""
-    rows = zip(_names(call), call.leaves, call.leaves_batched, strict=True)
-    lead = [1] if call.loss.keep_batch_dim else []
-    return [f"{name} of shape {[*lead, *x.shape[1:]]}" for name, x, split in rows if split][:_SHOWN]
-
-
-def _grown(call: Call) -> str:
-    name, shape = _seen(call)[0].split(" of shape ")
-    return f"{name} has the shape {[1, *json.loads(shape)]}"
+    return True
 
 
 def _tree(call: Call, said: str) -> str:

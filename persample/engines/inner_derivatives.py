@@ -6,8 +6,7 @@ another, and so the gradient of a sum over samples holds those of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +23,9 @@ from persample._torch import (
 from persample.engines.layers.shared import Vmap
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
-from persample.utils.tracing import is_wrapped, unwrapped_once
+from persample.utils.tracing import unwrapped_once
 from persample.utils.trees import tree_map
 from persample.vmap_rules import VmapRules
-
-
-class UnknownDerivativeError(RuntimeError):
-    """The loss differentiates in a way that is not known here."""
 
 
 def gradients(call: Call) -> Gradients:
@@ -40,7 +35,7 @@ def gradients(call: Call) -> Gradients:
         call: the chunk, not empty, outside of all transforms.
 
     Raises:
-        UnknownDerivativeError: if the loss differentiates what samples share, or by what is no output of autograd.
+        RuntimeError: if the loss differentiates what samples share, or by what is no output of autograd.
         NotConnectedError: if the loss depends on no parameter.
     """
     load_decompositions()
@@ -55,7 +50,7 @@ def gradients(call: Call) -> Gradients:
         losses = vmap.all_rows(value)
         aux = tree_map(lambda x: vmap.all_rows(x).detach().clone(), aux)
     if losses.ndim > 1:
-        raise UnknownDerivativeError("several outputs")
+        raise RuntimeError("several outputs")
     if not losses.requires_grad:
         raise NotConnectedError
     grads = torch.autograd.grad([losses], copies, [torch.ones_like(losses)], allow_unused=True)
@@ -84,7 +79,6 @@ class _Derivatives(VmapRules):
         return super().replaced(func, args, kwargs)
 
     def _plain(self, x: Tensor) -> Tensor:
-        """Return the tensor of all samples, which autograd knows."""
         return unwrapped_once(x) if maybe_get_level(x) == self._vmap.level else x
 
     def _mark(self, x: Tensor, requires_grad: bool = True) -> Tensor:
@@ -98,25 +92,25 @@ class _Derivatives(VmapRules):
         outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
         given = [None] * len(outputs) if grad_outputs is None else grad_outputs
         given = [given] if isinstance(given, Tensor) else list(given)
-        shared = any(maybe_get_level(x) != self._vmap.level for x in (*outputs, *inputs))
-        if shared or args[3:] or kwargs.get("is_grads_batched"):
-            raise UnknownDerivativeError("a derivative of what all samples share")
+        if (
+            args[3:]
+            or kwargs.get("is_grads_batched")
+            or {*map(maybe_get_level, (*outputs, *inputs))} != {self._vmap.level}
+        ):
+            raise RuntimeError("a derivative of what all samples share")
         units = list(map(self._unit, outputs, given))
         with temporarily_clear_interpreter_stack():
-            rows = list(map(self._vmap.all_rows, outputs))
-            found = torch.autograd.grad(rows, list(map(self._plain, inputs)), units, *args, **kwargs)
-        wrap = partial(self._wrapped, inputs)
-        return tuple(None if g is None else wrap(place, g) for place, g in enumerate(found))
+            plain = list(map(unwrapped_once, inputs))
+            found = torch.autograd.grad(list(map(self._vmap.all_rows, outputs)), plain, units, *args, **kwargs)
+        pairs = zip(found, inputs, strict=True)
+        return tuple(None if g is None else add_batch_dim(g, maybe_get_bdim(x), self._vmap.level) for g, x in pairs)
 
     def _unit(self, output: Tensor, given: Tensor | None) -> Tensor:
         if given is None and output.ndim:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         one = torch.ones_like(output) if given is None else given
-        if maybe_get_level(one) == self._vmap.level:
-            return self._vmap.all_rows(one)
-        if is_wrapped(one):
-            raise UnknownDerivativeError("a tensor of another transform")
-        return one.expand(self._vmap.size, *output.shape)
-
-    def _wrapped(self, inputs: Sequence[Tensor], place: int, grad: Tensor) -> Tensor:
-        return add_batch_dim(grad, maybe_get_bdim(inputs[place]), self._vmap.level)
+        return (
+            self._vmap.all_rows(one)
+            if maybe_get_level(one) == self._vmap.level
+            else one.expand(self._vmap.size, *output.shape)
+        )

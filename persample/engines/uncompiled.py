@@ -40,13 +40,14 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     if not checkpointed:
         return factored(call, required_ops)[0]
 
-    def switch(*, on: bool) -> None:
-        for part in checkpointed:
-            setattr(part, _CHECKPOINTS, on)
-
     def without() -> Gradients:
-        switch(on=False)
+        for part in checkpointed:
+            setattr(part, _CHECKPOINTS, False)
         return factored(call, required_ops)[0]
+
+    def switch_on() -> None:
+        for part in checkpointed:
+            setattr(part, _CHECKPOINTS, True)
 
     warnings.warn(
         f"{call.loss.called} checkpoints activations, which vmap cannot batch: gradient_checkpointing is off in the "
@@ -54,7 +55,7 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
         FallbackWarning,
         stacklevel=users_depth(),
     )
-    return undone(without, partial(switch, on=True))
+    return undone(without, switch_on)
 
 
 def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:

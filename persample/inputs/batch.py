@@ -194,13 +194,10 @@ def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
 _CONTAINERS = {tuple, list, dict}
 
 
-def split_in_dims(in_dims: Tree, *, has_modules: bool) -> tuple[Tree, Tree]:
+def split_in_dims(in_dims: Tree) -> tuple[Tree, Tree]:
     """Return ``(params_dims, batch_dims)``; reject the flat form of ``torch.func.vmap``."""
     pair = isinstance(in_dims, tuple | list)
     if pair and len(in_dims) == 2:
-        if has_modules and in_dims[0] is not None:
-            fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
-            raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(in_dims[0]), fix=fix)
         return in_dims[0], in_dims[1]
     meant: Any = (None, in_dims if type(in_dims) is int else 0)
     if pair and len(in_dims) > 2:

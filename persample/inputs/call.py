@@ -77,6 +77,8 @@ class SampleLoss:
         _check_loss(loss, returned, self.outputs)
         if returned is not loss:
             _check_aux(aux)
+            if self.keep_batch_dim:  # the axis of 1 is not the user's
+                aux = trees.map_tensors(lambda x: x.squeeze(0) if x.ndim else x, aux)
         return loss, (aux, isinstance(returned, tuple))
 
 
@@ -248,13 +250,17 @@ def normalize(
     """
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
-    params_dims, batch_dims = split_in_dims(in_dims, has_modules=bool(tree.parts))
+    params_dims, batch_dims = split_in_dims(in_dims)
     batch = as_dicts(batch)
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, given)
     given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]
     leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
-    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
+    dims = spread_dims("in_dims[0]", params_dims, tree.result)
+    if any(dim is not None and isinstance(slot, str) for dim, slot in zip(dims, tree.slots, strict=True)):
+        fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
+        raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(params_dims), fix=fix)
+    dims += leaf_dims
     values, batched, size = batch_axes_first(
         [*tree.paths, *batch_names], given_leaves, dims, given, keep_graph=differentiated
     )

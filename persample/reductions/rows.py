@@ -73,7 +73,7 @@ class Factored(Reduction):
 
 @dataclass(frozen=True)
 class Norm(PerSample):
-    """‖gᵢ‖: Euclidean norms over all parameters, ``[B]``, in the parameters' real dtype, float32 at least.
+    """The Euclidean norm of each sample's gradient, ‖gᵢ‖ over all parameters: ``[B]``, real, float32 at least.
 
     Args:
         per_param: return a tree like the parameters instead, with the norms ``[B]`` of each parameter.
@@ -118,6 +118,8 @@ class Loss(PerSample):
 @dataclass(frozen=True)
 class Aux(PerSample):
     """The auxiliary outputs that the loss returns beside its value, stacked: leaves ``[B, *]``.
+
+    With ``keep_batch_dim``, a leading axis of 1 of the loss's aux is left out.
 
     Raises:
         LossError: (when used) if the loss returns no aux.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import time
 import zlib
@@ -188,8 +189,8 @@ def read_sink(folder: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
             compared in any case.
 
     Returns:
-        The tensors of the results by name: ``result`` for ``reduce=Norm()``, ``result['norms']`` for
-        ``{"norms": Norm()}``.
+        The tensors of the results by name: ``result`` for ``reduce=Norm()``, ``norms`` for ``{"norms": Norm()}``,
+        ``rows.0.weight`` for rows of a parameter. Names that would be equal are written as Python expressions.
 
     Raises:
         SinkError: if the folder holds no finished results, or a file is not what was written; the message names it.
@@ -201,9 +202,15 @@ def read_sink(folder: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
         >>> wanted = {"mean": Mean(), "norms": Norm()}
         >>> results = accumulate(lambda w, x: w @ x, torch.zeros(2), batches, wanted, sink=folder)
         >>> read_sink(folder)
-        {"result['mean']": tensor([0.7500, 0.7500]), "result['norms']": tensor([1., 1., 2., 2.])}
+        {'mean': tensor([0.7500, 0.7500]), 'norms': tensor([1., 1., 2., 2.])}
     """
-    folder = Path(folder)
+    results = read_results(Path(folder), verify=verify)
+    short = {re.sub(r"\['?(.*?)'?\]", r".\1", name.removeprefix("result")).strip(".") or name: name for name in results}
+    return {key: results[name] for key, name in short.items()} if len(short) == len(results) else results
+
+
+def read_results(folder: Path, *, verify: bool) -> dict[str, Tensor]:
+    """Return the tensors of a folder by the names of its index, as ``read_sink`` checks them."""
     index = Index.read(folder)
     if not index.finished:
         raise SinkError(

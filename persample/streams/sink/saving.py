@@ -19,7 +19,7 @@ from persample.reductions.rows import PerSample
 from persample.streams.accumulator import Accumulator, Order, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
-from persample.streams.sink.folder import join_ranks, named, open_own, read_sink
+from persample.streams.sink.folder import join_ranks, named, open_own, read_results
 from persample.utils import trees
 from persample.utils.trees import Leaf, Tree, digest, name_of
 
@@ -167,7 +167,7 @@ class SinkRun:
         if not templates:
             raise no_batch()
         template = templates[0]
-        found = read_sink(self.folder, verify=verify)
+        found = read_results(self.folder, verify=verify)
         names = trees.paths(template, "result")
         if set(names) != set(found):
             expected = f"the loss of the run in {str(self.folder)!r}"
