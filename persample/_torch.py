@@ -92,7 +92,7 @@ def _unknown(*_: object) -> None:
 def _refuse(allowed: bool) -> None:
     """Replace what allows functions of a single level, but for forbidding them."""
     if allowed:
-        raise TorchVersionError("torch._C._functorch.set_single_level_autograd_function_allowed")
+        _Missing("torch._C._functorch.set_single_level_autograd_function_allowed", (), {})()
 
 
 def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
@@ -116,9 +116,9 @@ def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
 
 def _none(x: torch.Tensor) -> int:
     """Return the level of a tensor that has none; replaces what tells the levels of others, too."""
-    if torch.func.debug_unwrap(x, recurse=False) is x:
-        return -1
-    raise TorchVersionError("torch._C._functorch.maybe_get_level")
+    if torch.func.debug_unwrap(x, recurse=False) is not x:
+        _Missing("torch._C._functorch.maybe_get_level", (), {})()
+    return -1
 
 
 # --- The levels of torch.func. Its public API applies transforms, but does not tell which ones are active, nor which of

@@ -1321,9 +1321,13 @@ def test_calls_without_one_are_answered():
     assert warns["torch.utils._pytree:tree_flatten"] >= {("layers", "loop"), ("vector", "eager")}
 
 
+def test_traced_calls_without_one_are_answered():
+    _check_answers(_without(EVERY, ["traced"], ["vector"]))
+
+
 @pytest.mark.slow
 def test_compiled_calls_without_one_are_answered():
-    _check_answers(_without(EVERY, ["compiled"], ["vector", "layers"]))
+    _check_answers(_without(EVERY, ["traced", "compiled"], ["vector", "layers"]))
 
 
 def test_calls_without_what_is_needed_are_refused():
@@ -1405,7 +1409,7 @@ def newer(monkeypatch):
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("engine", ["eager", "compiled", "auto"])
+@pytest.mark.parametrize("engine", ["eager", "traced", "compiled", "auto"])
 def test_a_changed_name_of_a_newer_torch_changes_no_number(name, engine, newer, monkeypatch):
     wrong = WRONG[name](getattr(_torch, name, unwrapped_once))
     for module in [module for key, module in sys.modules.items() if key.startswith("persample")]:
@@ -1418,11 +1422,21 @@ def test_a_changed_name_of_a_newer_torch_changes_no_number(name, engine, newer, 
     torch.testing.assert_close(found, ps.per_sample_grads(loss, *args, ps.Norm(), engine="loop"))
 
 
+def test_a_changed_name_of_captures_leaves_the_eager_engine(newer, monkeypatch):
+    monkeypatch.setattr("persample.engines.compiled.kept.is_number_input", lambda _: True)
+    loss, args = lambda w, x: (w @ x).square().sum(), (torch.randn(2, 3), torch.randn(4, 3))
+    with pytest.warns(TorchVersionWarning, match=r"torch 99\.1\.0 does not have a private name as known.*slower"):
+        found = ps.per_sample_grads(loss, *args, engine="traced")
+    torch.testing.assert_close(found, ps.per_sample_grads(loss, *args, engine="loop"))
+    ps.per_sample_grads(loss, *args)  # without a warning
+
+
 def test_a_newer_torch_that_does_the_same_is_used_without_a_warning(newer):
     args = torch.randn(3), torch.randn(4, 3)
     vmap(lambda w: ps.per_sample_grads(lambda w, x: (w @ x) ** 2, w, args[1]))(args[0][None])  # others are active
     ps.per_sample_grads(lambda w, x: (w @ x) ** 2, *args)
-    assert newer_torch.changed(eager) == ""
+    ps.per_sample_grads(lambda w, x: (w @ x) ** 2, *args, engine="traced")
+    assert newer_torch.changed(eager) == newer_torch.changed(None) == ""
 
 
 def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):

@@ -59,7 +59,7 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
     handled = sys.exc_info()[1]
     start = None if call.randomness == "error" else rng.Streams.now()
     try:
-        if engine != "loop" and (name := changed(eager)):
+        if engine != "loop" and (name := changed(eager) or (changed(None) if engine in PROGRAMS else "")):
             raise TorchVersionError(f"{name} as known")  # noqa: TRY301 - answered below as a missing name
         return first()
     except Exception as error:

@@ -18,19 +18,24 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from persample import _torch
+from persample.engines.compiled import lift_compiled
 from persample.engines.uncompiled import loop
 from persample.errors import KNOWN_TORCH_VERSIONS, TorchVersionError
 from persample.inputs.call import normalize
-from persample.pipeline import Engine
+from persample.pipeline import Engine, lift_by, run
 from persample.reductions import Norm
+from persample.reductions.base import Reductions
 from persample.utils.tracing import is_wrapped, unwrapped_once
 
 _FIRST_UNKNOWN = tuple(map(int, KNOWN_TORCH_VERSIONS.rpartition("<")[2].split(".")))
 
 
 @functools.cache
-def changed(way: Engine) -> str:
-    """Return a private name that does not do in a newer torch what an engine needs, or "" if the engine works."""
+def changed(way: Engine | None) -> str:
+    """Return a private name that does not do in a newer torch what an engine needs, or "" if the engine works.
+
+    None stands for the traced engine. The loop needs no private names.
+    """
     if way is loop or tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_UNKNOWN:
         return ""
     found: list[str] = []
@@ -54,17 +59,20 @@ def _distances(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.cdist(x @ params["w"].T, params["v"].expand(2, 5) * x.sum() + params["b"]).sum()
 
 
-def _is_loop(way: Engine) -> bool:
+def _is_loop(way: Engine | None) -> bool:
     def numbers(*shape: int, first: float) -> Tensor:
         return torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float64).sin().view(shape)
 
     params = {"w": numbers(5, 4, first=0), "b": numbers(5, first=30), "v": numbers(5, first=60)}
     options: dict[str, Any] = {"weights": None, "in_dims": (None, 0), "keep_batch_dim": False}
+    reductions = Reductions([Norm()])
+    traced = functools.partial(lift_compiled, reductions=reductions, engine="traced")
     for loss in (_layers, _attention, _distances):
         call = normalize(loss, params, numbers(6, 3, 4, first=90), [Norm()], **options)
         try:
-            found, expected = (x(call, frozenset({"squared_norms"})) for x in (way, loop))
-            if not torch.allclose(found.norms, expected.norms):
+            lifts = (traced if way is None else lift_by(way, reductions), lift_by(loop, reductions))
+            found, expected = (run(call, lift, reductions, None)[0] for lift in lifts)
+            if not torch.allclose(found, expected):
                 return False
         except TorchVersionError:  # of a name that is missing, which is noticed where it is needed
             continue
