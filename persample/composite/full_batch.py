@@ -32,7 +32,7 @@ class Statistics(NamedTuple):
     Args:
         mean: over all samples, ``[C]``.
         variance: over all samples, ``[C]``, biased.
-        n: how many numbers per channel were averaged, 0-d.
+        n: how many elements per channel were averaged, 0-d.
         by_mean: dL/d mean, ``[C]``.
         by_variance: dL/d variance, ``[C]``.
     """

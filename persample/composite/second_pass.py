@@ -272,9 +272,6 @@ class Replay:
 
     Random numbers drawn by backward passes do not advance the replayed streams. Only one position is stored, not one
     per chunk.
-
-    Args:
-        start: the states of the random streams at the start of the first pass.
     """
 
     def __init__(self, start: rng.Streams) -> None:

@@ -153,7 +153,7 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
 
 
 def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> Sequence[Tensor]:
-    """Return the squared norms of pairs with as many groups and terms; a few samples at a time, for their T² terms."""
+    """Return the squared norms of pairs that agree in groups and terms; a few samples at a time, for their T² terms."""
     (count, groups, num_terms, _), device = pairs[0][0].shape, pairs[0][0].device
     step = cost_model.rows_in_cache(count, len(pairs) * groups * num_terms**2, device)
     operands = _by_key(pairs, keys)

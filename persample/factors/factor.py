@@ -96,7 +96,7 @@ class Factor(ABC):
 
     @property
     def num_terms(self) -> int:
-        """T, the number of products that one gradient is the sum of; 1 where it is no such sum."""
+        """T, the number of products whose sum is one gradient; 1 for other gradients."""
         return 1
 
     @property
@@ -133,7 +133,7 @@ class Factor(ABC):
 
     @property
     def norm_operands(self) -> tuple[Tensor, ...]:
-        """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; none if there are no such."""
+        """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; empty for other factors."""
         return ()
 
     @property
@@ -223,7 +223,7 @@ class Factor(ABC):
         return functools.reduce(torch.add, blocks).view(*self.sizes, *other.sizes)
 
     def some_rows(self, index: Tensor) -> Factor:
-        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        """Return the factor of some rows of the parameter, seen as a matrix, at sorted indices."""
         values = self.materialize().flatten(len(self.sizes) + 1)
         return Dense(values[..., index, :], outputs=self.outputs)
 

@@ -16,7 +16,7 @@ from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError, LossError
 from persample.factors import cost_model
 from persample.gradients import ParamSpec
-from persample.inputs.batch import as_tensors, batch_axes_first, sample_structure, split_in_dims, spread_dims
+from persample.inputs.batch import as_tensors, batch_axes_first, dims_of_leaves, sample_structure, split_in_dims
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
@@ -252,8 +252,8 @@ def normalize(
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, given)
     given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]
-    leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
-    dims = [*spread_dims("in_dims[0]", params_dims, tree.result), *leaf_dims]
+    leaf_dims = dims_of_leaves("in_dims[1]", batch_dims, structure)
+    dims = [*dims_of_leaves("in_dims[0]", params_dims, tree.result), *leaf_dims]
     values, batched, size = batch_axes_first(
         [*tree.paths, *batch_names], given_leaves, dims, given, keep_graph=differentiated
     )

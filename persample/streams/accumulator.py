@@ -27,13 +27,7 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class Partial:
-    """What one process knows after its last batch.
-
-    Args:
-        leaves: the merged leaves, or None if there was no batch.
-        count: the number of samples.
-        weight: their weights.
-    """
+    """What one process knows after its last batch."""
 
     leaves: Tree
     count: int
@@ -106,7 +100,7 @@ class Accumulator:
             self.leaves[place] = own.merge(leaf)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all numbers as tensors by name; none of the leaves has rows."""
+        """Return counts, weights and leaves as tensors by name; no leaf has rows."""
         total, least, given = self.weight.total, self.weight.least, self.weight.given
         weight = torch.tensor([total, least, given], dtype=torch.float64, device="cpu")
         state = {"samples": torch.tensor(self.samples, device="cpu"), "weight": weight}
@@ -115,7 +109,7 @@ class Accumulator:
         return state
 
     def load(self, partial: object, state: dict[str, Tensor]) -> None:
-        """Take the numbers that ``state`` returned."""
+        """Restore what ``state`` returned."""
         self.add(partial, [])
         total, least, given = state["weight"].tolist()
         self.samples, self.weight = int(state["samples"]), TotalWeight(total, least, bool(given))
@@ -141,7 +135,7 @@ class Accumulator:
 
 
 def _numbers(leaf: object) -> dict[str, Tensor]:
-    """Return the numbers of a leaf as tensors, by the names of their fields."""
+    """Return the fields of a leaf as tensors, by name."""
     if isinstance(leaf, AnyOf):
         return {"value": torch.tensor(leaf.value, device="cpu")}
     return tensor_fields(leaf)
@@ -294,7 +288,7 @@ def _shape(leaf: object) -> str:
 
 
 def _nothing_like(leaf: object) -> Tree:
-    """Return the leaf of no samples; its numbers are stored once, however many there are."""
+    """Return the leaf of no samples, whose elements are one stored zero."""
 
     def zeros(x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)

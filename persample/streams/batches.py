@@ -97,11 +97,7 @@ def _check_takes_a_batch(weights: Callable[..., Tree]) -> None:
 
 
 class InBatch:
-    """Names the batch in every error; an error of the user's own keeps its type, and gets a note.
-
-    Args:
-        batch: the name.
-    """
+    """Names the batch in every error; an error of the user's own keeps its type, and gets a note."""
 
     def __init__(self, batch: str) -> None:  # a class: contexts made of generators take longer than small batches may
         self.batch = batch

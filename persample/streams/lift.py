@@ -32,9 +32,6 @@ class RandomStream:
 
     So the batches do not depend on what the losses draw, and a run that is resumed meets the same batches. Under "same"
     all chunks of all batches draw the same numbers.
-
-    Args:
-        randomness: "error", "same" or "different", as in ``torch.func.vmap``.
     """
 
     def __init__(self, randomness: str) -> None:

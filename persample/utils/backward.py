@@ -53,7 +53,7 @@ class BackwardGuard(TorchFunctionMode):
     def grads(
         self, outputs: Sequence[Tensor], units: Sequence[Tensor], *, retain: bool = False, create_graph: bool = False
     ) -> list[Leaf]:
-        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added."""
+        """Return the gradients of the stand-ins, or None; what code accumulates during the pass is added."""
         for x in self._stand_ins:
             if x.is_leaf:
                 x.grad = None

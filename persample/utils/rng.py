@@ -71,13 +71,7 @@ def replayed(items: Iterable[T], randomness: str) -> Iterator[T]:
 
 @dataclass(frozen=True)
 class Streams:
-    """The states of all global random streams: torch's on all devices, Python's and NumPy's.
-
-    Args:
-        torch: what ``snapshot`` returned.
-        python: the state of ``random``.
-        numpy: the state of ``numpy.random``.
-    """
+    """The states of all global random streams: torch's on all devices, Python's and NumPy's."""
 
     torch: list[Tensor]
     python: Any

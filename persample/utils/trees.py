@@ -243,7 +243,7 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def digest(tree: object) -> str:
-    """Return a hash of the names, dtypes, shapes and numbers of the tensors of a tree."""
+    """Return a hash of the names, dtypes, shapes and elements of the tensors of a tree."""
     hashed = hashlib.sha256()
     for name, leaf in zip(paths(tree, ""), flatten(tree)[0], strict=True):
         facts = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor | np.ndarray) else type(leaf).__name__

@@ -110,18 +110,7 @@ def altered(path: Path, expected: str, received: str) -> SinkError:
 
 
 class Column:
-    """The rows of one tensor of the results.
-
-    Args:
-        path: the file.
-        dtype: the dtype of the rows.
-        shape: the shape of one row.
-        count: how many rows are known to be whole; those after them are cut off.
-        crc: the CRC-32 of these rows.
-
-    Raises:
-        SinkError: if the file does not hold these rows.
-    """
+    """The rows of one tensor of the results."""
 
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], count: int = 0, crc: int = 0) -> None:
         self.path, self.dtype, self.shape, self.count, self.crc = path, dtype, shape, count, crc

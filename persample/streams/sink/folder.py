@@ -31,18 +31,7 @@ _BLOCK = 2**16  # rows that are copied at a time
 
 
 class Sink:
-    """The files of one run of one process.
-
-    Args:
-        folder: the folder, new or empty, or of a run that is resumed.
-        asked: what is computed.
-        resume: whether to go on with the run in the folder, if there is one.
-        among: what else may be in the folder.
-
-    Raises:
-        ArgumentError: if the folder cannot be used for this run.
-        SinkError: if the files in it are not whole.
-    """
+    """The files of one run of one process."""
 
     def __init__(self, folder: Path, asked: dict[str, Any], *, resume: bool, among: Sequence[Path] = ()) -> None:
         self.folder = folder

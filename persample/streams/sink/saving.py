@@ -25,20 +25,7 @@ from persample.utils.trees import Leaf, Tree, digest, name_of
 
 
 class SinkRun:
-    """The folder of one call of ``accumulate``.
-
-    Args:
-        folder: the folder.
-        lift: what is computed for each batch.
-        container: the structure of the container of the results.
-        order: how the data set is spread over the processes.
-        processes: the processes, each of which has a folder of its own in it until all are done.
-        resume: whether to go on with the run in the folder.
-
-    Raises:
-        ArgumentError: if the folder cannot be used for this run.
-        SinkError: if the files in it are not whole.
-    """
+    """The folder of one call of ``accumulate``."""
 
     def __init__(
         self,
@@ -90,7 +77,7 @@ class SinkRun:
         return call
 
     def _check_passed(self, samples: int, weight: float, last: tuple[Batch, Call] | None) -> None:
-        """Reject batches that are not those of the folder, by their numbers, and the last of them unless it is None."""
+        """Reject other batches than those of the folder, by their counts and weights, and by the last one if given."""
         index = self.sink.index
         same = samples == index.samples and math.isclose(weight, index.weight, rel_tol=1e-9)
         if not same or (last is not None and _facts(*last) != (index.batches, index.last_batch)):
