@@ -23,7 +23,7 @@ from persample.errors import (
     TorchVersionWarning,
     WrapperWarning,
 )
-from persample.explain import explain
+from persample.explanation import explain
 from persample.fisher import fisher_vector_product
 from persample.inputs.params import set_grads
 from persample.per_sample import per_sample_grads

@@ -31,7 +31,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "reductions": "Reductions",
     "merge.py": "Results of chunks",
     "pipeline.py": "`out=`",
-    "explain.py": "`explain`",
+    "explanation.py": "`explain`",
     "factors": "Linear systems",
     "utils": "Backward passes",
     "composite": "Composite gradients",

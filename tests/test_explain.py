@@ -124,7 +124,7 @@ def test_prints_a_table():
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
 def test_sizes_in_words(count, text):
-    from persample.explain import _size
+    from persample.explanation import _size
 
     assert _size(count) == text
 
