@@ -117,7 +117,7 @@ class Moments:
         return self
 
     def around(self, n: Tensor, total: Tensor) -> Moments:
-        """Return the part of this leaf in the moments of many: their n and mean, and what it adds to their m2.
+        """Return this leaf's part of merged moments: the common n and mean, and its own contribution to m2.
 
         Args:
             n: the total weight of all leaves.

@@ -74,7 +74,7 @@ def refuse_batch_statistics(params: object) -> None:
 
 
 def guarded(fn: Callable[..., Tree], rule: str) -> Callable[..., Tree]:
-    """Return an encoder of chunks that raises an error where it breaks the rule."""
+    """Wrap an encoder of chunks, so that it raises an error where it breaks the rule."""
     return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
 
 

@@ -24,18 +24,7 @@ from persample.vmap_rules.effects import guarded
 
 
 def encode_chunk(chunk: Call, mode: str) -> Tree:
-    """Encode the samples of a chunk.
-
-    Args:
-        chunk: the samples and their encoder.
-        mode: "eager", "loop" or "batched", as in ``Encoder``.
-
-    Returns:
-        z: a tree of tensors ``[k, ...]``, with a graph if gradients are enabled.
-
-    Raises:
-        LossError: if the encoder does not return tensors of the right form.
-    """
+    """Encode the samples of a chunk."""
     if mode == "batched":
         return _at_once(chunk)
     if not chunk.size:

@@ -171,7 +171,7 @@ def _by_key(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> dict[An
 
 
 def _needs_float64(x: Tensor) -> bool:
-    """Return whether float32 is seldom sure, or its check would wait for a device or read what a transform hides."""
+    """Return whether to skip float32: it is seldom exact enough, or its check would read a device or a transform."""
     has_many = x.shape[1] * x.shape[2] > cost_model.MOST_TERMS_IN_FLOAT32
     return has_many or x.dtype == torch.float64 or x.device.type != "cpu" or is_recorded(x)
 

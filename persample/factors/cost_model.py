@@ -290,5 +290,5 @@ def is_for_any_size() -> bool:
 
 
 def fits_at_once(written: float) -> bool:
-    """Return whether so many elements may be written out at once."""
+    """Return whether this number of elements may be written out at once."""
     return written <= _AT_ONCE

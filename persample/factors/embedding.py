@@ -129,7 +129,7 @@ class Embedding(Factor):
         return whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
 
     def some_rows(self, index: Tensor) -> Embedding:
-        """Return the factor of some rows of the parameter; of a number that is repeated, the first has the gradient."""
+        """Return the factor of some rows of the parameter; of a repeated index, the first entry has the gradient."""
         known = torch.searchsorted(index, self.index.contiguous()).clamp_max(len(index) - 1)
         signals = torch.where((index[known] == self.index)[..., None], self.signals, 0)
         return replace(self, signals=signals, index=known, table_shape=(len(index), signals.shape[-1]))

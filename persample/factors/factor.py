@@ -308,7 +308,7 @@ class Dense(Factor):
 
     @classmethod
     def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
-        """Return the gradients of a parameter that nothing depends on, stored once for all of them."""
+        """Return the zero gradients of an unused parameter, stored once."""
         return cls(torch.zeros_like(like).expand(*sizes, *like.shape), outputs=tuple(sizes[1:]))
 
     @property
@@ -356,5 +356,5 @@ def concatenate(factors: Sequence[Factor]) -> Factor:
 
 
 def is_zeros(factor: Factor) -> bool:
-    """Return whether a factor is that of a parameter that nothing depends on, as ``Dense.zeros`` returns it."""
+    """Return whether a factor is that of an unused parameter, as ``Dense.zeros`` returns it."""
     return isinstance(factor, Dense) and not any(factor.values.stride()[:1]) and not bool(factor.values.any())

@@ -224,27 +224,10 @@ def normalize(
     is_part: bool = False,
     differentiated: bool = False,
 ) -> Call:
-    """Return the call in the form that engines take.
+    """Return the call in the form that engines take; reject invalid arguments.
 
-    Args:
-        loss_fn: the user's loss.
-        params: the user's parameters.
-        batch: the user's batch.
-        wanted: the reductions asked for.
-        weights: one per sample, or None.
-        in_dims: the batch axes of ``params`` and ``batch``.
-        keep_batch_dim: whether each sample keeps a leading axis of 1.
-        randomness: as in ``torch.func.vmap``.
-        outputs: what the loss of one sample returns, a scalar or a vector.
-        memory: the bytes that written-out gradients may take, "low" or None.
-        called: the name of the function's argument, for messages.
-        given: the name of the batch's argument, for messages.
-        batch_statistics: whether modules may normalize with the statistics of a batch.
-        is_part: whether other samples follow, so that averages cannot be checked yet.
-        differentiated: whether the caller differentiates the results.
-
-    Raises:
-        ArgumentError: if an argument is invalid.
+    ``called`` and ``given`` name the function and the batch in messages. ``is_part`` says that other samples follow, so
+    that averages cannot be checked yet.
     """
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)

@@ -27,7 +27,7 @@ _FEW = 256
 
 
 class StandIn:
-    """Stands for a tensor while a loss runs; what is left of it in a module is removed, as tensors are."""
+    """Stands for a tensor while a loss runs; ``restore`` removes those left in a module."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ class _Modules:
                         container[key] = placed[id(value)]
 
     def remember(self) -> None:
-        """Note what the modules hold, for ``restore``."""
+        """Record the content of the modules for ``restore``."""
         for part in self._plain:
             attributes, slots, buffers = part.__dict__, parameter_slots(part), buffer_slots(part)
             self._attributes.append((attributes, attributes.copy()))
@@ -123,7 +123,7 @@ class _Modules:
                 self._flat_weights.append((part, flat_weights(part)))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the parameters, and the tensors that attributes held when ``remember`` noted them, with names."""
+        """Return the parameters, and the tensors in attributes at the time of ``remember``, with names."""
         yield from ((name.partition(".")[2], param) for name, param in self.parameters.items())
         noted = [attributes for _, attributes in self._attributes] or map(vars, self._plain)
         for part, attributes in zip(self._plain, noted, strict=True):
@@ -132,7 +132,7 @@ class _Modules:
                 yield from ((of_part, x) for x in trees.flatten(attributes[name])[0] if isinstance(x, Tensor))
 
     def changed(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the slots and attributes that hold other objects than ``remember`` noted, and what they held."""
+        """Return the slots and attributes that changed since ``remember``, with their old content."""
         return [
             (slots, values)
             for slots, values in (*self._held, *self._attributes)
@@ -173,7 +173,7 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
 
 
 def _restore_container(container: Tree, held: Tree) -> None:
-    """Put back what a list or dict held, if it holds other tensors now, or containers with tensors."""
+    """Restore a list or dict in which tensors, or containers with tensors, were replaced."""
     now, before = (list(x.values()) if isinstance(x, dict) else x for x in (container, held))
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
@@ -271,11 +271,11 @@ class ParamTree:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the modules hold other objects than when ``unchanged`` noted them."""
+        """Whether the content of the modules changed since ``unchanged`` began."""
         return bool(self.inside.changed())
 
     def unchanged(self, body: Callable[[], T]) -> T:
-        """Call a function, and undo its effects on the modules; until then, what ``call`` has swapped stays in place.
+        """Call a function, then undo its effects on the modules; swapped parameters stay in place until then.
 
         Backward passes belong into the function, because a block may run again in its own backward pass.
         """

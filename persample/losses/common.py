@@ -186,14 +186,7 @@ def of_actions(rows: Tensor, a: Tensor) -> Tensor:
 
 
 def expand_to_steps(x: Tensor | float, like: Tensor) -> Tensor:
-    """Expand a value to one entry per step.
-
-    Args:
-        x: a number, or a tensor with the first axes of ``like`` (broadcasting would use the last axes).
-        like: the steps, ``[T, *]``.
-
-    Returns:
-        The entries, ``[T, *]``, in the wider dtype of both.
+    """Expand a value to one entry per step ``[T, *]``: a tensor has the first axes of ``like``, not the last.
 
     Examples:
         >>> expand_to_steps(torch.tensor([1.0, 2.0]), torch.zeros(2, 3))

@@ -27,7 +27,7 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class Partial:
-    """What one process knows after its last batch."""
+    """The merged result of one process."""
 
     leaves: Tree
     count: int
@@ -36,13 +36,13 @@ class Partial:
 
 @dataclass(frozen=True)
 class Finished:
-    """A result that merging the processes gave already, in place of the leaves of its reduction."""
+    """A result that was computed while processes were merged; it replaces the leaves of its reduction."""
 
     value: Tensor
 
 
 class Accumulator:
-    """Merges the leaves of one part after the other; memory does not grow with their number, but for rows."""
+    """Merges parts one by one; memory is constant, except for rows of samples."""
 
     def __init__(self) -> None:
         self.structure: trees.TreeSpec | None = None
@@ -52,26 +52,12 @@ class Accumulator:
         self._later_rows: list[list[Tensor | Factor]] = []
 
     def add(self, partial: object, inputs: list[Tensor]) -> None:
-        """Merge the leaves of one part.
-
-        Args:
-            partial: the tree of its leaves.
-            inputs: the tensors that the loss was called with, and weights. Rows that share memory with them are
-                copied: the source of the batches may write there again.
-
-        Raises:
-            LossError: if the part does not fit the earlier ones.
-        """
+        """Merge the leaves of one part. Rows that share memory with ``inputs``, which may change later, are copied."""
         leaves, structure = trees.flatten(partial)
         self._merge_all(enumerate(leaves), structure, inputs)
 
     def take(self, merged: tuple[Total, list[Leaf]], inputs: list[Tensor]) -> None:
-        """Take the total that a part was merged into.
-
-        Args:
-            merged: the total of all parts, and the leaves of the last one that are not in it, in order.
-            inputs: as in ``add``.
-        """
+        """Adopt the total into which a program has merged a part."""
         self.total, others = merged
         places = [place for place, leaf in enumerate(self.total.outline.leaves) if leaf is None]
         self._merge_all(zip(places, others, strict=True), self.total.outline.structure, inputs)
@@ -123,7 +109,7 @@ class Accumulator:
         self.weight = self.weight.merge(TotalWeight.of(weights, size))
 
     def partial(self) -> Partial:
-        """Return all that was merged."""
+        """Return the merged result so far."""
         if self.structure is None:
             return Partial(None, 0, self.weight)
         if self.total is not None:
@@ -153,7 +139,7 @@ def _own_rows(leaf: object, taken: set[int]) -> Tree:
 
 
 def check_rows(expected: object, received: object) -> None:
-    """Reject rows that differ from those of earlier batches in their formats, which messages list."""
+    """Reject rows whose shape or dtype differs from that of earlier batches."""
     if expected != received:
         raise LossError(
             f"expected rows like those of earlier batches, {expected}, received {received}. Pad what the samples "

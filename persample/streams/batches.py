@@ -36,12 +36,12 @@ class Batch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
         return f"batches[{self.number}]"
 
 
 def numbered(batches: object, weights: object) -> Iterator[Batch]:
-    """Iterate over the batches."""
+    """Yield the batches with their numbers and weights."""
     if isinstance(batches, Tensor | nn.Module | dict | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"

@@ -105,7 +105,7 @@ class Lockstep:
         self._is_over = False
 
     def through(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over the items of this process, and wait until all processes are through theirs."""
+        """Iterate over the items of this process, and wait until all processes have finished theirs."""
         if self.processes.group is None:
             yield from items
             return
@@ -124,7 +124,7 @@ class Lockstep:
                 yield item  # type: ignore[misc]  # the sentinel is this object
 
     def fail(self, error: Exception) -> None:
-        """Tell the other processes of an error of this one."""
+        """Report an error of this process to the others."""
         if self.processes.group is None or self._is_over:
             return
         _, failed = self._await()

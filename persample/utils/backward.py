@@ -66,7 +66,7 @@ class BackwardGuard(TorchFunctionMode):
         return found
 
     def refuse_derivatives(self, results: object) -> None:
-        """Have backward passes through results raise an error if blocks would run again in them, without stand-ins."""
+        """Make backward passes through results raise an error if they would run a block again without stand-ins."""
         for x in trees.flatten(results)[0] if self._has_differentiated else ():
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(_refuse_twice)
@@ -85,7 +85,7 @@ class BackwardGuard(TorchFunctionMode):
 
 
 def _key(x: Tensor) -> Tree:
-    """Return what tells a tensor with a graph from others; a leaf that a checkpoint has saved is another object."""
+    """Return a key that identifies a tensor with a graph; a leaf saved by a checkpoint is another object."""
     if x.grad_fn is not None:
         return x.grad_fn
     with untraced():  # torch makes a view of the leaf: torch.cond differentiates its branches in a trace

@@ -82,13 +82,7 @@ def in_single_precision(x: Tensor) -> Tensor:
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a dense tensor: the tensor itself, or a copy if its memory has gaps.
-
-    Args:
-        x: the tensor.
-        like: a tensor of as many axes, whose order of axes in memory the result takes. In compiled code the result is
-            always contiguous.
-    """
+    """Return a tensor without gaps in memory, its axes in the order of ``like``; in compiled code contiguous."""
     if is_for_compiler(x):
         return keep_strides(x.contiguous())  # otherwise Inductor would remove the copy
     if like is None:

@@ -64,7 +64,7 @@ def _guarded(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that it is never seen half written, also after the process is killed."""
+    """Replace a file at once: a process that is killed leaves the old file or the new one."""
     beside = unfinished(path)
     with opened(beside, "w+b") as file:
         file.truncate()
@@ -266,7 +266,7 @@ def _seal(body: bytes) -> bytes:
 
 
 def _check(index: dict[str, Any]) -> None:
-    """Reject an index with other fields, or other values in them, than are written."""
+    """Reject an index with fields or values that this version does not write."""
     _check_fields(index, _INDEX | {"checkpoint": type(index.get("checkpoint"))})
     is_over, values = index["finished"] or not index["batches"], index["values"].values()
     if index["format"] != _FORMAT or not math.isfinite(index["weight"]) or is_over != (index["checkpoint"] is None):

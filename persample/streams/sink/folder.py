@@ -78,11 +78,11 @@ class Sink:
 
     @property
     def is_due(self) -> bool:
-        """Whether a commit is worth its time."""
+        """Whether a commit is due."""
         return time.monotonic() - self._committed >= _PATIENCE * self._took
 
     def commit(self, batches: int, samples: int, weight: float, last_batch: str, state: Mapping[str, Tensor]) -> None:
-        """Make all that was appended whole: after a kill, the run goes on from here."""
+        """Commit all appended rows: a run that is killed later resumes from here."""
         start = time.monotonic()
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {name: x.cpu().numpy() for name, x in state.items()}
@@ -117,7 +117,7 @@ class Sink:
             raise altered(path, "arrays of numbers", str(error)) from error
 
     def finish(self, samples: int, weight: float, values: Mapping[str, Tensor]) -> None:
-        """Write the results that are no rows, and say that all is done."""
+        """Write the results without rows, and mark the run as finished."""
         with kept(self.folder):
             for column in self.columns.values():
                 column.finish()

@@ -59,7 +59,7 @@ class SinkRun:
         self.template = trees.unflatten(list(range(len(flat))), structure)
 
     def skip(self, batch: Batch, accumulator: Accumulator) -> None:
-        """Pass over a batch that is whole in the folder; after the last one, restore the sums."""
+        """Skip a committed batch; after the last one, restore the sums."""
         call = self._pass_over(batch, accumulator)
         if batch.number + 1 < self.done:
             return
@@ -99,13 +99,13 @@ class SinkRun:
         return self._sums(lifted)
 
     def commit(self, batch: Batch, call: Call, accumulator: Accumulator) -> None:
-        """Make the batches so far whole, if that is worth its time."""
+        """Commit the batches so far if a commit is due."""
         self._last = batch, call
         if self.sink.is_due:
             self._commit(self._last, accumulator)
 
     def end(self, accumulator: Accumulator) -> None:
-        """Make all batches whole."""
+        """Commit all batches."""
         if accumulator.structure is None and self.done:
             expected = f"the {self.done} batches that are in {str(self.sink.folder)!r}"
             fix = "Give the batches of that run, from its first one on, or a new folder."
@@ -123,7 +123,7 @@ class SinkRun:
         self.sink.commit(batches, accumulator.samples, accumulator.weight.total, checksum, state)
 
     def finish(self, total: Partial) -> Tree:
-        """Write the results that are no rows, and return all, mapped into memory."""
+        """Write the results without rows; return all results, mapped into memory."""
         values = self._tensors(total.leaves[0], rows=False)
         if self.processes.group is None:
             self.sink.finish(total.count, total.weight.total, values)
@@ -178,7 +178,7 @@ class SinkRun:
 
 
 def _facts(batch: Batch, call: Call) -> tuple[int, str]:
-    """Return how many batches there are up to one, and its checksum."""
+    """Return the number of batches up to this one, and its checksum."""
     return batch.number + 1, digest((batch.content, call.weights))
 
 
