@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Le
     return z
 
 
-def _named(z: object) -> list[tuple[str, Any]]:
+def _named(z: object) -> list[tuple[str, Leaf]]:
     return list(zip(trees.paths(z, "z"), trees.flatten(z)[0], strict=True))
 
 

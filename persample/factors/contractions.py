@@ -225,7 +225,7 @@ def _corrected_if_needed(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tenso
     return squares if is_sure.all() else _corrected(squares, is_sure, lefts, rights)
 
 
-def _like_squares(squares: Tensor, *_: Any) -> Tensor:
+def _like_squares(squares: Tensor, *_: object) -> Tensor:
     return squares.new_empty(squares.shape)
 
 

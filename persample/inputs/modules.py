@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import starmap
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from persample.utils.numerics import storage_key
 from persample.utils.trees import Leaf, Tree
 
 T = TypeVar("T")
+Slots: TypeAlias = dict[str, Any]  # what a module keeps in one of its dicts, by name
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = {list, dict, OrderedDict, defaultdict}  # others may do anything when they are copied
 # The entries of a list or dict in an attribute; copies of larger ones, such as vocabularies, would cost every call.
@@ -62,8 +63,8 @@ class _Modules:
         self.parts = named_parts(modules)
         self.parameters: dict[str, nn.Parameter] = {}
         # Slots are listed by the tensor in them, so that tied tensors, and modules with two names, are swapped alike.
-        self._slots: list[tuple[dict[str, Any], str, str]] = []
-        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._slots: list[tuple[Slots, str, str]] = []
+        self._buffers: list[tuple[Slots, str, Tensor]] = []
         self._plain: list[nn.Module] = []
         first_names: dict[int, str] = {}
         for prefix, part in self.parts.items():
@@ -81,13 +82,13 @@ class _Modules:
                 for name, held in buffers.items():
                     if held is not None:
                         self._buffers.append((buffers, name, held))
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._held: list[tuple[Slots, Slots]] = []  # slots and their content before the swap
+        self._attributes: list[tuple[Slots, Slots]] = []
         self._containers: list[tuple[Tree, Tree]] = []  # the lists and dicts in attributes, and copies of them
         self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
         self.keeps = False  # whether what was swapped stays until the end of ``ParamTree.unchanged``
 
-    def swap(self, tensors: Mapping[Any, Tensor]) -> None:
+    def swap(self, tensors: Mapping[object, Tensor]) -> None:
         """Replace some parameters by other tensors, and all buffers by clones, until ``restore``."""
         if not self.keeps:
             self.remember()
@@ -131,7 +132,7 @@ class _Modules:
                 of_part = f"{type(part).__name__}.{name}"
                 yield from ((of_part, x) for x in trees.flatten(attributes[name])[0] if isinstance(x, Tensor))
 
-    def changed(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def changed(self) -> list[tuple[Slots, Slots]]:
         """Return the slots and attributes that changed since ``remember``, with their old content."""
         return [
             (slots, values)
@@ -155,12 +156,12 @@ class _Modules:
         self._held, self._attributes, self._containers, self._flat_weights = [], [], [], []
 
 
-def _mark(x: Tensor, marks: dict[str, Any]) -> None:
+def _mark(x: Tensor, marks: Mapping[str, object]) -> None:
     """Give a tensor the attributes of another one, such as marks for weight decay, but torch.compile's own."""
     vars(x).update({name: mark for name, mark in marks.items() if not name.startswith("_dynamo_")})
 
 
-def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
+def _restore(slots: Slots, held: Slots) -> None:
     for name, value in list(slots.items()):
         if isinstance(value, Tensor | StandIn) and value is not held.get(name):
             if name in held:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from persample.errors import ArgumentError
-from persample.utils.trees import Tree
+from persample.utils.trees import Leaf, Tree
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Tree])
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
@@ -167,7 +167,7 @@ def overridable(loss: _Loss) -> _Loss:
     """
 
     @functools.wraps(loss)
-    def whole(*args: Any, **kwargs: Any) -> Tree:
+    def whole(*args: Leaf, **kwargs: Any) -> Tree:
         if has_torch_function(args):
             return handle_torch_function(whole, args, *args, **kwargs)
         return loss(*args, **kwargs)

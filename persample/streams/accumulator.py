@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Accumulator:
         places = [place for place, leaf in enumerate(self.total.outline.leaves) if leaf is None]
         self._merge_all(zip(places, others, strict=True), self.total.outline.structure, inputs)
 
-    def _merge_all(self, pairs: Iterable[tuple[int, Any]], structure: trees.TreeSpec, inputs: list[Tensor]) -> None:
+    def _merge_all(self, pairs: Iterable[tuple[int, Leaf]], structure: trees.TreeSpec, inputs: list[Tensor]) -> None:
         """Merge leaves at their places; the structure of the first part is that of all."""
         if self.structure is None:
             self.structure = structure

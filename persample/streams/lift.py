@@ -89,7 +89,9 @@ class BatchLift:
     random: RandomStream
     merges: bool
 
-    def __call__(self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Any, Call], object]) -> Call:
+    def __call__(
+        self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
+    ) -> Call:
         """Compute one batch, and return it, normalized.
 
         ``receive`` gets the leaves of each chunk, and the chunk; if ``merges``, the total, and the leaves that are not
@@ -108,7 +110,7 @@ class BatchLift:
         with InBatch(batch.name):
             return isolated(self.params, compute)
 
-    def repeated(self, batch: Batch, total: Total | None) -> tuple[Any, int] | None:
+    def repeated(self, batch: Batch, total: Total | None) -> tuple[Tree, int] | None:
         """Merge a batch by the compiled program of an earlier one like it.
 
         Args:

@@ -46,7 +46,7 @@ class BackwardGuard(TorchFunctionMode):
             func = run_by(self._run, func)  # blocks may run again inside of this one
         return func(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Tree:
+    def _run(self, *args: Leaf, **kwargs: Any) -> Tree:
         with self:  # torch's own functions leave the mode before the backward pass
             return engine_run_backward(*args, **kwargs)
 
@@ -92,9 +92,9 @@ def _key(x: Tensor) -> Tree:
         return id(get_gradient_edge(x).node.variable)  # type: ignore[attr-defined]
 
 
-def _reached(outputs: Tree, ends: Tree) -> dict[Any, Any]:
+def _reached(outputs: Tree, ends: Tree) -> dict[object, Tree]:
     """Return the nodes of a graph up to some ends, and the leaves by their ids; the values of leaves are tensors."""
-    reached: dict[Any, Any] = {}
+    reached: dict[object, Tree] = {}
     stack = [x.grad_fn for x in trees.flatten(outputs)[0] if isinstance(x, Tensor)]
     while stack:
         node = stack.pop()

@@ -123,7 +123,7 @@ def unflatten(leaves: list[Leaf], spec: TreeSpec) -> Tree:
     return dict(zip(spec.context, parts, strict=True)) if kind is dict else kind(parts)
 
 
-def tree_map(fn: Callable[..., Leaf], tree: object, *others: Any) -> Tree:
+def tree_map(fn: Callable[..., Leaf], tree: object, *others: Tree) -> Tree:
     """Apply a function to corresponding leaves of one or more trees.
 
     Examples:
@@ -202,7 +202,7 @@ def leaves_like(tree: object, spec: TreeSpec) -> list[Leaf] | None:
         return None
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Tree:
+def map_tensors(fn: Callable[[torch.Tensor], Leaf], tree: object) -> Tree:
     """Apply a function to the tensors of a tree and leave every other leaf as it is.
 
     Examples:

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from persample.errors import ArgumentError, SinkError
 from persample.processes import Processes
 from persample.streams.accumulator import Order
-from persample.streams.sink.files import NAME, Column, Index, altered, kept, opened, unfinished, write_whole
+from persample.streams.sink.files import NAME, Column, Index, Record, altered, kept, opened, unfinished, write_whole
 from persample.utils.trees import Tree
 
 # A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
@@ -33,7 +32,7 @@ _BLOCK = 2**16  # rows that are copied at a time
 class Sink:
     """The files of one run of one process."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any], *, resume: bool, among: Sequence[Path] = ()) -> None:
+    def __init__(self, folder: Path, asked: Record, *, resume: bool, among: Sequence[Path] = ()) -> None:
         self.folder = folder
         self._committed = self._took = 0.0
         exists = os.path.lexists(folder / NAME)
@@ -85,7 +84,7 @@ class Sink:
         """Commit all appended rows: a run that is killed later resumes from here."""
         start = time.monotonic()
         buffer = io.BytesIO()
-        arrays: dict[str, Any] = {name: x.cpu().numpy() for name, x in state.items()}
+        arrays: Record = {name: x.cpu().numpy() for name, x in state.items()}
         np.savez(buffer, **arrays)
         data, name = buffer.getvalue(), f"sums-{batches:08d}.npz"
         self.index.batches, self.index.samples = batches, samples
@@ -207,7 +206,7 @@ def read_sink(folder: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
     return results
 
 
-def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Processes, *, resume: bool) -> Sink:
+def open_own(folder: Path, asked: Record, order: Order, processes: Processes, *, resume: bool) -> Sink:
     """Open the folder that a process writes to, or the one that all have finished."""
     if processes.group is None or (os.path.lexists(folder / NAME) and Index.read(folder).finished):
         whole = Sink(folder, asked, resume=resume)
@@ -220,9 +219,7 @@ def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Proce
     return Sink(path, {**asked, "rank": [processes.rank, processes.size, order]}, resume=resume)
 
 
-def join_ranks(
-    folder: Path, asked: dict[str, Any], order: Order, processes: Processes, values: Mapping[str, Tensor]
-) -> None:
+def join_ranks(folder: Path, asked: Record, order: Order, processes: Processes, values: Mapping[str, Tensor]) -> None:
     """Write the rows of all processes to the folder of the run, on the first process; remove their own folders."""
     if processes.rank:
         return

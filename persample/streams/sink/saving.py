@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from persample.reductions.rows import PerSample
 from persample.streams.accumulator import Accumulator, Order, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
+from persample.streams.sink.files import Record
 from persample.streams.sink.folder import join_ranks, named, open_own, read_sink
 from persample.utils import trees
 from persample.utils.trees import Leaf, Tree, digest, name_of
@@ -43,7 +43,7 @@ class SinkRun:
         self._asked = description(lift, self.names)
         self.sink = open_own(self.folder, self._asked, order, processes, resume=resume)
         self.is_finished, self.done = self.sink.index.finished, self.sink.index.batches
-        self.template: Any = None
+        self.template: Tree = None
         self._last: tuple[Batch, Call] | None = None
 
     def begin(self, call: Call, leaves: Sequence[Leaf]) -> None:
@@ -186,7 +186,7 @@ def _has_rows(reduction: Reduction) -> bool:
     return isinstance(reduction, PerSample)
 
 
-def description(lift: BatchLift, names: list[str]) -> dict[str, Any]:
+def description(lift: BatchLift, names: list[str]) -> Record:
     """Return what determines the results of a run, beside its batches."""
     tree = check_params(lift.params)
     state = [module.state_dict() for module in tree.modules]
