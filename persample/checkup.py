@@ -22,7 +22,7 @@ from persample.engines.diagnosis import RAISED
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explanation import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
-from persample.inputs.batch import sample_structure, split_in_dims, spread_dims
+from persample.inputs.batch import dims_of_leaves, sample_structure, split_in_dims
 from persample.inputs.call import NotConnectedError
 from persample.inputs.params import NORMS
 from persample.per_sample import per_sample_grads
@@ -184,7 +184,7 @@ def check(
 def _head(argument: str, tree: Any, dims: Any, count: int) -> Any:
     """Return the first rows of a batch, or of parameters of which every sample has its own."""
     leaves, structure = trees.flatten(tree)
-    axes, rows = spread_dims(argument, dims, structure), slice(0, count)
+    axes, rows = dims_of_leaves(argument, dims, structure), slice(0, count)
     for place, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
         if axis is not None and -getattr(x, "ndim", 0) <= axis < getattr(x, "ndim", 0):  # others are refused later
             leaves[place] = x[(slice(None),) * (axis % x.ndim) + (rows,)]

@@ -20,7 +20,7 @@ from persample.utils.numerics import restore
 from persample.utils.tracing import are_plain
 from persample.utils.trees import Leaf, Tree, TreeSpec, leaf, on_one_line, tree_map
 
-_BLOCK = 2**16  # numbers that are merged at a time: with what is computed of them, they stay in a CPU's cache
+_BLOCK = 2**16  # elements that are merged at a time: with the results computed of them, they stay in a CPU's cache
 
 
 @leaf
@@ -117,7 +117,7 @@ class Moments:
         return self
 
     def around(self, n: Tensor, total: Tensor) -> Moments:
-        """Return the part of this leaf in the moments of many: their n and mean, and what it adds to their m2.
+        """Return this leaf's part of merged moments: the common n and mean, and its own contribution to m2.
 
         Args:
             n: the total weight of all leaves.
@@ -173,7 +173,7 @@ class Stacked:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return views of as many numbers as stay in a CPU's cache; small tensors, unlike ones and those of GPUs whole."""
+    """Return views that fit in a CPU's cache; small tensors, unlike shapes, and tensors of GPUs stay whole."""
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
         return [tensors]

@@ -6,7 +6,6 @@ They define the right result for the rest of the library. They are written to be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from persample.utils.trees import Leaf, Tree
 def value_and_grad(
     loss_fn: Callable[..., tuple[Tensor, Tree]],
     params: Sequence[Tensor],
-    *sample: Any,
+    *sample: Leaf,
     like: Sequence[Tensor] | None = None,
     create_graph: bool = False,
-) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
     """Differentiate the loss of one sample with plain autograd.
 
     Args:

@@ -6,7 +6,7 @@ Each tensor of a result has memory of its own, or that of ``out``, a previous re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from persample.utils.tracing import is_traced, is_wrapped
 from persample.utils.trees import Leaf, Tree
 
 Engine: TypeAlias = Callable[[Call, frozenset[str]], Gradients]  # (chunk, operations that ``lift`` calls) -> Gradients
-Lift: TypeAlias = Callable[[Call], Any]  # from a chunk to the result of ``Reductions.lift``
+Lift: TypeAlias = Callable[[Call], Tree]  # from a chunk to the result of ``Reductions.lift``
 
 
 def lift_by(engine: Engine, reductions: Reductions) -> Lift:

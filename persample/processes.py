@@ -194,7 +194,7 @@ def _all_reduced(tensors: Sequence[Tensor], processes: Processes) -> list[Tensor
 
 
 def one_by_one(own: object, processes: Processes) -> Iterator[Leaf]:
-    """Iterate over the trees of all processes, of which each holds one beside its own at a time."""
+    """Iterate over the trees of all processes; each process stores one beside its own at a time."""
     leaves, structure = trees.flatten(own)
     for rank in range(processes.size):
         packed = [_packed(leaves) if rank == processes.rank else None]
@@ -216,7 +216,7 @@ def _packed(leaves: list[Leaf]) -> bytes:
 
 
 def _plain(x: Tree) -> Tree:
-    """Return tensors, numbers and names for a leaf: of its class the name, of its fields the same."""
+    """Return a leaf as the name of its class and its fields: tensors, numbers and names only."""
     if is_dataclass(x):
         return {"class": name_of(type(x)), **{name: _plain(getattr(x, name)) for name in x.__dataclass_fields__}}
     return type(x)(map(_plain, x)) if type(x) in {list, tuple} else x

@@ -60,7 +60,7 @@ COMMON = (  # the beginnings of the commonest messages, which the page has in fu
     "loss_fn updates the running statistics",
     "loss_fn writes in place into its arguments",
     "loss_fn writes per-sample values in place",
-    "loss_fn sees one sample, without the batch axis",
+    "… sees one sample, without the batch axis",
     "loss_fn uses an operation that vmap cannot batch",
     "loss_fn mixes dtypes",
     "*the argument*: expected to take params and",

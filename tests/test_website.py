@@ -84,7 +84,8 @@ def test_notebooks_become_pages(hooks, tmp_path, monkeypatch):
     assert f"]({picture.src_uri.removeprefix('notebooks/')})" in page.content_string
     assert picture.content_bytes == b"hi"
     hooks.on_config(config)
-    assert {"Notebooks": ["notebooks/01_title.md"]} in [item for item in config.nav if "Notebooks" in item]
+    (users,) = [item["For users"] for item in config.nav if "For users" in item]
+    assert {"Notebooks": ["notebooks/01_title.md"]} in users
 
 
 def test_links_to_notebooks_lead_to_their_pages(hooks):

@@ -64,21 +64,14 @@ app.command()(stats)
 app.add_typer(train, name="train")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"persample {importlib.metadata.version('persample')}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def root(
-    context: typer.Context,
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
 ) -> None:
     """Compute per-sample gradients of PyTorch losses."""
-    if context.invoked_subcommand is None:
+    if version:
+        typer.echo(f"persample {importlib.metadata.version('persample')}")
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 

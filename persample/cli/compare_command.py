@@ -139,13 +139,12 @@ def reinforce_case(network: nn.Module, episodes: rl.Episodes) -> Case:
 
 
 def methods(case: Case, engine: Engine) -> dict[str, Callable[[], Params]]:
-    """Return four functions for the averaged gradient, by name; the fused one computes more on the way."""
-    wanted = (Mean(), ClippedMean(1.0), Norm())
-    grads = per_sample_grads
+    """Return four functions for the averaged gradient, by name; the fused one computes clipped mean and norms, too."""
+    fused = (Mean(), ClippedMean(1.0), Norm())
     return {
         LOOP: lambda: _loop(case),
-        PERSAMPLE: lambda: grads(case.loss_fn, case.params, case.batch, Mean(), engine=engine),
-        FUSED: lambda: grads(case.loss_fn, case.params, case.batch, wanted, engine=engine)[0],
+        PERSAMPLE: lambda: per_sample_grads(case.loss_fn, case.params, case.batch, Mean(), engine=engine),
+        FUSED: lambda: per_sample_grads(case.loss_fn, case.params, case.batch, fused, engine=engine)[0],
         BATCH: lambda: _batch(case),
     }
 

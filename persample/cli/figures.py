@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
+from torch import Tensor
 
 from persample.rl.baird import BairdRun
 from persample.rl.training import EPISODES, Row, Trainer
 
 if TYPE_CHECKING:  # these modules draw
     from persample.cli.compare_command import Comparison
-    from persample.cli.stats_command import Rows, Statistics
+    from persample.cli.stats_command import Statistics
 
 # Okabe, Ito, "Color Universal Design" (2008).
 _GREY, _BLUE, _LIGHT, _ORANGE = "#999999", "#0072b2", "#56b4e9", "#e69f00"
@@ -98,17 +99,16 @@ def _log_scale(axes: Axes) -> None:
         axes.set(yscale="log", ylabel="log scale")
 
 
-def save_statistics(source: str, found: Statistics, rows: Rows, path: Path) -> None:
+def save_statistics(source: str, found: Statistics, norms: Tensor, leverages: Tensor, path: Path) -> None:
     """Draw a histogram of the norms of the samples of a data set, and their leverages over their norms."""
     figure = _figure(12, 4, f"{source}: {found.samples:,} samples, noise scale {found.noise_scale:.3g}")
     left, right = figure.subplots(1, 2)
-    norms, leverages = rows.norms.double().numpy(), rows.leverages.numpy()
-    left.hist(norms, bins=60, color=_BLUE)
+    left.hist(norms.double().numpy(), bins=60, color=_BLUE)
     for share in ("0.5", "0.99"):
         value = found.norm_quantiles[share]
         left.axvline(value, color=_ORANGE, label=f"quantile {share}: {value:.3g}")
     left.set(xlabel="norm of a sample's gradient", ylabel="samples", yscale="log")
-    right.scatter(norms, leverages, s=4, alpha=0.5, color=_BLUE, linewidths=0, rasterized=True)
+    right.scatter(norms.double().numpy(), leverages.numpy(), s=4, alpha=0.5, color=_BLUE, linewidths=0, rasterized=True)
     right.set(xlabel="norm of a sample's gradient", ylabel="leverage")
     _save(figure, path)
 

@@ -39,20 +39,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Norms, leverages and losses of all samples, ``[n]`` each."""
-
-    norms: Tensor
-    leverages: Tensor
-    losses: Tensor
-
-    def top(self, scores: Tensor, count: int) -> list[Sample]:
-        """Return the samples with the highest scores, the highest first."""
-        order = scores.argsort(descending=True, stable=True)[:count].tolist()
-        return [Sample(i, self.norms[i].item(), self.leverages[i].item(), self.losses[i].item()) for i in order]
-
-
-@dataclass(frozen=True)
 class Statistics:
     """Statistics of the gradients of all samples; the three of the noise are those of ``NoiseScaleEstimate``."""
 
@@ -77,37 +63,48 @@ def statistics(
     dim: int,
     engine: Engine,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Statistics, Rows]:
-    """Compute the statistics in one pass; leverages are estimated from ``dim`` random projections of each gradient.
+) -> tuple[Statistics, Tensor, Tensor]:
+    """Compute the statistics in one pass, and return them with all norms and leverages, ``[n]`` each.
+
+    Leverages are estimated from ``dim`` random projections of each gradient.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018): the critical batch size is about the
     noise scale.
 
     Examples:
         >>> batches = [torch.tensor([[1.0, 0.0], [3.0, 4.0]])]
-        >>> found, rows = statistics(lambda w, x: w @ x, torch.zeros(2), batches, top=1, dim=8, engine="eager")
-        >>> found.top[0].index, rows.norms
+        >>> found, norms, _ = statistics(lambda w, x: w @ x, torch.zeros(2), batches, top=1, dim=8, engine="eager")
+        >>> found.top[0].index, norms
         (1, tensor([1., 5.]))
     """
     wanted = {"norms": Norm(), "losses": Loss(), "noise": NoiseScale(), "projected": Project(dim, seed=0)}
     found = accumulate(loss_fn, params, batches, wanted, engine=engine, group=group, progress=True)
     norms, losses, projected = (found[name].cpu() for name in ("norms", "losses", "projected"))
     trace, squared_mean, scale = (x.item() for x in found["noise"])
-    rows = Rows(norms, leverages(projected), losses)
+    scores = leverages(projected)
+
+    def highest(values: Tensor) -> list[Sample]:
+        order = values.argsort(descending=True, stable=True)[:top].tolist()
+        return [Sample(i, norms[i].item(), scores[i].item(), losses[i].item()) for i in order]
+
     # torch.quantile refuses more than 16 million elements
     quantiles = norms.double().sort().values[[round(share * (len(norms) - 1)) for share in QUANTILES]]
-    return Statistics(
-        samples=len(norms),
-        mean_loss=losses.double().mean().item(),
-        mean_norm=norms.double().mean().item(),
-        norm_quantiles={f"{share:g}": value for share, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
-        covariance_trace=trace,
-        squared_mean=squared_mean,
-        noise_scale=scale,
-        critical_batch_size=max(1, math.ceil(scale)) if 0 <= scale < math.inf else None,
-        top=rows.top(rows.norms, top),
-        top_leverage=rows.top(rows.leverages, top),
-    ), rows
+    return (
+        Statistics(
+            samples=len(norms),
+            mean_loss=losses.double().mean().item(),
+            mean_norm=norms.double().mean().item(),
+            norm_quantiles={f"{share:g}": value for share, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
+            covariance_trace=trace,
+            squared_mean=squared_mean,
+            noise_scale=scale,
+            critical_batch_size=max(1, math.ceil(scale)) if 0 <= scale < math.inf else None,
+            top=highest(norms),
+            top_leverage=highest(scores),
+        ),
+        norms,
+        scores,
+    )
 
 
 def leverages(rows: Tensor) -> Tensor:
@@ -155,7 +152,7 @@ def stats(
             fix = "Return the loss of one sample, what it differentiates, and an iterable of batches."
             expected = "a function that returns (loss_fn, params, batches)"
             raise ArgumentError.about(source, expected=expected, received=type(returned).__name__, fix=fix)
-        found, rows = statistics(*returned, top=top, dim=dim, engine=engine, group=group)
+        found, norms, scores = statistics(*returned, top=top, dim=dim, engine=engine, group=group)
     if rank:
         return
     out = console()
@@ -166,7 +163,7 @@ def stats(
     if directory is not None:
         report = {"source": source, "processes": world, **asdict(found)}
         (directory / "stats.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        save_statistics(source, found, rows, directory / "stats.png")
+        save_statistics(source, found, norms, scores, directory / "stats.png")
         out.print(f"Written: {directory / 'stats.json'}, {directory / 'stats.png'}", soft_wrap=True)
 
 

@@ -26,16 +26,8 @@ from persample.cli.figures import save_curve
 from persample.cli.output import console, spelled, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
-from persample.rl.training import (
-    NPG,
-    TD0,
-    Algorithm,
-    Reinforce,
-    Trainer,
-    evaluate,
-    load_checkpoint,
-    save_checkpoint,
-)
+from persample.rl.algorithms import NPG, TD0, Algorithm, Reinforce
+from persample.rl.training import Trainer, evaluate, load_checkpoint, save_checkpoint
 
 _CHECKPOINT, _METRICS, _CURVE = "checkpoint.pt", "metrics.csv", "learning_curve.png"
 _EVERY = 25  # updates between checkpoints

@@ -20,7 +20,7 @@ from persample.merge import merge
 from persample.processes import Processes, merged
 from persample.utils import trees
 from persample.utils.numerics import accumulate_dtype
-from persample.utils.trees import Tree
+from persample.utils.trees import Leaf, Tree
 
 RULES = ("refuse", "chunk", "full")
 _SIGNATURE = inspect.signature(F.batch_norm)
@@ -52,7 +52,7 @@ class TrainModeBatchNorm(TorchFunctionMode):
 
 
 class _Rejecting(TrainModeBatchNorm):
-    def normalize(self, **_: Any) -> Tensor:
+    def normalize(self, **_: object) -> Tensor:
         raise LossError(
             "encode_fn normalizes with the statistics of a chunk (batch norm in train mode, or without running "
             "statistics): its results depend on chunk_size. Use .eval(), or choose with batch_norm='chunk' or 'full'."
@@ -74,12 +74,12 @@ def refuse_batch_statistics(params: object) -> None:
 
 
 def guarded(fn: Callable[..., Tree], rule: str) -> Callable[..., Tree]:
-    """Return an encoder of chunks that raises an error where it breaks the rule."""
+    """Wrap an encoder of chunks, so that it raises an error where it breaks the rule."""
     return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
 
 
 def _without_batch_statistics(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    def encode(*args: Any) -> Tree:
+    def encode(*args: Leaf) -> Tree:
         with _Rejecting():
             return fn(*args)
 
@@ -87,7 +87,7 @@ def _without_batch_statistics(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _without_checkpoints(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    def encode(*args: Any) -> Tree:
+    def encode(*args: Leaf) -> Tree:
         try:
             with disable_saved_tensors_hooks(_CHECKPOINTS):
                 return fn(*args)
@@ -130,7 +130,7 @@ class BufferRecorder:
         """Return a chunk whose encoder records the buffers after its forward pass."""
         fn = chunk.loss.fn
 
-        def encode(params: object, *sample: Any) -> Tree:
+        def encode(params: object, *sample: Leaf) -> Tree:
             z = fn(params, *sample)
             modules = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, nn.Module)]
             updates = [_update(chunk.size, buffer) for buffer in _buffers(modules)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +23,7 @@ from persample.vmap_rules.effects import guarded
 
 
 def encode_chunk(chunk: Call, mode: str) -> Tree:
-    """Encode the samples of a chunk.
-
-    Args:
-        chunk: the samples and their encoder.
-        mode: "eager", "loop" or "batched", as in ``Encoder``.
-
-    Returns:
-        z: a tree of tensors ``[k, ...]``, with a graph if gradients are enabled.
-
-    Raises:
-        LossError: if the encoder does not return tensors of the right form.
-    """
+    """Encode the samples of a chunk."""
     if mode == "batched":
         return _at_once(chunk)
     if not chunk.size:
@@ -95,7 +83,7 @@ def _returned(encoder: SampleLoss, params: Sequence[Tensor], leaves: Sequence[Le
     return z
 
 
-def _named(z: object) -> list[tuple[str, Any]]:
+def _named(z: object) -> list[tuple[str, Leaf]]:
     return list(zip(trees.paths(z, "z"), trees.flatten(z)[0], strict=True))
 
 

@@ -22,7 +22,7 @@ from persample.merge import Moments, Summed, merge_all
 from persample.processes import Processes, merged
 from persample.utils import rng, trees
 from persample.utils.numerics import accumulate_dtype
-from persample.utils.trees import Tree
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules.effects import guarded
 
 
@@ -32,7 +32,7 @@ class Statistics(NamedTuple):
     Args:
         mean: over all samples, ``[C]``.
         variance: over all samples, ``[C]``, biased.
-        n: how many numbers per channel were averaged, 0-d.
+        n: how many elements per channel were averaged, 0-d.
         by_mean: dL/d mean, ``[C]``.
         by_variance: dL/d variance, ``[C]``.
     """
@@ -88,7 +88,7 @@ def normalized(
 ) -> Callable[..., tuple[Tree, Tensor | float]]:
     """Return a function of the encoder's arguments that returns z, normalized with the statistics, and the term."""
 
-    def encode(*args: Any) -> tuple[Tree, Tensor | float]:
+    def encode(*args: Leaf) -> tuple[Tree, Tensor | float]:
         if statistics is None:
             return fn(*args), 0.0
         with FullBatch(statistics) as mode:

@@ -40,7 +40,7 @@ class LossHead:
     params: ParamTree | None
     container: trees.TreeSpec
 
-    def differentiate(self, z: Sequence[Leaf]) -> tuple[Tensor, Any, list[list[Tensor | None]]]:
+    def differentiate(self, z: Sequence[Leaf]) -> tuple[Tensor, Tree, list[list[Tensor | None]]]:
         """Compute L and its derivatives.
 
         Args:
@@ -102,7 +102,7 @@ def _checked(loss: object) -> Tensor:
 
 
 # From dL/dz, one per leaf of z, to the leaves of every reduction and whether z depends on any parameter.
-Pullback: TypeAlias = Callable[[Sequence[Tensor | None]], Any]
+Pullback: TypeAlias = Callable[[Sequence[Tensor | None]], Tree]
 _NOT_CONNECTED = (
     "encode_fn: expected z that depends on params, received z that depends on none of them. Likely causes: it uses a "
     "module or tensors it closed over instead of the params it is given, every path is detached, or the parameters "
@@ -116,7 +116,7 @@ def loss_and_gradients(
     reductions: Reductions,
     recorder: BufferRecorder | None,
     processes: Processes,
-) -> tuple[Tensor, Any, list[Leaf]]:
+) -> tuple[Tensor, Tree, list[Leaf]]:
     """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions."""
     sizes = list(
         zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)
@@ -139,7 +139,7 @@ def loss_and_gradients(
 
 def vjp(
     encoder: Encoder, reductions: Reductions, recorder: BufferRecorder | None, processes: Processes
-) -> tuple[Any, Pullback]:
+) -> tuple[Tree, Pullback]:
     """Encode all samples; return z and the function that back-propagates dL/dz (vector-Jacobian products)."""
     if encoder.is_one_plain_chunk:
         z, back_propagate = processes.together(lambda: encode_with_graph(encoder.call))
@@ -148,7 +148,7 @@ def vjp(
     return first.z, lambda cotangents: second_pass.back_propagate(encoder, first, cotangents, reductions, processes)
 
 
-def _differentiated(head: LossHead, z: Sequence[Leaf], processes: Processes) -> tuple[Tensor, Any, Any]:
+def _differentiated(head: LossHead, z: Sequence[Leaf], processes: Processes) -> tuple[Tensor, Tree, Any]:
     before = None if processes.group is None else rng.snapshot()
     result = head.differentiate(z)
     if before is not None and rng.moved_since(before):

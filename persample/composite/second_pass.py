@@ -60,7 +60,7 @@ def one_row(chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, **fields:
 BackPropagate = Callable[[Sequence[Tensor | None]], Gradients]
 
 
-def encode_with_graph(call: Call) -> tuple[Any, BackPropagate]:
+def encode_with_graph(call: Call) -> tuple[Tree, BackPropagate]:
     """Encode a chunk; return z, detached, and the function from dL/dz (one per leaf of z) to the chunk's gradient."""
     with torch.enable_grad(), unwritten(call):
         params = tuple(param.detach().requires_grad_() for param in call.params)
@@ -272,9 +272,6 @@ class Replay:
 
     Random numbers drawn by backward passes do not advance the replayed streams. Only one position is stored, not one
     per chunk.
-
-    Args:
-        start: the states of the random streams at the start of the first pass.
     """
 
     def __init__(self, start: rng.Streams) -> None:

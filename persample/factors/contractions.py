@@ -153,7 +153,7 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
 
 
 def _in_float32(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> Sequence[Tensor]:
-    """Return the squared norms of pairs with as many groups and terms; a few samples at a time, for their T² terms."""
+    """Return the squared norms of pairs that agree in groups and terms; a few samples at a time, for their T² terms."""
     (count, groups, num_terms, _), device = pairs[0][0].shape, pairs[0][0].device
     step = cost_model.rows_in_cache(count, len(pairs) * groups * num_terms**2, device)
     operands = _by_key(pairs, keys)
@@ -171,7 +171,7 @@ def _by_key(pairs: Sequence[Pair], keys: Sequence[tuple[Tree, Tree]]) -> dict[An
 
 
 def _needs_float64(x: Tensor) -> bool:
-    """Return whether float32 is seldom sure, or its check would wait for a device or read what a transform hides."""
+    """Return whether to skip float32: it is seldom exact enough, or its check would read a device or a transform."""
     has_many = x.shape[1] * x.shape[2] > cost_model.MOST_TERMS_IN_FLOAT32
     return has_many or x.dtype == torch.float64 or x.device.type != "cpu" or is_recorded(x)
 
@@ -225,7 +225,7 @@ def _corrected_if_needed(squares: Tensor, is_sure: Tensor, lefts: Sequence[Tenso
     return squares if is_sure.all() else _corrected(squares, is_sure, lefts, rights)
 
 
-def _like_squares(squares: Tensor, *_: Any) -> Tensor:
+def _like_squares(squares: Tensor, *_: object) -> Tensor:
     return squares.new_empty(squares.shape)
 
 

@@ -1,11 +1,11 @@
 """The cost model: the estimated time of each way to store and contract the gradients of one parameter.
 
 A gradient Σₜ lₜ rₜᵀ is kept as a factor, or written out. The time of either way is estimated from multiply-adds in
-products, from numbers read or written, and from the rates of the device. Written-out gradients take memory, which is
+products, from elements read or written, and from the rates of the device. Written-out gradients take memory, which is
 bounded in units of what the factor takes: that is the layer's inputs and output gradients.
 
-    E = B·o·i      numbers in the written-out gradients of all samples (``written``)
-    S = B·T·(o+i)  numbers in the factor (``stored``)
+    E = B·o·i      elements of the written-out gradients of all samples (``written``)
+    S = B·T·(o+i)  elements of the factor (``stored``)
     T·E            multiply-adds of a product in a batch gradient
     T·S            multiply-adds of inner products of all pairs of a sample's terms
 """
@@ -42,7 +42,7 @@ BLOCK = 2**20
 _LARGE_BLOCK = 2**23
 # Blocks of copies in a trace.
 _MOST_BLOCKS = 4
-# A program for any number of samples writes out no more numbers at once.
+# A program for any number of samples writes out no more elements at once.
 _AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
 _KEPT = 2**23
@@ -78,7 +78,7 @@ class Work(NamedTuple):
         products: multiply-adds in units of T·E, in float32.
         products64: the same in float64.
         inner: inner products of all pairs of terms.
-        written: numbers read or written, in units of E.
+        written: elements read or written, in units of E.
         stored: the same, in units of S.
     """
 
@@ -110,7 +110,7 @@ _OF_WRITTEN = {
     Op.project: Work(written=2),
 }
 _INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
-# Over what they read, for the products of the results; in float64 for conversion, too.
+# Passes over memory: operands read, results written; float64 adds a conversion.
 _INNER_PASSES, _INNER_PASSES64 = 3, 8
 # Gradients no larger than their factor stay one where operations on it take less than this part of the time.
 _MUCH_FASTER = 0.75
@@ -162,12 +162,7 @@ def inner_products_are_faster(size: Size) -> bool:
 
 
 class Estimate(NamedTuple):
-    """The estimated seconds of both ways.
-
-    Args:
-        contract: of the operations on the factor.
-        write_out: of writing the gradients out once, and of the operations on them.
-    """
+    """The estimated seconds of both ways."""
 
     contract: float
     write_out: float
@@ -295,5 +290,5 @@ def is_for_any_size() -> bool:
 
 
 def fits_at_once(written: float) -> bool:
-    """Return whether so many elements may be written out at once."""
+    """Return whether this number of elements may be written out at once."""
     return written <= _AT_ONCE

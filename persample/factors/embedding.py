@@ -21,7 +21,7 @@ class Embedding(Factor):
 
     Args:
         signals: the gradient of every looked-up row, ``[B, T, D]``; of K outputs ``[B, K, T, D]``.
-        index: the numbers of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``.
+        index: the indices of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``.
         table_shape: ``[V, *columns]``.
 
     Examples:
@@ -63,13 +63,13 @@ class Embedding(Factor):
             out.copy_(rows.view(out.shape))
 
     def _numbers(self, sizes: Sequence[int]) -> Tensor:
-        """Return the numbers of the looked-up rows in one table for each of some samples and outputs."""
+        """Return the indices of the looked-up rows in one table for each of some samples and outputs."""
         tables = torch.arange(prod(sizes), device=self.index.device).view(*sizes, 1)
         return (self.index + tables * self.table_shape[0]).flatten()
 
     @cached_property
     def _distinct(self) -> tuple[Tensor, Tensor]:
-        """The sums of the signals of equal rows, ``[B·T, D]``, zeros at the end, and the rows' numbers, ``[B·T]``.
+        """The sums of the signals of equal rows, ``[B·T, D]``, zeros at the end, and the rows' indices, ``[B·T]``.
 
         Row v of sample i has the number i·V + v; of output k, (i·K + k)·V + v.
         """
@@ -128,7 +128,7 @@ class Embedding(Factor):
         return whole if len(whole) <= self.index.numel() else self.index.flatten().sort().values
 
     def some_rows(self, index: Tensor) -> Embedding:
-        """Return the factor of some rows of the parameter; of a number that is repeated, the first has the gradient."""
+        """Return the factor of some rows of the parameter; of a repeated index, the first entry has the gradient."""
         known = torch.searchsorted(index, self.index.contiguous()).clamp_max(len(index) - 1)
         signals = torch.where((index[known] == self.index)[..., None], self.signals, 0)
         return replace(self, signals=signals, index=known, table_shape=(len(index), signals.shape[-1]))

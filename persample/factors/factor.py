@@ -96,7 +96,7 @@ class Factor(ABC):
 
     @property
     def num_terms(self) -> int:
-        """T, the number of products that one gradient is the sum of; 1 where it is no such sum."""
+        """T, the number of products whose sum is one gradient; 1 for other gradients."""
         return 1
 
     @property
@@ -133,7 +133,7 @@ class Factor(ABC):
 
     @property
     def norm_operands(self) -> tuple[Tensor, ...]:
-        """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; none if there are no such."""
+        """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; empty for other factors."""
         return ()
 
     @property
@@ -223,7 +223,7 @@ class Factor(ABC):
         return functools.reduce(torch.add, blocks).view(*self.sizes, *other.sizes)
 
     def some_rows(self, index: Tensor) -> Factor:
-        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        """Return the factor of some rows of the parameter, seen as a matrix, at sorted indices."""
         values = self.materialize().flatten(len(self.sizes) + 1)
         return Dense(values[..., index, :], outputs=self.outputs)
 
@@ -308,7 +308,7 @@ class Dense(Factor):
 
     @classmethod
     def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
-        """Return the gradients of a parameter that nothing depends on, stored once for all of them."""
+        """Return the zero gradients of an unused parameter, stored once."""
         return cls(torch.zeros_like(like).expand(*sizes, *like.shape), outputs=tuple(sizes[1:]))
 
     @property
@@ -356,5 +356,5 @@ def concatenate(factors: Sequence[Factor]) -> Factor:
 
 
 def is_zeros(factor: Factor) -> bool:
-    """Return whether a factor is that of a parameter that nothing depends on, as ``Dense.zeros`` returns it."""
+    """Return whether a factor is that of an unused parameter, as ``Dense.zeros`` returns it."""
     return isinstance(factor, Dense) and not any(factor.values.stride()[:1]) and not bool(factor.values.any())

@@ -89,7 +89,7 @@ class Outer(Factor):
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether products of the operands have the numbers of K gradients in order."""
+        """Whether products of the operands are the elements of K gradients, in order."""
         return self.is_left and self.left.shape[-3] == 1
 
     def _restored(self, products: Tensor, *lead: int) -> Tensor:
@@ -159,7 +159,7 @@ class Outer(Factor):
         return self._restored(folded(left).mT @ folded(right))
 
     def balanced(self, dtype: torch.dtype) -> Outer:
-        """Return the same gradients with operands of like norms, where the squares of one might overflow in a dtype."""
+        """Rescale both operands to similar norms, so that squaring neither overflows in a dtype."""
         if torch.float64 in (dtype, self.dtype):
             return self
         dtype = numerics.accumulate_dtype(self.dtype)

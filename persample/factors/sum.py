@@ -109,7 +109,7 @@ class SumFactor(Factor):
         return self.gram_by_rows(other, dtype) if self.has_rows and other.has_rows else super().gram(other, dtype)
 
     def some_rows(self, index: Tensor) -> SumFactor:
-        """Return the factor of some rows of the parameter, seen as a matrix, for their sorted numbers."""
+        """Return the factor of some rows of the parameter, seen as a matrix, at sorted indices."""
         return replace(self, parts=tuple(part.some_rows(index) for part in self.parts))
 
     def dot(self, directions: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class SumFactor(Factor):
 
     @classmethod
     def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
-        """Return the factor of the samples of all, where they have as many parts."""
+        """Return the factor of the samples of all, where they have the same number of parts."""
         if len({len(factor.parts) for factor in factors}) > 1:
             return None
         parts = tuple(concatenate(parts) for parts in zip(*(factor.parts for factor in factors), strict=True))

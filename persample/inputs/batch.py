@@ -142,7 +142,7 @@ def _refuse_axis(path: str, leaf: Tensor, dim: int) -> NoReturn:
 
 
 def check_kinds(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
-    """Reject tensors that are not dense blocks of numbers."""
+    """Reject tensors that are not dense blocks."""
     for name, x in zip(names, leaves, strict=True):
         is_usual = type(x) in PLAIN and x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         if not is_usual and isinstance(x, Tensor):
@@ -150,7 +150,7 @@ def check_kinds(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
 
 
 def check_kind(path: str, x: Tensor) -> None:
-    """Reject a tensor that is not one dense block of numbers: operations on it may even end the process."""
+    """Reject a tensor that is not one dense block: operations on it may even end the process."""
     expected, received, fix = "a dense tensor", "", ""
     if is_lazy(x):
         expected, received = "a tensor", "an uninitialized one"
@@ -206,7 +206,7 @@ def split_in_dims(in_dims: Tree) -> tuple[Tree, Tree]:
     raise ArgumentError.about("in_dims", expected="(params_dims, batch_dims)", received=repr(in_dims), fix=fix)
 
 
-def spread_dims(argument: str, dims: object, spec: trees.TreeSpec) -> list[int | None]:
+def dims_of_leaves(argument: str, dims: object, spec: trees.TreeSpec) -> list[int | None]:
     """Return one batch axis, or None, for every leaf."""
     if dims is None or type(dims) is int:
         return [dims] * spec.num_leaves

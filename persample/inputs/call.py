@@ -16,7 +16,14 @@ from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError, LossError
 from persample.factors import cost_model
 from persample.gradients import ParamSpec
-from persample.inputs.batch import as_dicts, as_tensors, batch_axes_first, sample_structure, split_in_dims, spread_dims
+from persample.inputs.batch import (
+    as_dicts,
+    as_tensors,
+    batch_axes_first,
+    dims_of_leaves,
+    sample_structure,
+    split_in_dims,
+)
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
@@ -226,27 +233,10 @@ def normalize(
     is_part: bool = False,
     differentiated: bool = False,
 ) -> Call:
-    """Return the call in the form that engines take.
+    """Return the call in the form that engines take; reject invalid arguments.
 
-    Args:
-        loss_fn: the user's loss.
-        params: the user's parameters.
-        batch: the user's batch.
-        wanted: the reductions asked for.
-        weights: one per sample, or None.
-        in_dims: the batch axes of ``params`` and ``batch``.
-        keep_batch_dim: whether each sample keeps a leading axis of 1.
-        randomness: as in ``torch.func.vmap``.
-        outputs: what the loss of one sample returns, a scalar or a vector.
-        memory: the bytes that written-out gradients may take, "low" or None.
-        called: the name of the function's argument, for messages.
-        given: the name of the batch's argument, for messages.
-        batch_statistics: whether modules may normalize with the statistics of a batch.
-        is_part: whether other samples follow, so that averages cannot be checked yet.
-        differentiated: whether the caller differentiates the results.
-
-    Raises:
-        ArgumentError: if an argument is invalid.
+    ``called`` and ``given`` name the function and the batch in messages. ``is_part`` says that other samples follow, so
+    that averages cannot be checked yet.
     """
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
@@ -255,8 +245,8 @@ def normalize(
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, given)
     given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]
-    leaf_dims = spread_dims("in_dims[1]", batch_dims, structure)
-    dims = spread_dims("in_dims[0]", params_dims, tree.result)
+    leaf_dims = dims_of_leaves("in_dims[1]", batch_dims, structure)
+    dims = dims_of_leaves("in_dims[0]", params_dims, tree.result)
     if any(dim is not None and isinstance(slot, str) for dim, slot in zip(dims, tree.slots, strict=True)):
         fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
         raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(params_dims), fix=fix)

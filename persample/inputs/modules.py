@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import starmap
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from persample.utils.numerics import storage_key
 from persample.utils.trees import Leaf, Tree
 
 T = TypeVar("T")
+Slots: TypeAlias = dict[str, Any]  # what a module keeps in one of its dicts, by name
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = {list, dict, OrderedDict, defaultdict}  # others may do anything when they are copied
 # The entries of a list or dict in an attribute; copies of larger ones, such as vocabularies, would cost every call.
@@ -35,7 +36,7 @@ _FEW = 256
 
 
 class StandIn:
-    """Stands for a tensor while a loss runs; what is left of it in a module is removed, as tensors are."""
+    """Stands for a tensor while a loss runs; ``restore`` removes those left in a module."""
 
     __slots__ = ()
 
@@ -70,8 +71,8 @@ class _Modules:
         self.parts = named_parts(modules)
         self.parameters: dict[str, nn.Parameter] = {}
         # Slots are listed by the tensor in them, so that tied tensors, and modules with two names, are swapped alike.
-        self._slots: list[tuple[dict[str, Any], str, str]] = []
-        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._slots: list[tuple[Slots, str, str]] = []
+        self._buffers: list[tuple[Slots, str, Tensor]] = []
         self._plain: list[nn.Module] = []
         self._inner: list[dict[str, Any]] = []  # of TensorDictParams, which read these in place of their slots
         first_names: dict[int, str] = {}
@@ -97,13 +98,13 @@ class _Modules:
                 for name, held in buffers.items():
                     if held is not None:
                         self._buffers.append((buffers, name, held))
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # slots and their content before the swap
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._held: list[tuple[Slots, Slots]] = []  # slots and their content before the swap
+        self._attributes: list[tuple[Slots, Slots]] = []
         self._containers: list[tuple[Tree, Tree]] = []  # the lists and dicts in attributes, and copies of them
         self._flat_weights: list[tuple[nn.RNNBase, Any]] = []  # which recurrent layers keep beside their slots
         self.keeps = False  # whether what was swapped stays until the end of ``ParamTree.unchanged``
 
-    def swap(self, tensors: Mapping[Any, Tensor]) -> None:
+    def swap(self, tensors: Mapping[object, Tensor]) -> None:
         """Replace some parameters by other tensors, and all buffers by clones, until ``restore``."""
         if not self.keeps:
             self.remember()
@@ -127,7 +128,7 @@ class _Modules:
                         container[key] = placed[id(value)]
 
     def remember(self) -> None:
-        """Note what the modules hold, for ``restore``."""
+        """Record the content of the modules for ``restore``."""
         self._held += [(inner, inner.copy()) for inner in self._inner]
         for part in self._plain:
             attributes, slots, buffers = part.__dict__, parameter_slots(part), buffer_slots(part)
@@ -140,7 +141,7 @@ class _Modules:
                 self._flat_weights.append((part, flat_weights(part)))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the parameters, and the tensors that attributes held when ``remember`` noted them, with names."""
+        """Return the parameters, and the tensors in attributes at the time of ``remember``, with names."""
         yield from ((name.partition(".")[2], param) for name, param in self.parameters.items())
         noted = [attributes for _, attributes in self._attributes] or map(vars, self._plain)
         for part, attributes in zip(self._plain, noted, strict=True):
@@ -148,8 +149,8 @@ class _Modules:
                 of_part = f"{type(part).__name__}.{name}"
                 yield from ((of_part, x) for x in trees.flatten(attributes[name])[0] if isinstance(x, Tensor))
 
-    def changed(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the slots and attributes that hold other objects than ``remember`` noted, and what they held."""
+    def changed(self) -> list[tuple[Slots, Slots]]:
+        """Return the slots and attributes that changed since ``remember``, with their old content."""
         return [
             (slots, values)
             for slots, values in (*self._held, *self._attributes)
@@ -172,12 +173,12 @@ class _Modules:
         self._held, self._attributes, self._containers, self._flat_weights = [], [], [], []
 
 
-def _mark(x: Tensor, marks: dict[str, Any]) -> None:
+def _mark(x: Tensor, marks: Mapping[str, object]) -> None:
     """Give a tensor the attributes of another one, such as marks for weight decay, but torch.compile's own."""
     vars(x).update({name: mark for name, mark in marks.items() if not name.startswith("_dynamo_")})
 
 
-def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
+def _restore(slots: Slots, held: Slots) -> None:
     for name, value in list(slots.items()):
         if isinstance(value, Tensor | StandIn) and value is not held.get(name):
             if name in held:
@@ -189,7 +190,7 @@ def _restore(slots: dict[str, Any], held: dict[str, Any]) -> None:
 
 
 def _restore_container(container: Tree, held: Tree) -> None:
-    """Put back what a list or dict held, if it holds other tensors now, or containers with tensors."""
+    """Restore a list or dict in which tensors, or containers with tensors, were replaced."""
     now, before = (list(x.values()) if isinstance(x, dict) else x for x in (container, held))
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
@@ -287,11 +288,11 @@ class ParamTree:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the modules hold other objects than when ``unchanged`` noted them."""
+        """Whether the content of the modules changed since ``unchanged`` began."""
         return bool(self.inside.changed())
 
     def unchanged(self, body: Callable[[], T]) -> T:
-        """Call a function, and undo its effects on the modules; until then, what ``call`` has swapped stays in place.
+        """Call a function, then undo its effects on the modules; swapped parameters stay in place until then.
 
         Backward passes belong into the function, because a block may run again in its own backward pass.
         """

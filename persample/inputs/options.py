@@ -72,7 +72,7 @@ def check_chunk_size(chunk_size: object) -> None:
 
 
 def check_choices(**options: tuple[Any, Sequence[str]]) -> None:
-    """Reject an option that is none of some words."""
+    """Reject an option that is none of its allowed words."""
     for argument, (value, choices) in options.items():
         if not isinstance(value, str) or value not in choices:
             expected = " or ".join(repr(name) for name in choices)
@@ -182,14 +182,14 @@ class TotalWeight(NamedTuple):
 
     @classmethod
     def of(cls, weights: Tensor | None, size: int) -> TotalWeight:
-        """Return those of ``weights [B]``, or of B ones."""
+        """Return the total of ``weights [B]``, or of B ones."""
         if weights is None:
             return cls(float(size))
         weights = weights.detach()
         return cls(float(weights.sum()), float(weights.min()) if size else float("inf"), given=True)
 
     def merge(self, other: TotalWeight) -> TotalWeight:
-        """Return those of the samples of both."""
+        """Return the total of both sets of samples."""
         least = min(self.least, other.least)
         return TotalWeight(self.total + other.total, least, self.given or other.given)
 

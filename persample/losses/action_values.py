@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from persample.losses.common import check_actions, check_rows, check_same, overridable, taken
+from persample.losses.common import check_actions, check_rows, check_same, of_actions, overridable
 from persample.losses.td import error_of
 
 
@@ -45,7 +45,7 @@ def sarsa(
     """
     check_same(q_tm1=q_tm1, q_t=q_t)
     check_actions("q_t", q_t, a_t=a_t)
-    return _error(q_tm1, a_tm1, r_t, discount_t, taken(q_t, a_t), stop_target_gradients)
+    return _error(q_tm1, a_tm1, r_t, discount_t, of_actions(q_t, a_t), stop_target_gradients)
 
 
 @overridable
@@ -174,4 +174,4 @@ def _error(
 ) -> Tensor:
     check_actions("q_tm1", q_tm1, a_tm1=a_tm1)
     check_rows("q_tm1", q_tm1, r_t=r_t, discount_t=discount_t)
-    return error_of(r_t + discount_t * v_t, taken(q_tm1, a_tm1), stop_target_gradients)
+    return error_of(r_t + discount_t * v_t, of_actions(q_tm1, a_tm1), stop_target_gradients)

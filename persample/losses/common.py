@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from persample.errors import ArgumentError
-from persample.utils.trees import Tree
+from persample.utils.trees import Leaf, Tree
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Tree])
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
@@ -167,7 +167,7 @@ def overridable(loss: _Loss) -> _Loss:
     """
 
     @functools.wraps(loss)
-    def whole(*args: Any, **kwargs: Any) -> Tree:
+    def whole(*args: Leaf, **kwargs: Any) -> Tree:
         if has_torch_function(args):
             return handle_torch_function(whole, args, *args, **kwargs)
         return loss(*args, **kwargs)
@@ -175,28 +175,21 @@ def overridable(loss: _Loss) -> _Loss:
     return whole  # type: ignore[return-value]
 
 
-def taken(rows: Tensor, a: Tensor) -> Tensor:
+def of_actions(rows: Tensor, a: Tensor) -> Tensor:
     """Return the entry of the taken action from each row, ``[*]``: of rows ``[*, A]`` and actions ``[*]``.
 
     Examples:
-        >>> taken(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
+        >>> of_actions(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
         tensor([2., 3.])
     """
     return rows.gather(-1, a.long().unsqueeze(-1)).squeeze(-1)
 
 
-def spread(x: Tensor | float, like: Tensor) -> Tensor:
-    """Expand a value to one entry per step.
-
-    Args:
-        x: a number, or a tensor with the first axes of ``like`` (broadcasting would use the last axes).
-        like: the steps, ``[T, *]``.
-
-    Returns:
-        The entries, ``[T, *]``, in the wider dtype of both.
+def expand_to_steps(x: Tensor | float, like: Tensor) -> Tensor:
+    """Expand a value to one entry per step ``[T, *]``: a tensor has the first axes of ``like``, not the last.
 
     Examples:
-        >>> spread(torch.tensor([1.0, 2.0]), torch.zeros(2, 3))
+        >>> expand_to_steps(torch.tensor([1.0, 2.0]), torch.zeros(2, 3))
         tensor([[1., 1., 1.],
                 [2., 2., 2.]])
     """
@@ -224,7 +217,7 @@ def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
     if mask_t is not None and mask_t.shape == like.shape:
         return mask_t.bool()
     every = torch.ones_like(like, dtype=torch.bool)
-    return every if mask_t is None else spread(mask_t.bool(), every)
+    return every if mask_t is None else expand_to_steps(mask_t.bool(), every)
 
 
 def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.common import check_rows, check_same, over_time, overridable, padding, spread, unpadded
+from persample.losses.common import check_rows, check_same, expand_to_steps, over_time, overridable, padding, unpadded
 from persample.losses.policy_gradient import score_loss
 
 
@@ -110,7 +110,7 @@ def gaussian_entropy_loss(
     check_rows("sigma_t", sigma_t, w_t=w_t, mask_t=mask_t)
     mask = padding(mask_t, sigma_t[..., 0])
     entropy_t = (unpadded(mask, sigma_t, fill=1).log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
-    return over_time(-entropy_t * unpadded(mask, spread(w_t, entropy_t)), mask, reduction)
+    return over_time(-entropy_t * unpadded(mask, expand_to_steps(w_t, entropy_t)), mask, reduction)
 
 
 def _every_step(sigma_t: Tensor | float, mu_t: Tensor) -> Tensor:

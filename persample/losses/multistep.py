@@ -14,9 +14,9 @@ from persample.losses.common import (
     check_same,
     check_steps,
     is_on,
+    of_actions,
     overridable,
     real_steps,
-    taken,
     time_axis,
     unpadded,
 )
@@ -66,8 +66,8 @@ def sarsa_lambda(
     """
     mask = _check(q_tm1, a_tm1, r_t, discount_t, q_t, mask_t)
     check_actions("q_t", q_t, a_t=a_t)
-    target_tm1 = lambda_returns(r_t, discount_t, _taken(mask, q_t, a_t), lambda_, mask_t=mask)
-    return error_of(target_tm1, _taken(mask, q_tm1, a_tm1), stop_target_gradients)
+    target_tm1 = lambda_returns(r_t, discount_t, _of_actions(mask, q_t, a_t), lambda_, mask_t=mask)
+    return error_of(target_tm1, _of_actions(mask, q_tm1, a_tm1), stop_target_gradients)
 
 
 @overridable
@@ -111,7 +111,7 @@ def q_lambda(
     """
     mask = _check(q_tm1, a_tm1, r_t, discount_t, q_t, mask_t)
     target_tm1 = lambda_returns(r_t, discount_t, unpadded(mask, q_t).amax(-1), lambda_, mask_t=mask)
-    return error_of(target_tm1, _taken(mask, q_tm1, a_tm1), stop_target_gradients)
+    return error_of(target_tm1, _of_actions(mask, q_tm1, a_tm1), stop_target_gradients)
 
 
 @overridable
@@ -166,17 +166,17 @@ def retrace(
     check_same(q_t=q_t, pi_t=pi_t)
     check_steps("r_t", r_t, mu_t=mu_t, lambda_=lambda_)
     r, discounts, mu, mixing, pi_a_t, qa_t = entries(
-        mask, r_t, discount_t, mu_t, lambda_, _taken(mask, pi_t, a_t), _taken(mask, q_t, a_t)
+        mask, r_t, discount_t, mu_t, lambda_, _of_actions(mask, pi_t, a_t), _of_actions(mask, q_t, a_t)
     )
     c = mixing * (pi_a_t / (torch.where(mask, mu, 1) + eps)).clamp(max=1)
     c = torch.where(shift(mask, 1), c, 0)  # the last step has no successor
     v_t = (unpadded(mask, pi_t).double() * unpadded(mask, q_t)).sum(-1)
     target_tm1, _ = compose(r + discounts * (v_t - c * qa_t), discounts * c, len(r_t))
-    return error_of(target_tm1.to(q_tm1.dtype), _taken(mask, q_tm1, a_tm1), stop_target_gradients)
+    return error_of(target_tm1.to(q_tm1.dtype), _of_actions(mask, q_tm1, a_tm1), stop_target_gradients)
 
 
-def _taken(mask: Tensor, q: Tensor, a: Tensor) -> Tensor:
-    return taken(unpadded(mask, q), unpadded(mask, a))
+def _of_actions(mask: Tensor, q: Tensor, a: Tensor) -> Tensor:
+    return of_actions(unpadded(mask, q), unpadded(mask, a))
 
 
 def _check(

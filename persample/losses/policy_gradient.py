@@ -15,12 +15,12 @@ from persample.losses.common import (
     check_rows,
     check_same,
     check_steps,
+    expand_to_steps,
     is_on,
+    of_actions,
     over_time,
     overridable,
     padding,
-    spread,
-    taken,
     unpadded,
 )
 from persample.losses.returns import truncated_generalized_advantage_estimation
@@ -48,7 +48,7 @@ def categorical_log_prob(logits_t: Tensor, a_t: Tensor) -> Tensor:
         tensor([-6.9315e-01, -2.0000e+03])
     """
     check_actions("logits_t", logits_t, a_t=a_t)
-    return taken(torch.log_softmax(logits_t, dim=-1), a_t)
+    return of_actions(torch.log_softmax(logits_t, dim=-1), a_t)
 
 
 @overridable
@@ -181,7 +181,7 @@ def entropy_loss(
     mask = padding(mask_t, logits_t[..., 0])
     log_pi = torch.log_softmax(unpadded(mask, logits_t), dim=-1)
     negentropy_t = (log_pi.exp() * log_pi.clamp(min=torch.finfo(log_pi.dtype).min)).sum(-1)
-    return over_time(negentropy_t * unpadded(mask, spread(w_t, negentropy_t)), mask, reduction)
+    return over_time(negentropy_t * unpadded(mask, expand_to_steps(w_t, negentropy_t)), mask, reduction)
 
 
 @overridable
@@ -220,7 +220,7 @@ def clipped_surrogate_pg_loss(
     check_steps("prob_ratios_t", prob_ratios_t, adv_t=adv_t, mask_t=mask_t)
     check_not_negative("epsilon", epsilon, "Ratios are clipped to 1 ± ε; 0.2 is usual.")
     mask = padding(mask_t, prob_ratios_t)
-    ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, spread(adv_t, prob_ratios_t))
+    ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, expand_to_steps(adv_t, prob_ratios_t))
     if is_on("use_stop_gradient", use_stop_gradient):
         adv = stop_gradient(adv)
     return over_time(-torch.minimum(ratios * adv, ratios.clamp(1 - epsilon, 1 + epsilon) * adv), mask, reduction)
@@ -247,12 +247,12 @@ def score_loss(
         tensor(11.)
     """
     check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
-    adv = unpadded(mask, spread(adv_t, log_pi_a_t))
+    adv = unpadded(mask, expand_to_steps(adv_t, log_pi_a_t))
     if is_on("use_stop_gradient", use_stop_gradient):
         adv = stop_gradient(adv)
     loss_t = log_pi_a_t * -adv  # adv is usually a constant, so that its negation needs no backward pass
     if not (isinstance(w_t, int | float) and w_t == 1):
-        loss_t = loss_t * unpadded(mask, spread(w_t, log_pi_a_t))
+        loss_t = loss_t * unpadded(mask, expand_to_steps(w_t, log_pi_a_t))
     return over_time(loss_t, mask, reduction)
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.losses.common import check_steps, is_on, is_tensor, overridable, real_steps, spread, time_axis, unpadded
+from persample.losses.common import (
+    check_steps,
+    expand_to_steps,
+    is_on,
+    is_tensor,
+    overridable,
+    real_steps,
+    time_axis,
+    unpadded,
+)
 from persample.utils.trees import stop_gradient
 
 
@@ -24,7 +33,7 @@ def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
         >>> entries(torch.tensor([True, False]), 0.5)
         [tensor([0.5000, 0.0000], dtype=torch.float64)]
     """
-    return [unpadded(mask, spread(value, mask.double())) for value in values]
+    return [unpadded(mask, expand_to_steps(value, mask.double())) for value in values]
 
 
 def result_dtype(r_t: Tensor, *values: Tensor | float) -> torch.dtype:

@@ -7,7 +7,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.errors import ArgumentError
-from persample.losses.common import check_axes, check_same, check_steps, is_on, overridable, padding, spread, unpadded
+from persample.losses.common import (
+    check_axes,
+    check_same,
+    check_steps,
+    expand_to_steps,
+    is_on,
+    overridable,
+    padding,
+    unpadded,
+)
 from persample.losses.returns import lambda_returns
 from persample.utils.trees import stop_gradient
 
@@ -107,7 +116,7 @@ def td_lambda(
     check_axes(1, r_t=r_t)
     check_steps("r_t", r_t, v_tm1=v_tm1)
     target_tm1 = lambda_returns(r_t, discount_t, v_t, lambda_, mask_t=mask_t)
-    prediction_tm1 = unpadded(padding(mask_t, r_t), spread(v_tm1, r_t))
+    prediction_tm1 = unpadded(padding(mask_t, r_t), expand_to_steps(v_tm1, r_t))
     return error_of(target_tm1, prediction_tm1, stop_target_gradients)
 
 

@@ -154,7 +154,7 @@ def described(reductions: Sequence[Reduction], container: trees.TreeSpec) -> str
 
 
 def in_words(reduction: Reduction) -> str:
-    """Return the class and options of a reduction; functions are told by their names alone.
+    """Return the class and options of a reduction; functions by their names alone.
 
     Examples:
         >>> from persample import ClippedMean

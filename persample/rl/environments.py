@@ -24,6 +24,7 @@ from persample.errors import ArgumentError
 Envs = VectorEnv[Any, Any, Any]
 Space = spaces.Space[Any]
 Array = NDArray[Any]
+Infos = dict[str, Any]
 Policy = Callable[[Tensor, torch.Generator], Tensor]
 Network = Callable[[Tensor], Any]
 
@@ -168,7 +169,7 @@ class RandomWalk(gymnasium.Env[Any, Any]):
         s_t = s + (1 if a else -1)
         return 1.0, s_t, float(s_t == end), s_t in {0, end}
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Infos | None = None) -> tuple[int, Infos]:
         """Begin an episode in the middle.
 
         Args:
@@ -182,7 +183,7 @@ class RandomWalk(gymnasium.Env[Any, Any]):
         self.state = self.middle
         return self.state, {}
 
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int) -> tuple[int, float, bool, bool, Infos]:
         """Move left or right.
 
         Args:
@@ -277,7 +278,7 @@ def restart(envs: Envs, state: State, mask: NDArray[np.bool_]) -> State:
     return State(obs, state.resets & ~mask)
 
 
-def _with_final(obs_t: Array, done: NDArray[np.bool_], infos: dict[str, Any]) -> Array:
+def _with_final(obs_t: Array, done: NDArray[np.bool_], infos: Infos) -> Array:
     if done.any() and "final_obs" not in infos:
         fix = "Without it the end of an episode is lost: use autoreset_mode='NextStep'."
         expected, received = "infos['final_obs'] at the end of an episode (SameStep autoreset)", f"keys {sorted(infos)}"

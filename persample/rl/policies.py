@@ -159,14 +159,7 @@ def _is_pair(output: object) -> bool:
 
 
 class Features(nn.Module):
-    """Turns observations into vectors: states of a Discrete space become one-hot, those of a flat Box are unchanged.
-
-    Args:
-        space: the space of one observation.
-
-    Raises:
-        ArgumentError: if the space is neither.
-    """
+    """Turns observations into vectors: states of a Discrete space become one-hot, those of a flat Box are unchanged."""
 
     def __init__(self, space: Space) -> None:
         super().__init__()

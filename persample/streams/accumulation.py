@@ -67,7 +67,7 @@ def accumulate(
             as ``batch``, of any size, also of none. Each process of a group passes its own.
         reduce: as in ``per_sample_grads``.
         weights: None; a function from a batch to its weights, ``[B]`` or None; or an iterable with an entry for each
-            batch. What they mean is said in ``per_sample_grads``.
+            batch. See ``per_sample_grads``.
         in_dims: as in ``per_sample_grads``, the same for all batches.
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``; "same" means the same numbers for the samples of all batches. The losses

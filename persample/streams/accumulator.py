@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -27,13 +27,7 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class Partial:
-    """What one process knows after its last batch.
-
-    Args:
-        leaves: the merged leaves, or None if there was no batch.
-        count: the number of samples.
-        weight: their weights.
-    """
+    """The merged result of one process."""
 
     leaves: Tree
     count: int
@@ -42,13 +36,13 @@ class Partial:
 
 @dataclass(frozen=True)
 class Finished:
-    """A result that merging the processes gave already, in place of the leaves of its reduction."""
+    """A result that was computed while processes were merged; it replaces the leaves of its reduction."""
 
     value: Tensor
 
 
 class Accumulator:
-    """Merges the leaves of one part after the other; memory does not grow with their number, but for rows."""
+    """Merges parts one by one; memory is constant, except for rows of samples."""
 
     def __init__(self) -> None:
         self.structure: trees.TreeSpec | None = None
@@ -58,31 +52,17 @@ class Accumulator:
         self._later_rows: list[list[Tensor | Factor]] = []
 
     def add(self, partial: object, inputs: list[Tensor]) -> None:
-        """Merge the leaves of one part.
-
-        Args:
-            partial: the tree of its leaves.
-            inputs: the tensors that the loss was called with, and weights. Rows that share memory with them are
-                copied: the source of the batches may write there again.
-
-        Raises:
-            LossError: if the part does not fit the earlier ones.
-        """
+        """Merge the leaves of one part. Rows that share memory with ``inputs``, which may change later, are copied."""
         leaves, structure = trees.flatten(partial)
         self._merge_all(enumerate(leaves), structure, inputs)
 
     def take(self, merged: tuple[Total, list[Leaf]], inputs: list[Tensor]) -> None:
-        """Take the total that a part was merged into.
-
-        Args:
-            merged: the total of all parts, and the leaves of the last one that are not in it, in order.
-            inputs: as in ``add``.
-        """
+        """Adopt the total into which a program has merged a part."""
         self.total, others = merged
         places = [place for place, leaf in enumerate(self.total.outline.leaves) if leaf is None]
         self._merge_all(zip(places, others, strict=True), self.total.outline.structure, inputs)
 
-    def _merge_all(self, pairs: Iterable[tuple[int, Any]], structure: trees.TreeSpec, inputs: list[Tensor]) -> None:
+    def _merge_all(self, pairs: Iterable[tuple[int, Leaf]], structure: trees.TreeSpec, inputs: list[Tensor]) -> None:
         """Merge leaves at their places; the structure of the first part is that of all."""
         if self.structure is None:
             self.structure = structure
@@ -106,7 +86,7 @@ class Accumulator:
             self.leaves[place] = own.merge(leaf)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all numbers as tensors by name; none of the leaves has rows."""
+        """Return counts, weights and leaves as tensors by name; no leaf has rows."""
         total, least, given = self.weight.total, self.weight.least, self.weight.given
         weight = torch.tensor([total, least, given], dtype=torch.float64, device="cpu")
         state = {"samples": torch.tensor(self.samples, device="cpu"), "weight": weight}
@@ -115,7 +95,7 @@ class Accumulator:
         return state
 
     def load(self, partial: object, state: dict[str, Tensor]) -> None:
-        """Take the numbers that ``state`` returned."""
+        """Restore what ``state`` returned."""
         self.add(partial, [])
         total, least, given = state["weight"].tolist()
         self.samples, self.weight = int(state["samples"]), TotalWeight(total, least, bool(given))
@@ -129,7 +109,7 @@ class Accumulator:
         self.weight = self.weight.merge(TotalWeight.of(weights, size))
 
     def partial(self) -> Partial:
-        """Return all that was merged."""
+        """Return the merged result so far."""
         if self.structure is None:
             return Partial(None, 0, self.weight)
         if self.total is not None:
@@ -141,7 +121,7 @@ class Accumulator:
 
 
 def _numbers(leaf: object) -> dict[str, Tensor]:
-    """Return the numbers of a leaf as tensors, by the names of their fields."""
+    """Return the fields of a leaf as tensors, by name."""
     if isinstance(leaf, AnyOf):
         return {"value": torch.tensor(leaf.value, device="cpu")}
     return tensor_fields(leaf)
@@ -159,7 +139,7 @@ def _own_rows(leaf: object, taken: set[int]) -> Tree:
 
 
 def check_rows(expected: object, received: object) -> None:
-    """Reject rows that differ from those of earlier batches in their formats, which messages list."""
+    """Reject rows whose shape or dtype differs from that of earlier batches."""
     if expected != received:
         raise LossError(
             f"expected rows like those of earlier batches, {expected}, received {received}. Pad what the samples "
@@ -294,7 +274,7 @@ def _shape(leaf: object) -> str:
 
 
 def _nothing_like(leaf: object) -> Tree:
-    """Return the leaf of no samples; its numbers are stored once, however many there are."""
+    """Return the leaf of no samples, whose elements are one stored zero."""
 
     def zeros(x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)

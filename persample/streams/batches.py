@@ -37,12 +37,12 @@ class Batch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
         return f"batches[{self.number}]"
 
 
 def numbered(batches: object, weights: object) -> Iterator[Batch]:
-    """Iterate over the batches."""
+    """Yield the batches with their numbers and weights."""
     if isinstance(batches, Tensor | nn.Module | Mapping | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
@@ -98,11 +98,7 @@ def _check_takes_a_batch(weights: Callable[..., Tree]) -> None:
 
 
 class InBatch:
-    """Names the batch in every error; an error of the user's own keeps its type, and gets a note.
-
-    Args:
-        batch: the name.
-    """
+    """Names the batch in every error; an error of the user's own keeps its type, and gets a note."""
 
     def __init__(self, batch: str) -> None:  # a class: contexts made of generators take longer than small batches may
         self.batch = batch

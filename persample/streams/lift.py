@@ -32,9 +32,6 @@ class RandomStream:
 
     So the batches do not depend on what the losses draw, and a run that is resumed meets the same batches. Under "same"
     all chunks of all batches draw the same numbers.
-
-    Args:
-        randomness: "error", "same" or "different", as in ``torch.func.vmap``.
     """
 
     def __init__(self, randomness: str) -> None:
@@ -53,7 +50,7 @@ class RandomStream:
         rng.rewind(before)
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Let the loss of one chunk draw."""
+        """Return a context in which the loss of one chunk draws random numbers."""
         return nullcontext() if self.randomness == "error" else self._drawing()
 
     @contextmanager
@@ -70,7 +67,7 @@ class RandomStream:
 
 @dataclass(frozen=True)
 class BatchLift:
-    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves; or merged into a total, by a program.
+    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves, or merged into a total by a program.
 
     Args:
         loss_fn: the user's loss.
@@ -92,17 +89,13 @@ class BatchLift:
     random: RandomStream
     merges: bool
 
-    def __call__(self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Any, Call], object]) -> Call:
-        """Compute one batch.
+    def __call__(
+        self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
+    ) -> Call:
+        """Compute one batch, and return it, normalized.
 
-        Args:
-            batch: the batch.
-            total: returns the total of all chunks before, None of none.
-            receive: is called with the leaves of each chunk, and the chunk. If ``merges``, they are the total, and the
-                leaves that are not part of it.
-
-        Returns:
-            The normalized batch.
+        ``receive`` gets the leaves of each chunk, and the chunk; if ``merges``, the total, and the leaves that are not
+        part of it.
         """
 
         def compute() -> Call:
@@ -117,7 +110,7 @@ class BatchLift:
         with InBatch(batch.name):
             return isolated(self.params, compute)
 
-    def repeated(self, batch: Batch, total: Total | None) -> tuple[Any, int] | None:
+    def repeated(self, batch: Batch, total: Total | None) -> tuple[Tree, int] | None:
         """Merge a batch by the compiled program of an earlier one like it.
 
         Args:
@@ -178,7 +171,7 @@ class BatchLift:
         )
 
     def without_samples(self, call: Call) -> Tree:
-        """Return the leaves of none of the samples of a batch, which show the form of those of any."""
+        """Return the leaves of an empty batch, which have the form of any batch's leaves."""
         return isolated(self.params, lambda: self._lifted(call.none()))
 
     def _lifted(self, chunk: Call) -> Tree:

@@ -21,14 +21,7 @@ T = TypeVar("T")
 
 
 class Stream:
-    """One call of ``accumulate``.
-
-    Args:
-        lift: what is computed for each batch.
-        order: how the data set is spread over the processes.
-        processes: the processes.
-        run: the folder that rows go to, or None.
-    """
+    """One call of ``accumulate``."""
 
     def __init__(self, lift: BatchLift, order: Order, processes: Processes, run: SinkRun | None) -> None:
         self.lift, self.order, self.processes, self.run = lift, order, processes, run
@@ -104,9 +97,6 @@ class Lockstep:
 
     It runs while the batch is computed, and is awaited before the next one. So a process learns of an error elsewhere
     after one more batch, and processes without batches left wait for the others.
-
-    Args:
-        processes: the processes.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -115,7 +105,7 @@ class Lockstep:
         self._is_over = False
 
     def through(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over the items of this process, and wait until all processes are through theirs."""
+        """Iterate over the items of this process, and wait until all processes have finished theirs."""
         if self.processes.group is None:
             yield from items
             return
@@ -134,7 +124,7 @@ class Lockstep:
                 yield item  # type: ignore[misc]  # the sentinel is this object
 
     def fail(self, error: Exception) -> None:
-        """Tell the other processes of an error of this one."""
+        """Report an error of this process to the others."""
         if self.processes.group is None or self._is_over:
             return
         _, failed = self._await()

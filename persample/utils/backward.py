@@ -46,14 +46,14 @@ class BackwardGuard(TorchFunctionMode):
             func = run_by(self._run, func)  # blocks may run again inside of this one
         return func(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Tree:
+    def _run(self, *args: Leaf, **kwargs: Any) -> Tree:
         with self:  # torch's own functions leave the mode before the backward pass
             return engine_run_backward(*args, **kwargs)
 
     def grads(
         self, outputs: Sequence[Tensor], units: Sequence[Tensor], *, retain: bool = False, create_graph: bool = False
     ) -> list[Leaf]:
-        """Return the gradients of the stand-ins, None where there is none; what code accumulates meanwhile is added."""
+        """Return the gradients of the stand-ins, or None; what code accumulates during the pass is added."""
         for x in self._stand_ins:
             if x.is_leaf:
                 x.grad = None
@@ -66,7 +66,7 @@ class BackwardGuard(TorchFunctionMode):
         return found
 
     def refuse_derivatives(self, results: object) -> None:
-        """Have backward passes through results raise an error if blocks would run again in them, without stand-ins."""
+        """Make backward passes through results raise an error if they would run a block again without stand-ins."""
         for x in trees.flatten(results)[0] if self._has_differentiated else ():
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(_refuse_twice)
@@ -85,16 +85,16 @@ class BackwardGuard(TorchFunctionMode):
 
 
 def _key(x: Tensor) -> Tree:
-    """Return what identifies a tensor with a graph; a leaf that a checkpoint has saved is another object."""
+    """Return a key that identifies a tensor with a graph; a leaf saved by a checkpoint is another object."""
     if x.grad_fn is not None:
         return x.grad_fn
     with untraced():  # torch makes a view of the leaf: torch.cond differentiates its branches in a trace
         return id(get_gradient_edge(x).node.variable)  # type: ignore[attr-defined]
 
 
-def _reached(outputs: Tree, ends: Tree) -> dict[Any, Any]:
+def _reached(outputs: Tree, ends: Tree) -> dict[object, Tree]:
     """Return the nodes of a graph up to some ends, and the leaves by their ids; the values of leaves are tensors."""
-    reached: dict[Any, Any] = {}
+    reached: dict[object, Tree] = {}
     stack = [x.grad_fn for x in trees.flatten(outputs)[0] if isinstance(x, Tensor)]
     while stack:
         node = stack.pop()

@@ -45,7 +45,7 @@ _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManag
 
 
 def undone(body: Callable[[], T], undo: Callable[[], object]) -> T:
-    """Call a function, then undo its changes; if a signal interrupts ``undo``, ``undo`` is called again.
+    """Call a function, then undo its changes; if a signal interrupts ``undo``, it is called again.
 
     A second call of ``undo`` must be harmless where the first one has finished parts of the work.
     """

@@ -24,6 +24,7 @@ def time_rounds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[
         The seconds of every round, by name.
 
     Examples:
+        >>> import torch
         >>> seconds = time_rounds({"sum": lambda: torch.ones(10).sum()}, rounds=3)
         >>> len(seconds["sum"]), min(seconds["sum"]) > 0
         (3, True)
@@ -65,6 +66,7 @@ def peak_memory(call: Callable[[], object]) -> int:
         The bytes.
 
     Examples:
+        >>> import torch
         >>> peak_memory(lambda: torch.ones(250) + torch.ones(250))  # both terms and the sum
         3000
     """

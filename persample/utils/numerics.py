@@ -93,10 +93,7 @@ def precast(
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor, or a copy if its memory has gaps, with the axes in memory in the order of those of ``like``.
-
-    In compiled code, and without ``like``, the result is contiguous.
-    """
+    """Return a tensor without gaps in memory, its axes in the order of ``like``; in compiled code contiguous."""
     if is_for_compiler(x):
         return keep_strides(x.contiguous())  # otherwise Inductor would remove the copy
     if like is None:

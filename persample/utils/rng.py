@@ -68,7 +68,7 @@ def replayed(items: Iterable[T]) -> Iterator[T]:
 
 @dataclass(frozen=True)
 class Streams:
-    """The states of all global random streams: torch's on all devices (a snapshot), Python's and NumPy's."""
+    """The states of all global random streams: torch's on all devices, Python's and NumPy's."""
 
     torch: list[Tensor]
     python: Any

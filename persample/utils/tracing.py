@@ -158,13 +158,7 @@ def are_free_to_read(tensors: Sequence[Tensor]) -> bool:
 
 
 class Opaque:
-    """A function that may read values: one node of a program that runs operation by operation.
-
-    Args:
-        schema: its name and types, in torch's notation.
-        function: the function.
-        like: from the same arguments, without values, to an empty result.
-    """
+    """A function that may read values: one node of a program that runs operation by operation."""
 
     functions: ClassVar[dict[Any, Callable[..., Tensor]]] = {}  # by the operations that stand for them
 

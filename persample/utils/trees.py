@@ -107,7 +107,7 @@ def unflatten(leaves: list[Leaf], spec: TreeSpec) -> Tree:
     return dict(zip(spec.context, parts, strict=True)) if kind is dict else kind(parts)
 
 
-def tree_map(fn: Callable[..., Leaf], tree: object, *others: Any) -> Tree:
+def tree_map(fn: Callable[..., Leaf], tree: object, *others: Tree) -> Tree:
     """Apply a function to the leaves of a tree, each with what the other trees have at its place.
 
     Examples:
@@ -172,7 +172,7 @@ def leaves_like(tree: object, spec: TreeSpec) -> list[Leaf] | None:
         return None
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Tree:
+def map_tensors(fn: Callable[[torch.Tensor], Leaf], tree: object) -> Tree:
     """Apply a function to the tensors of a tree and leave every other leaf as it is."""
     leaves, spec = flatten(tree)
     return unflatten([fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
@@ -208,7 +208,7 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def digest(tree: object) -> str:
-    """Return a hash of the names, dtypes, shapes and values of the tensors of a tree."""
+    """Return a hash of the names, dtypes, shapes and elements of the tensors of a tree."""
     hashed = hashlib.sha256()
     for name, leaf in zip(paths(tree, ""), flatten(tree)[0], strict=True):
         facts = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor | np.ndarray) else type(leaf).__name__

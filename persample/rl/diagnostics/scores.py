@@ -73,20 +73,7 @@ def score_fn(log_prob_fn: LogProbFn) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def score_batch(episodes: Episodes, weight_t: Tensor, aux: Tensor, argument: str = "weight_t") -> tuple[Tensor, ...]:
-    """Return the batch of ``score_fn``.
-
-    Args:
-        episodes: E episodes, padded to T steps; padding is replaced by 0.
-        weight_t: the weights, ``[E, T]``.
-        aux: the aux output of the loss, ``[E, K]``.
-        argument: the name of the weights, for messages.
-
-    Returns:
-        Observations, actions, weights and ``aux``.
-
-    Raises:
-        ArgumentError: if the weights do not fit the episodes.
-    """
+    """Return the batch of ``score_fn``."""
     shape = list(episodes.mask_t.shape)
     if not isinstance(weight_t, Tensor) or list(weight_t.shape) != shape:
         fix = "One weight per step; see persample.rl.diagnostics.reward_to_go."

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from persample.errors import SinkError
 from persample.utils.trees import Tree, as_array
+
+Record: TypeAlias = dict[str, Any]  # an object of JSON
 
 _BLOCK = 2**24  # bytes that are read at a time
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO, None}  # from opening a link, a directory, a socket, a pipe
@@ -64,7 +66,7 @@ def _guarded(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that it is never seen half written, also after the process is killed."""
+    """Replace a file at once: a process that is killed leaves the old file or the new one."""
     beside = unfinished(path)
     with opened(beside, "w+b") as file:
         file.truncate()
@@ -110,18 +112,7 @@ def altered(path: Path, expected: str, received: str) -> SinkError:
 
 
 class Column:
-    """The rows of one tensor of the results.
-
-    Args:
-        path: the file.
-        dtype: the dtype of the rows.
-        shape: the shape of one row.
-        count: how many rows are known to be whole; those after them are cut off.
-        crc: the CRC-32 of these rows.
-
-    Raises:
-        SinkError: if the file does not hold these rows.
-    """
+    """The rows of one tensor of the results."""
 
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], count: int = 0, crc: int = 0) -> None:
         self.path, self.dtype, self.shape, self.count, self.crc = path, dtype, shape, count, crc
@@ -130,13 +121,13 @@ class Column:
         self._file: BinaryIO | None = None
 
     @classmethod
-    def of(cls, folder: Path, record: dict[str, Any]) -> Column:
+    def of(cls, folder: Path, record: Record) -> Column:
         """Return the column that a record of the index describes."""
         dtype = getattr(torch, record["dtype"])
         return cls(folder / record["file"], dtype, tuple(record["shape"]), record["count"], record["crc32"])
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """What the index says of the column."""
         dtype = str(self.dtype).removeprefix("torch.")
         facts = {"file": self.path.name, "dtype": dtype, "shape": list(self.shape)}
@@ -228,14 +219,14 @@ class Index:
         format: the version of this format.
     """
 
-    asked: dict[str, Any]
+    asked: Record
     batches: int = 0
     samples: int = 0
     weight: float = 0.0
     last_batch: str = ""
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    checkpoint: dict[str, Any] | None = None
+    rows: dict[str, Record] = field(default_factory=dict)
+    values: dict[str, Record] = field(default_factory=dict)
+    checkpoint: Record | None = None
     finished: bool = False
     format: str = _FORMAT
 
@@ -257,7 +248,7 @@ class Index:
         return cls(**found)
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _parsed(path: Path) -> Record:
     if not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     with opened(path) as file:
@@ -265,7 +256,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     body = data[: max(data.rfind(_SEAL), 0)]
     if data != body + _seal(body):
         raise ValueError("its checksum is not that of its contents: altered, cut short, or of an older version")
-    found: dict[str, Any] = json.loads(data)
+    found: Record = json.loads(data)
     del found["crc32"]
     _check(found)
     return found
@@ -276,8 +267,8 @@ def _seal(body: bytes) -> bytes:
     return _SEAL + b"%d\n}\n" % zlib.crc32(body)
 
 
-def _check(index: dict[str, Any]) -> None:
-    """Reject an index with other fields, or other values in them, than are written."""
+def _check(index: Record) -> None:
+    """Reject an index with fields or values that this version does not write."""
     _check_fields(index, _INDEX | {"checkpoint": type(index.get("checkpoint"))})
     is_over, values = index["finished"] or not index["batches"], index["values"].values()
     if index["format"] != _FORMAT or not math.isfinite(index["weight"]) or is_over != (index["checkpoint"] is None):

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from persample.errors import ArgumentError, SinkError
 from persample.processes import Processes
 from persample.streams.accumulator import Order
-from persample.streams.sink.files import NAME, Column, Index, altered, kept, opened, unfinished, write_whole
+from persample.streams.sink.files import NAME, Column, Index, Record, altered, kept, opened, unfinished, write_whole
 from persample.utils.trees import Tree
 
 # A commit is due after this many times what the last one took, so that commits take at most a tenth of the time.
@@ -32,20 +31,9 @@ _BLOCK = 2**16  # rows that are copied at a time
 
 
 class Sink:
-    """The files of one run of one process.
+    """The files of one run of one process."""
 
-    Args:
-        folder: the folder, new or empty, or of a run that is resumed.
-        asked: what is computed.
-        resume: whether to go on with the run in the folder, if there is one.
-        among: what else may be in the folder.
-
-    Raises:
-        ArgumentError: if the folder cannot be used for this run.
-        SinkError: if the files in it are not whole.
-    """
-
-    def __init__(self, folder: Path, asked: dict[str, Any], *, resume: bool, among: Sequence[Path] = ()) -> None:
+    def __init__(self, folder: Path, asked: Record, *, resume: bool, among: Sequence[Path] = ()) -> None:
         self.folder = folder
         self._committed = self._took = 0.0
         exists = os.path.lexists(folder / NAME)
@@ -90,14 +78,14 @@ class Sink:
 
     @property
     def is_due(self) -> bool:
-        """Whether a commit is worth its time."""
+        """Whether a commit is due."""
         return time.monotonic() - self._committed >= _PATIENCE * self._took
 
     def commit(self, batches: int, samples: int, weight: float, last_batch: str, state: Mapping[str, Tensor]) -> None:
-        """Make all that was appended whole: after a kill, the run goes on from here."""
+        """Commit all appended rows: a run that is killed later resumes from here."""
         start = time.monotonic()
         buffer = io.BytesIO()
-        arrays: dict[str, Any] = {name: x.cpu().numpy() for name, x in state.items()}
+        arrays: Record = {name: x.cpu().numpy() for name, x in state.items()}
         np.savez(buffer, **arrays)
         data, name = buffer.getvalue(), f"sums-{batches:08d}.npz"
         self.index.batches, self.index.samples = batches, samples
@@ -129,7 +117,7 @@ class Sink:
             raise altered(path, "arrays of numbers", str(error)) from error
 
     def finish(self, samples: int, weight: float, values: Mapping[str, Tensor]) -> None:
-        """Write the results that are no rows, and say that all is done."""
+        """Write the results without rows, and mark the run as finished."""
         with kept(self.folder):
             for column in self.columns.values():
                 column.finish()
@@ -225,7 +213,7 @@ def read_results(folder: Path, *, verify: bool) -> dict[str, Tensor]:
     return results
 
 
-def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Processes, *, resume: bool) -> Sink:
+def open_own(folder: Path, asked: Record, order: Order, processes: Processes, *, resume: bool) -> Sink:
     """Open the folder that a process writes to, or the one that all have finished."""
     if processes.group is None or (os.path.lexists(folder / NAME) and Index.read(folder).finished):
         whole = Sink(folder, asked, resume=resume)
@@ -238,9 +226,7 @@ def open_own(folder: Path, asked: dict[str, Any], order: Order, processes: Proce
     return Sink(path, {**asked, "rank": [processes.rank, processes.size, order]}, resume=resume)
 
 
-def join_ranks(
-    folder: Path, asked: dict[str, Any], order: Order, processes: Processes, values: Mapping[str, Tensor]
-) -> None:
+def join_ranks(folder: Path, asked: Record, order: Order, processes: Processes, values: Mapping[str, Tensor]) -> None:
     """Write the rows of all processes to the folder of the run, on the first process; remove their own folders."""
     if processes.rank:
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -19,26 +18,14 @@ from persample.reductions.rows import PerSample
 from persample.streams.accumulator import Accumulator, Order, Partial, check_rows, row_format
 from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
+from persample.streams.sink.files import Record
 from persample.streams.sink.folder import join_ranks, named, open_own, read_results
 from persample.utils import trees
 from persample.utils.trees import Leaf, Tree, digest, name_of
 
 
 class SinkRun:
-    """The folder of one call of ``accumulate``.
-
-    Args:
-        folder: the folder.
-        lift: what is computed for each batch.
-        container: the structure of the container of the results.
-        order: how the data set is spread over the processes.
-        processes: the processes, each of which has a folder of its own in it until all are done.
-        resume: whether to go on with the run in the folder.
-
-    Raises:
-        ArgumentError: if the folder cannot be used for this run.
-        SinkError: if the files in it are not whole.
-    """
+    """The folder of one call of ``accumulate``."""
 
     def __init__(
         self,
@@ -56,7 +43,7 @@ class SinkRun:
         self._asked = description(lift, self.names)
         self.sink = open_own(self.folder, self._asked, order, processes, resume=resume)
         self.is_finished, self.done = self.sink.index.finished, self.sink.index.batches
-        self.template: Any = None
+        self.template: Tree = None
         self._last: tuple[Batch, Call] | None = None
 
     def begin(self, call: Call, leaves: Sequence[Leaf]) -> None:
@@ -72,7 +59,7 @@ class SinkRun:
         self.template = trees.unflatten(list(range(len(flat))), structure)
 
     def skip(self, batch: Batch, accumulator: Accumulator) -> None:
-        """Pass over a batch that is whole in the folder; after the last one, restore the sums."""
+        """Skip a committed batch; after the last one, restore the sums."""
         call = self._pass_over(batch, accumulator)
         if batch.number + 1 < self.done:
             return
@@ -90,7 +77,7 @@ class SinkRun:
         return call
 
     def _check_passed(self, samples: int, weight: float, last: tuple[Batch, Call] | None) -> None:
-        """Reject batches that are not those of the folder, by their numbers, and the last of them unless it is None."""
+        """Reject other batches than those of the folder, by their counts and weights, and by the last one if given."""
         index = self.sink.index
         same = samples == index.samples and math.isclose(weight, index.weight, rel_tol=1e-9)
         if not same or (last is not None and _facts(*last) != (index.batches, index.last_batch)):
@@ -112,13 +99,13 @@ class SinkRun:
         return self._sums(lifted)
 
     def commit(self, batch: Batch, call: Call, accumulator: Accumulator) -> None:
-        """Make the batches so far whole, if that is worth its time."""
+        """Commit the batches so far if a commit is due."""
         self._last = batch, call
         if self.sink.is_due:
             self._commit(self._last, accumulator)
 
     def end(self, accumulator: Accumulator) -> None:
-        """Make all batches whole."""
+        """Commit all batches."""
         if accumulator.structure is None and self.done:
             expected = f"the {self.done} batches that are in {str(self.sink.folder)!r}"
             fix = "Give the batches of that run, from its first one on, or a new folder."
@@ -136,7 +123,7 @@ class SinkRun:
         self.sink.commit(batches, accumulator.samples, accumulator.weight.total, checksum, state)
 
     def finish(self, total: Partial) -> Tree:
-        """Write the results that are no rows, and return all, mapped into memory."""
+        """Write the results without rows; return all results, mapped into memory."""
         values = self._tensors(total.leaves[0], rows=False)
         if self.processes.group is None:
             self.sink.finish(total.count, total.weight.total, values)
@@ -191,7 +178,7 @@ class SinkRun:
 
 
 def _facts(batch: Batch, call: Call) -> tuple[int, str]:
-    """Return how many batches there are up to one, and its checksum."""
+    """Return the number of batches up to this one, and its checksum."""
     return batch.number + 1, digest((batch.content, call.weights))
 
 
@@ -199,7 +186,7 @@ def _has_rows(reduction: Reduction) -> bool:
     return isinstance(reduction, PerSample)
 
 
-def description(lift: BatchLift, names: list[str]) -> dict[str, Any]:
+def description(lift: BatchLift, names: list[str]) -> Record:
     """Return what determines the results of a run, beside its batches."""
     tree = check_params(lift.params)
     state = [module.state_dict() for module in tree.modules]
