@@ -241,10 +241,6 @@ def score_loss(
 
     Returns:
         The loss, ``[]``; ``[T]`` for "none".
-
-    Examples:
-        >>> score_loss(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 4.0]), 1.0, torch.ones(2).bool(), True, "sum")
-        tensor(11.)
     """
     check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
     adv = unpadded(mask, expand_to_steps(adv_t, log_pi_a_t))
