@@ -166,15 +166,7 @@ def expand_to_steps(x: Tensor | float, like: Tensor) -> Tensor:
 
 
 def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
-    """Return which steps are real.
-
-    Args:
-        mask_t: True (or non-zero) at real steps, of the first axes of ``like``; None if all are.
-        like: the steps, ``[T, *]``.
-
-    Returns:
-        The mask, ``[T, *]``, bool.
-    """
+    """Return which of the steps ``like [T, *]`` are real: the mask, of the first axes, as ``[T, *]`` bool."""
     if mask_t is not None and mask_t.shape == like.shape:
         return mask_t.bool()
     every = torch.ones_like(like, dtype=torch.bool)
@@ -187,16 +179,7 @@ def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
-    """Overwrite padding before use: a product with 0 would keep its NaN in the gradient.
-
-    Args:
-        mask: True at real steps, ``[*]``; None if all are.
-        x: entries of the steps, ``[*]``, or rows of them, ``[*, A]``.
-        fill: the new content of padding.
-
-    Returns:
-        The entries, in the shape of ``x``.
-    """
+    """Overwrite padding in ``x [*]`` or ``[*, A]`` before use: a product with 0 would keep its NaN in the gradient."""
     if mask is None:
         return x
     if mask.ndim < x.ndim:  # contiguous: repeating an expanded tensor twice takes torch four times as long
@@ -205,19 +188,7 @@ def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
 
 
 def over_time(loss_t: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Reduce the losses of the steps.
-
-    Args:
-        loss_t: one loss per step, 0 at padding, ``[T]``.
-        mask: True at real steps, ``[T]``; None if all are.
-        reduction: "sum", "mean" over real steps (0 if there are none) or "none".
-
-    Returns:
-        The loss, ``[]``; ``[T]`` for "none".
-
-    Raises:
-        ArgumentError: if ``reduction`` is unknown.
-    """
+    """Reduce losses ``[T]`` that are 0 at padding: "sum", "mean" over real steps (0 if there are none), or "none"."""
     if reduction not in ("sum", "mean", "none"):
         fix = "'sum' is the REINFORCE estimator."
         raise ArgumentError.about("reduction", expected="'sum', 'mean' or 'none'", received=repr(reduction), fix=fix)
