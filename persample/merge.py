@@ -218,13 +218,7 @@ class AnyOf:
 
 
 def merge(left: object, right: object) -> Tree:
-    """Merge two partial results of the same structure, leaf by leaf.
-
-    Examples:
-        >>> a, b = Summed(torch.tensor(1.0)), Summed(torch.tensor(2.0))
-        >>> merge({"loss": a}, {"loss": b})["loss"].finish()
-        tensor(3.)
-    """
+    """Merge two partial results of the same structure, leaf by leaf."""
     return tree_map(lambda a, b: a.merge(b), left, right)
 
 

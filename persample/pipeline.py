@@ -56,12 +56,6 @@ def owned(result: object, inputs: Sequence[Tensor]) -> Tree:
 
     Gradients may share memory with each other (two biases that are added), or repeat one number (a bias that is added
     to every element). An auxiliary output of the loss may be an input of the loss.
-
-    Examples:
-        >>> import torch
-        >>> x = torch.zeros(2)
-        >>> owned([x, x.expand(3, 2)], [x])[0] is x
-        False
     """
     leaves, structure = trees.flatten(result)
     taken = set(map(memory, inputs))
@@ -87,12 +81,6 @@ def write_into(out: object, result: object) -> Tree:
 
     Raises:
         ArgumentError: if ``out`` does not fit; then nothing is written.
-
-    Examples:
-        >>> import torch
-        >>> storage = {"w": torch.zeros(2)}
-        >>> write_into(storage, {"w": torch.ones(2)}) is storage, storage["w"]
-        (True, tensor([1., 1.]))
     """
     leaves, structure = trees.flatten(result)
     targets = trees.leaves_like(out, structure)
@@ -128,14 +116,7 @@ def write_into(out: object, result: object) -> Tree:
 
 
 def is_apart(out: object, inputs: Sequence[Leaf]) -> bool:
-    """Return whether a previous result can be written while the inputs are still read: they share no memory.
-
-    Examples:
-        >>> import torch
-        >>> x = torch.zeros(2)
-        >>> is_apart([x], [x]), is_apart([x], [])
-        (False, True)
-    """
+    """Return whether a previous result can be written while the inputs are still read: they share no memory."""
     leaves = trees.flatten(out)[0]
     if not all(isinstance(x, Tensor) for x in leaves):
         return False

@@ -144,12 +144,7 @@ def check_group(group: object) -> None:
 
 
 def own_rows(tensors: Sequence[Tensor | None], sizes: Sequence[int], rank: int) -> list[Tensor | None]:
-    """Return the rows that belong to one process, from those of all processes by rank; None stays None.
-
-    Examples:
-        >>> own_rows([torch.tensor([1, 2, 3]), None], [1, 2], 1)
-        [tensor([2, 3]), None]
-    """
+    """Return the rows that belong to one process, from those of all processes by rank; None stays None."""
     start = sum(sizes[:rank])
     return [None if x is None else x[start : start + sizes[rank]] for x in tensors]
 

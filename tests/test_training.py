@@ -239,9 +239,9 @@ def rows(directory):
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_the_rest_is_exact(tmp_path):
-    settings = ["reinforce", "--steps", 12000, "--batch", 4, "--hidden", 16, "--output"]
+    settings = ["reinforce", "--steps", 4000, "--batch", 1, "--hidden", 16, "--output"]
     process = launch(*settings, tmp_path / "cut")
-    metrics, deadline = tmp_path / "cut" / "metrics.csv", time.monotonic() + 60
+    metrics, deadline = tmp_path / "cut" / "metrics.csv", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -254,7 +254,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_rest_is_exact(tmp_path):
     saved = torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)
     assert 3 <= len(saved["history"]) == len(rows(tmp_path / "cut"))
     assert f"{len(saved['history'])} updates, {saved['steps']} steps" in output
-    assert saved["steps"] < 12000
+    assert saved["steps"] < 4000
     assert (tmp_path / "cut" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
     assert run("train", *settings, tmp_path / "cut").exit_code == 2  # the checkpoint is in the way

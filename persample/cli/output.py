@@ -47,5 +47,5 @@ def writable(directory: Path, *names: str) -> Path:
         fix = "Choose another one."
         reason = getattr(error, "strerror", error)  # a zero byte is a ValueError
         expected, received = "a directory that can be written to", f"{str(directory)!r} ({reason})"
-        raise ArgumentError.about("output", expected=expected, received=received, fix=fix) from error
+        raise ArgumentError.about("--output", expected=expected, received=received, fix=fix) from error
     return directory

@@ -97,12 +97,7 @@ def tolerance(encoder: Encoder, z: object) -> float:
 
 
 def deviation(z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest |z − z₁| and the largest finite |z₁|, 0-d float64 each; NaN and ∞ equal themselves.
-
-    Examples:
-        >>> deviation(torch.tensor([1.0, torch.inf]), torch.tensor([4.0, torch.inf]))
-        (tensor(3., dtype=torch.float64), tensor(4., dtype=torch.float64))
-    """
+    """Return the largest |z − z₁| and the largest finite |z₁|, 0-d float64 each; NaN and ∞ equal themselves."""
     dtype = accumulate_dtype(z.dtype) if z.is_floating_point() or z.is_complex() else torch.float64
     now, then = (as_real(x.detach()).to(dtype).flatten() for x in (z, before))
     same = (now == then) | (now.isnan() & then.isnan())
@@ -230,13 +225,7 @@ def contributions(call: Call, first: FirstPass, cotangents: Sequence[Tensor | No
 
 
 def inner_product(z: Tensor, cotangent: Tensor) -> Tensor:
-    """Return ⟨z, c⟩, whose gradient is c: complex numbers as pairs of reals, summed in float32 at least.
-
-    Examples:
-        >>> import torch
-        >>> inner_product(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
-        tensor(11.)
-    """
+    """Return ⟨z, c⟩, whose gradient is c: complex numbers as pairs of reals, summed in float32 at least."""
     dtype = accumulate_dtype(z.dtype)
     return (as_real(z).to(dtype) * as_real(cotangent).to(dtype)).sum()
 

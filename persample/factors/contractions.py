@@ -134,11 +134,6 @@ def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
 
     Args:
         pairs: signals ``[B, G, T, o]`` and inputs ``[B, G, T, i]``.
-
-    Examples:
-        >>> l, r = torch.tensor([[[[1.0], [2.0]]]]), torch.tensor([[[[3.0], [4.0]]]])
-        >>> squared_norms_of_sums([(l, r), (l, l)])  # 3 + 8 and 1 + 4, squared
-        [tensor([121.], dtype=torch.float64), tensor([25.], dtype=torch.float64)]
     """
     keys = [tuple(map(memory_of_rows, pair)) for pair in pairs]
     operands = _by_key(pairs, keys).values()

@@ -342,12 +342,7 @@ class Dense(Factor):
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:
-    """Return one factor for the samples of all. Unlike kinds are written out.
-
-    Examples:
-        >>> concatenate([Dense(torch.ones(2, 3)), Dense(torch.ones(1, 3))]).materialize().shape
-        torch.Size([3, 3])
-    """
+    """Return one factor for the samples of all. Unlike kinds are written out."""
     kinds = {type(factor) for factor in factors}
     joined = kinds.pop().concatenate(factors) if len(kinds) == 1 else None
     if joined is not None:

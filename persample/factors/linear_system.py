@@ -30,12 +30,6 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     """Return sᵢ sⱼ ⟨gᵢ, gⱼ⟩ over all parameters, ``[N, N]`` float64; N is the number of rows (B·K of K outputs).
 
     float64 holds the products of all float32 numbers: no operand is balanced.
-
-    Examples:
-        >>> from persample.factors import Dense
-        >>> float64_gram([Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))])
-        tensor([[25.,  4.],
-                [ 4.,  1.]], dtype=torch.float64)
     """
     size = prod(factors[0].sizes)
     blocks = _blocks(size, factors[0].device, lower=lower)

@@ -342,12 +342,7 @@ def take_apart(params: object, name: str = "params") -> ParamTree:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that require gradients, by name; a tied one by its first name.
-
-    Examples:
-        >>> list(trained_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
-        ['0.weight', '0.bias']
-    """
+    """Return the parameters of a module that require gradients, by name; a tied one by its first name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, part in named_parts([module]).items():
         for name, param in parameter_slots(part).items():

@@ -98,15 +98,7 @@ def _labelled(name: str, kind: str) -> str:
 
 
 def are_hooked(tensors: Sequence[Tensor]) -> bool:
-    """Return whether any of some tensors has a hook.
-
-    Examples:
-        >>> import torch
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> hook = x.register_hook(torch.neg)
-        >>> are_hooked([x]), hook.remove(), are_hooked([x])
-        (True, None, False)
-    """
+    """Return whether any of some tensors has a hook."""
     return any(map(backward_hooks, tensors)) or any(map(post_accumulate_grad_hooks, tensors))
 
 

@@ -26,10 +26,6 @@ def is_tensor(value: object, name: str) -> TypeGuard[Tensor]:
 
     Anything else is rejected (None is only for ``mask_t``), as are truth values in the place of numbers, a mask without
     an axis of time, and a number that is no discount or no λ.
-
-    Examples:
-        >>> is_tensor(torch.zeros(2), "r_t"), is_tensor(1.0, "r_t")
-        (True, False)
     """
     if isinstance(value, Tensor):
         if value.dtype is torch.bool and name not in _TRUTHS:
@@ -104,13 +100,7 @@ def check_actions(name: str, rows: Tensor, **actions: Tensor) -> None:
 
 
 def time_axis(name: str, steps: Tensor, time_dim: int | None) -> int:
-    """Return the axis of time, not negative, which only the caller knows if there are several.
-
-    Examples:
-        >>> import torch
-        >>> time_axis("r_t", torch.zeros(2, 3), -1)
-        1
-    """
+    """Return the axis of time, not negative, which only the caller knows if there are several."""
     count = steps.ndim
     if time_dim is None and count > 1:
         fix = "Which axis is time? Pass time_dim=1 for episodes as rows, [E, T], or time_dim=0 for time first."
@@ -150,20 +140,6 @@ def overridable(loss: _Loss) -> _Loss:
     """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
 
     The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
-
-    Examples:
-        >>> import torch
-        >>> class Named(torch.overrides.TorchFunctionMode):
-        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
-        ...         print(func.__name__)
-        ...         return func(*args, **(kwargs or {}))
-        >>> @overridable
-        ... def loss(v):
-        ...     return v.square().sum()
-        >>> x = torch.ones(2)
-        >>> with Named():
-        ...     value = loss(x)
-        loss
     """
 
     @functools.wraps(loss)
@@ -176,23 +152,12 @@ def overridable(loss: _Loss) -> _Loss:
 
 
 def of_actions(rows: Tensor, a: Tensor) -> Tensor:
-    """Return the entry of the taken action from each row, ``[*]``: of rows ``[*, A]`` and actions ``[*]``.
-
-    Examples:
-        >>> of_actions(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
-        tensor([2., 3.])
-    """
+    """Return the entry of the taken action from each row, ``[*]``: of rows ``[*, A]`` and actions ``[*]``."""
     return rows.gather(-1, a.long().unsqueeze(-1)).squeeze(-1)
 
 
 def expand_to_steps(x: Tensor | float, like: Tensor) -> Tensor:
-    """Expand a value to one entry per step ``[T, *]``: a tensor has the first axes of ``like``, not the last.
-
-    Examples:
-        >>> expand_to_steps(torch.tensor([1.0, 2.0]), torch.zeros(2, 3))
-        tensor([[1., 1., 1.],
-                [2., 2., 2.]])
-    """
+    """Expand a value to one entry per step ``[T, *]``: a tensor has the first axes of ``like``, not the last."""
     if isinstance(x, Tensor):
         if x.shape == like.shape and x.dtype == like.dtype:
             return x
@@ -201,19 +166,7 @@ def expand_to_steps(x: Tensor | float, like: Tensor) -> Tensor:
 
 
 def real_steps(mask_t: Tensor | None, like: Tensor) -> Tensor:
-    """Return which steps are real.
-
-    Args:
-        mask_t: True (or non-zero) at real steps, of the first axes of ``like``; None if all are.
-        like: the steps, ``[T, *]``.
-
-    Returns:
-        The mask, ``[T, *]``, bool.
-
-    Examples:
-        >>> real_steps(torch.tensor([1, 0]), torch.zeros(2))
-        tensor([ True, False])
-    """
+    """Return which of the steps ``like [T, *]`` are real: the mask, of the first axes, as ``[T, *]`` bool."""
     if mask_t is not None and mask_t.shape == like.shape:
         return mask_t.bool()
     every = torch.ones_like(like, dtype=torch.bool)
@@ -226,20 +179,7 @@ def padding(mask_t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
-    """Overwrite padding before use: a product with 0 would keep its NaN in the gradient.
-
-    Args:
-        mask: True at real steps, ``[*]``; None if all are.
-        x: entries of the steps, ``[*]``, or rows of them, ``[*, A]``.
-        fill: the new content of padding.
-
-    Returns:
-        The entries, in the shape of ``x``.
-
-    Examples:
-        >>> unpadded(torch.tensor([True, False]), torch.tensor([1.0, torch.nan]))
-        tensor([1., 0.])
-    """
+    """Overwrite padding in ``x [*]`` or ``[*, A]`` before use: a product with 0 would keep its NaN in the gradient."""
     if mask is None:
         return x
     if mask.ndim < x.ndim:  # contiguous: repeating an expanded tensor twice takes torch four times as long
@@ -248,23 +188,7 @@ def unpadded(mask: Tensor | None, x: Tensor, fill: float = 0) -> Tensor:
 
 
 def over_time(loss_t: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Reduce the losses of the steps.
-
-    Args:
-        loss_t: one loss per step, 0 at padding, ``[T]``.
-        mask: True at real steps, ``[T]``; None if all are.
-        reduction: "sum", "mean" over real steps (0 if there are none) or "none".
-
-    Returns:
-        The loss, ``[]``; ``[T]`` for "none".
-
-    Raises:
-        ArgumentError: if ``reduction`` is unknown.
-
-    Examples:
-        >>> over_time(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([True, True, False]), "mean")
-        tensor(1.5000)
-    """
+    """Reduce losses ``[T]`` that are 0 at padding: "sum", "mean" over real steps (0 if there are none), or "none"."""
     if reduction not in ("sum", "mean", "none"):
         fix = "'sum' is the REINFORCE estimator."
         raise ArgumentError.about("reduction", expected="'sum', 'mean' or 'none'", received=repr(reduction), fix=fix)

@@ -229,23 +229,7 @@ def clipped_surrogate_pg_loss(
 def score_loss(
     log_pi_a_t: Tensor, adv_t: Tensor, w_t: Tensor | float, mask: Tensor | None, use_stop_gradient: bool, reduction: str
 ) -> Tensor:
-    """Compute −Σₜ wₜ log π(aₜ|sₜ) Aₜ from log-probabilities that are finite at padding.
-
-    Args:
-        log_pi_a_t: log-probabilities of the actions taken, ``[T]``.
-        adv_t: advantages, ``[T]``.
-        w_t: weights, ``[T]`` or a number.
-        mask: True at real steps, ``[T]``; None if all are.
-        use_stop_gradient: no gradient flows through the advantages.
-        reduction: the reduction over time.
-
-    Returns:
-        The loss, ``[]``; ``[T]`` for "none".
-
-    Examples:
-        >>> score_loss(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 4.0]), 1.0, torch.ones(2).bool(), True, "sum")
-        tensor(11.)
-    """
+    """Compute −Σₜ wₜ log π(aₜ|sₜ) Aₜ from log-probabilities ``[T]`` that are finite at padding."""
     check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
     adv = unpadded(mask, expand_to_steps(adv_t, log_pi_a_t))
     if is_on("use_stop_gradient", use_stop_gradient):

@@ -27,22 +27,12 @@ from persample.utils.trees import stop_gradient
 
 
 def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
-    """Expand values to one float64 entry per step, with 0 at padding.
-
-    Examples:
-        >>> entries(torch.tensor([True, False]), 0.5)
-        [tensor([0.5000, 0.0000], dtype=torch.float64)]
-    """
+    """Expand values to one float64 entry per step, with 0 at padding."""
     return [unpadded(mask, expand_to_steps(value, mask.double())) for value in values]
 
 
 def result_dtype(r_t: Tensor, *values: Tensor | float) -> torch.dtype:
-    """Return the dtype of a result by torch's promotion rules: numbers and 0-d tensors adapt.
-
-    Examples:
-        >>> result_dtype(torch.zeros(2), 0.5, torch.tensor(1.0, dtype=torch.float64))
-        torch.float32
-    """
+    """Return the dtype of a result by torch's promotion rules: numbers and 0-d tensors adapt."""
     return functools.reduce(torch.promote_types, (torch.result_type(r_t, value) for value in values))
 
 
@@ -78,12 +68,7 @@ def compose(b: Tensor, a: Tensor, n: int, axis: int = 0) -> tuple[Tensor, Tensor
 
 
 def shift(x: Tensor, steps: int, axis: int = 0) -> Tensor:
-    """Return x at times t + steps, 0 (False) past the end.
-
-    Examples:
-        >>> shift(torch.tensor([1, 2, 3]), 1)
-        tensor([2, 3, 0])
-    """
+    """Return x at times t + steps, 0 (False) past the end."""
     if not steps:
         return x
     ended = min(steps, x.shape[axis])

@@ -147,11 +147,6 @@ def huber_loss(x: Tensor, delta: float = 1.0) -> Tensor:
 
 
 def error_of(target_tm1: Tensor, prediction_tm1: Tensor, stop_target_gradients: bool) -> Tensor:
-    """Return target minus prediction; no gradient flows through the target if asked so.
-
-    Examples:
-        >>> error_of(torch.tensor(3.0), torch.tensor(1.0), stop_target_gradients=True)
-        tensor(2.)
-    """
+    """Return target minus prediction; no gradient flows through the target if asked so."""
     stops = is_on("stop_target_gradients", stop_target_gradients)
     return (stop_gradient(target_tm1) if stops else target_tm1) - prediction_tm1

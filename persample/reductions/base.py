@@ -143,24 +143,12 @@ class Reductions:
 
 
 def described(reductions: Sequence[Reduction], container: trees.TreeSpec) -> str:
-    """Return the reductions of a call in words.
-
-    Examples:
-        >>> from persample import Norm, Sum
-        >>> described([Sum(), Norm()], trees.structure((1, 2)))
-        "('Sum()', 'Norm(per_param=False)')"
-    """
+    """Return the reductions of a call in words."""
     return str(trees.unflatten(list(map(in_words, reductions)), container))
 
 
 def in_words(reduction: Reduction) -> str:
-    """Return the class and options of a reduction; functions by their names alone.
-
-    Examples:
-        >>> from persample import ClippedMean
-        >>> in_words(ClippedMean(1.0))
-        'ClippedMean(max_norm=1.0, per_param=False)'
-    """
+    """Return the class and options of a reduction; functions by their names alone."""
     given: dict[str, Any] = (
         {one.name: getattr(reduction, one.name) for one in fields(reduction)} if is_dataclass(reduction) else {}
     )

@@ -363,12 +363,7 @@ class NPG(Algorithm[ActorCritic]):
 
 
 def standardized(x_t: Tensor, mask_t: Tensor) -> Tensor:
-    """Return the unmasked entries standardized to mean 0 and variance 1, and 0 for masked ones, ``[B, T]``.
-
-    Examples:
-        >>> standardized(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
-        tensor([[-1.,  1.,  0.]])
-    """
+    """Return the unmasked entries standardized to mean 0 and variance 1, and 0 for masked ones, ``[B, T]``."""
     real = x_t[mask_t]
     return torch.where(mask_t, (x_t - real.mean()) / real.std(correction=0).clamp(min=1e-8), 0)
 
