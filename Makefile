@@ -5,8 +5,8 @@ TORCH ?=
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Files of `make quick`, tests/test_*.py: every concept of the core, no compilation.
-QUICK := imports public grid factors merge naive errors_arguments errors_loss explain layers_engine
+# Files of `make quick`, tests/**/test_*.py: every concept of the core, no compilation.
+QUICK := architecture public grid factors merge naive errors_arguments errors_loss explain layers_engine
 # The seeds of `make fuzz`, from and up to.
 EAGER ?= 0 5000
 TRACED ?= 0 2000
@@ -49,7 +49,7 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 	$(BIN)/mypy
 
 quick: lint ## lint, then the tests of the core: under 90 seconds, while you write
-	$(PYTEST) --quiet $(QUICK:%=tests/test_%.py)
+	$(PYTEST) --quiet $(wildcard $(QUICK:%=tests/*/test_%.py) $(QUICK:%=tests/*/*/test_%.py))
 
 test: lint ## lint, then all tests with warnings as errors, examples, notebooks, strict docs
 	$(PYTEST)

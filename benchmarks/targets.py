@@ -2,7 +2,7 @@
 
 Other targets have scripts or tests of their own: compile times with a warm disk cache (``benchmarks/compile_time.py``),
 writes into ``out=``, at most 1.4 times ``fill_`` over the same bytes (``benchmarks/same_memory.py``), and allocated
-memory (``tests/test_memory.py``).
+memory (``tests/public/test_memory.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every private name of torch that persample uses, and nothing else: when torch renames one, this file changes.
 
 Each name stands for a public one that torch does not have; the comment above it says what the public API lacks. The
-names are torch's own, without leading underscores. ``tests/test_torch.py`` checks what each of them does.
+names are torch's own, without leading underscores. ``tests/public/test_torch.py`` checks what each of them does.
 
 Importing this file succeeds on any torch. A name that is missing is replaced by what the public API has for it, or
 becomes a stand-in that raises ``TorchVersionError`` when it is called, subclassed and instantiated, or asked for an

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from grid import REDUCTIONS
 from oracle import assert_trees_close, oracle
-from test_grid import REDUCTIONS
 from torch import Tensor, nn
 
 from persample import Factored, Norm, per_sample_grads

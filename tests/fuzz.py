@@ -8,8 +8,8 @@ from __future__ import annotations
 import collections
 import sys
 
+from random_outcomes import outcomes
 from random_shrinking import smallest
-from test_random_programs import outcomes
 
 EVERY = {"eager": 100, "traced": 50, "compiled": 10}  # seeds between two lines of counts
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 
 class Golden(NamedTuple):
     name: str
@@ -517,3 +519,16 @@ SIGNATURES = {
     "truncated_generalized_advantage_estimation": "r_t discount_t lambda_ values stop_target_gradients",
     "categorical_importance_sampling_ratios": "pi_logits_t mu_logits_t a_t",
 }
+
+OPTIONS = {"n", "huber_param", "delta", "epsilon", "clip_rho_threshold", "clip_pg_rho_threshold"}
+OPTIONS |= {"value_cost", "entropy_cost"}
+
+
+def arguments(golden, dtype=torch.float64):
+    """The recorded literals, as leaves where they are real numbers."""
+    made = {}
+    for name, value in golden.arguments.items():
+        x = torch.tensor(value)
+        x = torch.tensor(value, dtype=dtype).requires_grad_() if x.is_floating_point() else x
+        made[name] = value if name in OPTIONS else x
+    return made

@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
+
 PAGE = ROOT / "docs" / "ecosystem.md"
 NEIGHBOURS = ["torch", "numpy", "gymnasium", "torchrl", "tensordict", "transformers", "peft"]
 OTHERS = ["minari[hdf5]", "pillow", "stable-baselines3", "pytest>=9", "hypothesis", "sybil"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -12,8 +13,9 @@ import warnings
 import torch
 import torch.distributed as dist
 from device_cases import moved
+from grid import REDUCTIONS
 from oracle import error_of, oracle
-from test_grid import REDUCTIONS
+from paths import ROOT, TESTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload, build
@@ -230,6 +232,23 @@ def with_a_killed_rank(folder, rank):
     message = error_of(lambda: accumulate(affine, draw(3), batches(), ps.Mean(), group=dist.group.WORLD))
     print(f"{time.monotonic() - start:.1f} {message}", flush=True)
     os._exit(0)  # nobody answers any more
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1"}
+
+
+def launched(folder, world, **where):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run(
+        [*command, __file__, str(folder)],
+        env=ENVIRONMENT | where,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
 
 
 if __name__ == "__main__":

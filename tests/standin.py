@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paths import ROOT
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-ROOT = str(Path(__file__).resolve().parents[1] / "persample")
+LIBRARY = str(ROOT / "persample")
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 # Kernels of the CPU that only look at sizes, strides and storages, which tensors of any device have.
@@ -65,8 +66,8 @@ class Device(_DummyBackendModule):
         return [torch.bfloat16, torch.float16]
 
     def record(self, kind: str, operation: Any) -> None:
-        frames = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT)]
-        line = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else "the caller"
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(LIBRARY)]
+        line = f"{Path(frames[-1].filename).relative_to(LIBRARY)}:{frames[-1].lineno}" if frames else "the caller"
         self.transfers.append(Transfer(kind, str(operation), line))
 
 

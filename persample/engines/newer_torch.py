@@ -2,7 +2,7 @@
 
 A private name of such a torch may exist and do something else. Once in a process the names of levels of vmap are tried,
 and an engine computes small programs that the loop computes, too. Where results differ, ``fallback.py`` answers all
-calls without the engine. ``tests/test_torch.py`` says in full what each private name must do.
+calls without the engine. ``tests/public/test_torch.py`` says in full what each private name must do.
 """
 
 from __future__ import annotations

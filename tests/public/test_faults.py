@@ -1,0 +1,272 @@
+"""What torch has wrong: the smallest input of each fault that a rule of ours corrects.
+
+A rule stays as long as a torch that persample supports has its fault. A test here turns red when the installed torch
+computes the right numbers. Then enter its version as ``mended``; and once all supported versions are mended, delete the
+rule with its row, as another test here says. ``issue`` is a number of github.com/pytorch/pytorch; 0 is unreported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from paths import ROOT
+from torch.func import grad, jacrev, jvp, vmap
+from torch.nn import functional as F
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+from persample.errors import KNOWN_TORCH_VERSIONS
+
+F64, PERSAMPLE = torch.float64, ROOT / "persample"
+Both = tuple[Callable[[], Any], Callable[[], Any]]  # computes what torch does; computes what it should
+
+
+def numbers(*shape):
+    return torch.arange(1.0, 1 + math.prod(shape), dtype=F64).sin().reshape(shape)
+
+
+def mapped(function, *rows, in_dims=0) -> Both:
+    """A vmap, and a loop."""
+    of_loop = lambda: torch.stack([function(*row) for row in zip(*(x.unbind(in_dims) for x in rows), strict=True)])
+    return lambda: vmap(function, in_dims)(*rows), of_loop
+
+
+def twice(function, one, other) -> Both:
+    """Two vmaps, each of one operand, and two loops."""
+    first, second = torch.stack([one, 2 * one]), torch.stack([other, 2 * other, other])
+    of_vmaps = lambda: vmap(vmap(function, (0, None)), (None, 0))(first, second)
+    return of_vmaps, lambda: torch.stack([torch.stack([function(x, y) for x in first]) for y in second])
+
+
+def by_autograd(function, *rows) -> Both:
+    """The gradient of plain autograd around a vmap, and around a loop, in the last argument."""
+
+    def gradient(of):
+        leaf = rows[-1].clone().requires_grad_()
+        return torch.autograd.grad(of(*rows[:-1], leaf).sum(), leaf)[0]
+
+    of_loop = lambda *rows: torch.stack(list(map(function, *rows)))
+    return lambda: gradient(vmap(function)), lambda: gradient(of_loop)
+
+
+def of_forward(function, x) -> Both:
+    """The gradient of a forward derivative, and finite differences."""
+    derivative = lambda x: jvp(lambda y: function(y).sin().sum(), (x,), (x.cos(),))[1]
+
+    def differences():
+        steps = 1e-5 * torch.eye(x.numel(), dtype=F64).view(-1, *x.shape)
+        return torch.stack([(derivative(x + e) - derivative(x - e)) / 2e-5 for e in steps]).view(x.shape)
+
+    return lambda: grad(derivative)(x), differences
+
+
+def without_grad_mode(function) -> Both:
+    """Jacobians under vmap, and in a loop, without grad mode."""
+    of_vmap, of_loop = mapped(jacrev(function), torch.stack([MATRIX, 2 * MATRIX]))
+    return torch.no_grad()(of_vmap), torch.no_grad()(of_loop)
+
+
+def compiled(function, *args, **options) -> Both:
+    """Inductor, and no compiler."""
+
+    def of_inductor():
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, options=options)(*args)
+
+    return of_inductor, lambda: function(*args)
+
+
+def compiled_gradient(function, x) -> Both:
+    def gradient(function):
+        torch._dynamo.reset()
+        return torch.autograd.grad(function(leaf := x.clone().requires_grad_()), leaf)[0]
+
+    return lambda: gradient(torch.compile(function, fullgraph=True)), lambda: gradient(function)
+
+
+def beyond_a_table() -> Both:
+    """Whether an index out of range reads another sample's table."""
+
+    def reads():
+        try:
+            return vmap(F.embedding)(torch.tensor([[3], [0]]), numbers(2, 3, 1)).isfinite().any()
+        except (IndexError, RuntimeError):
+            return torch.tensor(False)
+
+    return reads, lambda: torch.tensor(False)
+
+
+def of_nan_query() -> Both:
+    q, k = torch.full((1, 1, 2, 2), torch.nan), torch.ones(1, 1, 2, 2)
+    return lambda: F.scaled_dot_product_attention(q, k, k), lambda: q
+
+
+def in_parts(x):
+    options = LinearCrossEntropyOptions(batch_chunk_size=2, allow_retain_graph=True)
+    return F.linear_cross_entropy(x, numbers(3, 2), torch.tensor([0, 1, 2, 0]), options=options)
+
+
+class Fault(NamedTuple):
+    """A fault of torch: where the rule is, what shows it, the first version without it, and torch's issue."""
+
+    rule: str
+    both: Both
+    mended: str = ""
+    issue: int = 0
+
+
+MATRIX, WEIGHTS = numbers(2, 2) + 3 * torch.eye(2, dtype=F64), numbers(3)
+SHARED, ONE = numbers(2, 3), torch.tensor([1])
+GRAD_OF_MSE, GRAD_OF_HUBER, GRAD_OF_L1 = map(grad, (F.mse_loss, F.huber_loss, F.smooth_l1_loss))
+FAULTS = {
+    # torch.func batches these wrongly, or not at all.
+    "cdist": Fault(
+        "vmap_rules/products.py: _cdist",
+        mapped(lambda c: grad(lambda x: c * torch.cdist(x, numbers(4, 3)).sum())(SHARED), WEIGHTS),
+    ),
+    "embedding, padding": Fault(
+        "vmap_rules/indexing.py: _embedding",
+        by_autograd(lambda i, table: F.embedding(i, table, 0), torch.tensor([[0, 1], [0, 1]]), numbers(2, 3, 2)),
+    ),
+    "embedding, out of range": Fault("vmap_rules/indexing.py: _embedding", beyond_a_table()),
+    "index_fill": Fault(
+        "vmap_rules/indexing.py: _index_fill",
+        mapped(lambda x: torch.zeros(3, dtype=F64).index_fill(0, ONE, x), WEIGHTS),
+    ),
+    "index_select": Fault(
+        "vmap_rules/indexing.py: _index_select", mapped(grad(lambda x: x.index_select(0, ONE[0]).sum()), SHARED)
+    ),
+    "roll": Fault("vmap_rules/indexing.py: _roll", mapped(lambda x: torch.roll(x, 1), WEIGHTS)),
+    "select_scatter": Fault(
+        "vmap_rules/indexing.py: _select_scatter",
+        by_autograd(lambda x, y: torch.select_scatter(x, y, 0, 1).square(), numbers(2, 2, 2), numbers(2, 2)),
+    ),
+    "mse_loss": Fault("vmap_rules/nn_functional.py: _difference_loss", twice(GRAD_OF_MSE, numbers(1), WEIGHTS[:1])),
+    "huber_loss": Fault("vmap_rules/nn_functional.py: _difference_loss", twice(GRAD_OF_HUBER, WEIGHTS, WEIGHTS.cos())),
+    "smooth_l1_loss": Fault("vmap_rules/nn_functional.py: _difference_loss", twice(GRAD_OF_L1, WEIGHTS, WEIGHTS.cos())),
+    "smooth_l1_loss of NaN": Fault(
+        "vmap_rules/nn_functional.py: _difference_loss",
+        mapped(lambda x: GRAD_OF_L1(x, torch.zeros((), dtype=F64)), WEIGHTS * torch.nan),
+        issue=99429,
+    ),
+    "linear_cross_entropy": Fault(
+        "vmap_rules/nn_functional.py: _linear_cross_entropy", mapped(grad(in_parts), numbers(3, 4, 2))
+    ),
+    "prelu": Fault(
+        "vmap_rules/nn_functional.py: _prelu",
+        twice(grad(lambda x, w: F.prelu(x, w).square().sum()), numbers(2, 2), numbers(2)),
+    ),
+    "addcmul_": Fault(
+        "vmap_rules/products.py: _in_place", twice(lambda y, x: (1 * x).addcmul_(y, y), WEIGHTS, WEIGHTS)
+    ),
+    "solve without grad mode": Fault(
+        "vmap_rules/products.py: _composed_where_nested", without_grad_mode(lambda a: torch.linalg.solve(a, a[0]))
+    ),
+    "det without grad mode": Fault(
+        "vmap_rules/products.py: _composed_where_nested", without_grad_mode(torch.linalg.det)
+    ),
+    "slogdet without grad mode": Fault(
+        "vmap_rules/products.py: _composed_where_nested", without_grad_mode(lambda a: torch.linalg.slogdet(a)[1])
+    ),
+    "several outputs of solve": Fault(
+        "engines/uncompiled.py: _uses_factorizations", without_grad_mode(lambda a: torch.linalg.solve(a, a.sin()))
+    ),
+    "channels_last": Fault(
+        "vmap_rules/effects.py: without_image_format",
+        mapped(lambda x: x.contiguous(memory_format=torch.channels_last), numbers(2, 1, 2, 2, 2)),
+    ),
+    "view_as_complex": Fault(
+        "vmap_rules/effects.py: _view_as_complex",
+        mapped(lambda x: torch.view_as_complex(x).abs(), numbers(2, 3), in_dims=-1),
+    ),
+    "data": Fault("vmap_rules/effects.py: _detached_data", mapped(lambda x: x.data, WEIGHTS)),
+    # Wrong without torch.func, too: on the loop engine.
+    "solve, forward": Fault(
+        "vmap_rules/products.py: _solve",
+        of_forward(lambda a: torch.linalg.solve(a, numbers(2)), MATRIX),
+        mended="2.15",
+        issue=196695,
+    ),
+    "solve_ex, forward": Fault(
+        "factors/linear_system.py: solve_weighted",
+        of_forward(lambda a: torch.linalg.solve_ex(a, numbers(2))[0], MATRIX),
+        mended="2.15",
+        issue=196695,
+    ),
+    "det, forward": Fault(
+        "vmap_rules/products.py: _det", of_forward(torch.linalg.det, MATRIX), mended="2.15", issue=196695
+    ),
+    "layer_norm, forward": Fault(
+        "vmap_rules/nn_functional.py: _layer_norm", of_forward(lambda x: F.layer_norm(x, (3,), WEIGHTS), WEIGHTS.cos())
+    ),
+    "batch_norm, forward": Fault(
+        "vmap_rules/nn_functional.py: _composed",
+        of_forward(lambda x: F.batch_norm(x, None, None, WEIGHTS, training=True), numbers(4, 3)),
+    ),
+    "instance_norm, forward": Fault(
+        "vmap_rules/nn_functional.py: _composed",
+        of_forward(lambda x: F.instance_norm(x, weight=WEIGHTS), numbers(1, 3, 4)),
+    ),
+    "attention": Fault("vmap_rules/attention.py: _is_irregular", of_nan_query(), issue=141128),
+    # Of Inductor.
+    "avg_pool2d": Fault(
+        "engines/compiled/kernels.py: _MEANS",
+        compiled_gradient(lambda x: F.avg_pool2d(x, 2, ceil_mode=True).sum(), numbers(1, 1, 3, 3)),
+    ),
+    "interpolate": Fault(
+        "engines/compiled/kernels.py: _is_scaled",
+        compiled(lambda x: F.interpolate(x, scale_factor=1.2), numbers(1, 1, 2, 4)),
+    ),
+    "multilabel_margin_loss": Fault(
+        "engines/compiled/kernels.py: multilabel_margin_loss_forward",
+        compiled(lambda x: F.multilabel_margin_loss(x, torch.tensor([2, -1, 0])), WEIGHTS),
+        mended="2.14",
+    ),
+    "pow": Fault(
+        "engines/compiled/kernels.py: _power",
+        compiled(lambda x: x * 2 ** torch.tensor([2, 3, 0]), WEIGHTS, cpp_wrapper=True),
+        mended="2.15",
+    ),
+    "loops over rows and columns": Fault(
+        "_torch.py: _without_shared_buffers",
+        compiled(
+            lambda x, y: torch.softmax(x + y.t(), 1) + y.t() + x, numbers(64, 32).float(), numbers(32, 64).float()
+        ),
+        mended="2.14",
+        issue=185702,
+    ),
+}
+
+
+def version(text):
+    return tuple(map(int, text.split(".")[:2]))
+
+
+def is_right(both):
+    found, right = both
+    try:
+        torch.testing.assert_close(found().detach(), right().detach(), rtol=1e-5, atol=1e-6, equal_nan=True)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAULTS)
+def test_torch_has_it(name):
+    fault = FAULTS[name]
+    is_mended = bool(fault.mended) and version(torch.__version__) >= version(fault.mended)
+    assert is_right(fault.both) == is_mended, "mended by torch? See the top of this file."
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_rule_is_needed(name):
+    """By the oldest torch that persample supports; and it exists."""
+    fault = FAULTS[name]
+    oldest = KNOWN_TORCH_VERSIONS.partition(",")[0].removeprefix(">=")
+    assert not fault.mended or version(fault.mended) > version(oldest)
+    file, _, rule = fault.rule.partition(": ")
+    assert rule in (PERSAMPLE / file).read_text()
