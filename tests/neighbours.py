@@ -21,7 +21,10 @@ from paths import ROOT
 PAGE = ROOT / "docs" / "ecosystem.md"
 NEIGHBOURS = ["torch", "numpy", "gymnasium", "torchrl", "tensordict", "transformers", "peft"]
 OTHERS = ["minari[hdf5]", "pillow", "stable-baselines3", "pytest>=9", "hypothesis", "sybil"]
-TESTS = [f"tests/test_{name}.py" for name in ("inputs", "ecosystem", "transformers", "rollouts")]
+TESTS = [
+    *("tests/inputs/test_inputs.py", "tests/public/test_ecosystem.py"),
+    *("tests/public/test_transformers.py", "tests/rl/test_rollouts.py"),
+]
 ROWS = [
     ("3.10", "torch==2.13.0", "numpy<2"),
     ("3.10", "torch", "numpy"),

@@ -33,10 +33,11 @@ from persample import _torch
 from persample.engines import newer_torch
 from persample.engines.compiled.capture import MOST_CAPTURES
 from persample.engines.compiled.kept import _SIZE
+from persample.engines.layers.shared import Vmap
 from persample.engines.uncompiled import eager
 from persample.errors import KNOWN_TORCH_VERSIONS, TorchVersionError, TorchVersionWarning
 from persample.utils.tracing import unwrapped_once
-from persample.vmap_rules.levels import _ENDED, batch_first
+from persample.vmap_rules.levels import _ENDED
 
 FILE = ROOT / "persample" / "_torch.py"
 SCALE = torch.ones(())
@@ -159,7 +160,7 @@ def test_a_level_of_vmap_by_hand():
     with _torch.vmap_increment_nesting(3, "error") as level:
         x = _torch.add_batch_dim(rows, 0, level)
         assert x.shape == (2,)
-        out = batch_first(x.sum())
+        out = Vmap(level, 3).all_rows(x.sum())
     assert torch.equal(out, rows.sum(1))
     assert _torch.get_dynamic_layer_stack_depth() == 0
 
@@ -169,7 +170,7 @@ def test_load_decompositions():
     x = torch.rand(3, 4)
     with _torch.vmap_increment_nesting(3, "error") as level:  # an operator without a rule of its own in C++
         out = torch.ops.aten.mse_loss_backward(*(_torch.add_batch_dim(y, 0, level) for y in (x[:, 0], x, 2 * x)), 2)
-        out = batch_first(out)
+        out = Vmap(level, 3).all_rows(out)
     torch.testing.assert_close(out, -2 * x * x[:, :1])
 
 
