@@ -20,6 +20,7 @@ from contextlib import _GeneratorContextManager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -38,7 +39,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 _Lock = type(threading.RLock())
-_locks = WeakIdKeyDictionary()  # by identity: modules such as TensorDictParams compare their content
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks_by_id = WeakIdKeyDictionary()  # of modules that compare their content, such as TensorDictParams; slower
 _PAUSE = 0.01  # seconds
 _STEPS = {"__enter__", "__exit__"}
 _CONTEXTS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
@@ -186,7 +188,10 @@ def _locks_of(params: object) -> list[threading.RLock]:
         if isinstance(part, nn.Module) and id(part) not in parts:
             parts[id(part)] = part
             rest += _torch.module_slots(part).values()
-    return [_locks.setdefault(parts[key], threading.RLock()) for key in sorted(parts)]  # C, so in one piece
+    ordered = [parts[key] for key in sorted(parts)]
+    return [  # C, so in one piece
+        (_locks if type(x).__eq__ is object.__eq__ else _locks_by_id).setdefault(x, threading.RLock()) for x in ordered
+    ]
 
 
 def _leave_forward_mode(before: tuple[int, int]) -> None:

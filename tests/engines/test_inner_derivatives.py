@@ -51,7 +51,17 @@ def laplacian(m, x):
     return torch.stack(terms).sum() ** 2
 
 
+def products(m, x):
+    """Vectors of each sample's own, and one that all share, times the Jacobian."""
+    x = x.clone().requires_grad_()
+    h = m[:2](x)
+    own = torch.autograd.grad(h, x, torch.cat([x, x])[:8].detach(), create_graph=True)[0]
+    (shared,) = torch.autograd.grad([h], [x], [torch.arange(8.0, dtype=F64)], create_graph=True)
+    return (own * shared).sum() + m(x).sum()
+
+
 LOSSES = {
+    "products with vectors": (products, False),
     "penalty": (penalty, False),
     "penalty of a batch": (penalty_of_a_batch, True),
     "Burgers": (burgers, False),

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from torchrl.collectors import Collector
 from torchrl.data import Bounded, OneHot
 from torchrl.envs import GymEnv, SerialEnv
-from torchrl.modules import ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
+from torchrl.modules import GRUModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator, set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss, DQNLoss, ReinforceLoss, SACLoss
 
-from persample import ClippedMean, LossError, Norm, per_sample_grads
+from persample import ClippedMean, FallbackWarning, LossError, Norm, per_sample_grads
 from persample.losses import discounted_returns, policy_gradient_loss, reinforce_loss, td_loss
 from persample.rl import collect_episodes
 
@@ -187,6 +187,27 @@ class TestTorchRLLosses:
         torch.manual_seed(0)
         alone = torch.autograd.grad(of_torchrl(module, data[:1]), module.get_parameter("log_alpha"))
         torch.testing.assert_close(found["log_alpha"][:1], alone[0][None])
+
+    def test_recurrent_modules_split_rows_at_resets(self):
+        """Their lengths depend on values: the loop takes them, and "auto" says so."""
+        module = GRUModule(input_size=3, hidden_size=5, in_keys=["obs", "h"], out_keys=["feat", ("next", "h")])
+        starts = torch.zeros(4, 6, 1, dtype=torch.bool)
+        starts[:, 0] = starts[1, 3] = starts[2, 2] = True
+        data = TensorDict({"obs": torch.randn(4, 6, 3), "is_init": starts, "h": torch.zeros(4, 6, 1, 5)}, [4, 6])
+
+        def loss(module, row):
+            with set_recurrent_mode(True):
+                return module(row.clone())["feat"].square().sum()
+
+        with pytest.raises(LossError, match=r"reads values of a sample.*_split_and_pad_for_reset.*engine='loop'"):
+            per_sample_grads(loss, module, data, keep_batch_dim=True)
+        with pytest.warns(FallbackWarning, match="engine='auto' computed 4 samples one after another"):
+            found = per_sample_grads(loss, module, data, keep_batch_dim=True, engine="auto")
+        weight = module.lstm.weight_ih_l0 if hasattr(module, "lstm") else module.gru.weight_ih_l0
+        (name,) = [name for name, p in module.named_parameters() if p is weight]
+        for i in range(4):
+            (alone,) = torch.autograd.grad(loss(module, data[i : i + 1]), weight)
+            torch.testing.assert_close(found[name][i], alone)
 
     def test_networks_in_containers_of_parameters(self):
         """Nested ``TensorDictParams``, with a frozen one and one that is tied to a layer."""
