@@ -18,6 +18,7 @@ import logging
 import operator
 import pkgutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType, SimpleNamespace
@@ -423,8 +424,8 @@ compiling: Any = getattr(torch.compiler, "_compile_session_context", contextlib.
 def compile_lock() -> Any:
     """Return the lock under which ``torch.compile`` traces, and replaces the filters of warnings of all threads."""
     import_dynamo()
-    module = private("torch._dynamo.convert_frame")
-    return attribute(module, "compile_lock")(module)
+    module, own = private("torch._dynamo.convert_frame"), threading.RLock()
+    return attribute(module, "compile_lock", otherwise=lambda _: own)(module)
 
 
 # The modules of ``functional_call`` in the names of guards; they hold no state.

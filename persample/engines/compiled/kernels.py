@@ -49,7 +49,9 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
     Args:
         table: the decompositions of all operations of aten.
     """
-    table = {**table, _aten.pow.Scalar: _power, _aten.tanh.default: tanh}
+    table = {**table, _aten.tanh.default: tanh}
+    if torch.__version__ < "2.15":
+        table[_aten.pow.Scalar] = _power
     return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}}
 
 
