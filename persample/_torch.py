@@ -360,7 +360,7 @@ DONE_ONCE = frozenset({"lazy_init", "lazy_load_decompositions"})
 def load_decompositions() -> None:
     """Have torch load its decompositions for vmap, as its first vmap in a process does."""
     with disable_current_modes():
-        torch.vmap(torch.neg)(torch.zeros(1))
+        torch.vmap(torch.neg)(torch.zeros(1, device="cpu"))
 
 
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
