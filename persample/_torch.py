@@ -18,6 +18,7 @@ import logging
 import operator
 import pkgutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType, SimpleNamespace
@@ -378,7 +379,7 @@ DONE_ONCE = frozenset({"lazy_init", "lazy_load_decompositions"})
 def load_decompositions() -> None:
     """Have torch load its decompositions for vmap, as its first vmap in a process does."""
     with disable_current_modes():
-        torch.vmap(torch.neg)(torch.zeros(1))
+        torch.vmap(torch.neg)(torch.zeros(1, device="cpu"))
 
 
 get_eval_frame_callback = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")  # who sees Python's frames
@@ -442,8 +443,8 @@ compiling: Any = getattr(torch.compiler, "_compile_session_context", contextlib.
 def compile_lock() -> Any:
     """Return the lock under which ``torch.compile`` traces, and replaces the filters of warnings of all threads."""
     import_dynamo()
-    module = private("torch._dynamo.convert_frame")
-    return attribute(module, "compile_lock")(module)
+    module, own = private("torch._dynamo.convert_frame"), threading.RLock()
+    return attribute(module, "compile_lock", otherwise=lambda _: own)(module)
 
 
 # The modules of ``functional_call`` in the names of guards; they hold no state.

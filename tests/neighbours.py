@@ -29,7 +29,6 @@ ROWS = [
     ("3.10", "torch==2.13.0", "numpy<2"),
     ("3.10", "torch", "numpy"),
     ("3.11", "torch==2.13.0", "numpy<2"),
-    ("3.11", "torch==2.13.0", "numpy"),
     ("3.11", "torch", "numpy"),
     ("3.12", "torch", "numpy"),
     ("3.13", "torch", "numpy"),

@@ -45,7 +45,9 @@ def tanh(x: Tensor) -> Any:
 
 def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """Return a table of decompositions in which the operations of this file call torch's kernels."""
-    table = {**table, _aten.pow.Scalar: _power, _aten.tanh.default: tanh}
+    table = {**table, _aten.tanh.default: tanh}
+    if torch.__version__ < "2.15":
+        table[_aten.pow.Scalar] = _power
     return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}}
 
 
