@@ -91,7 +91,7 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
     with full_precision(inputs[0].device):
         try:
             flat = functional(family.graph, mode, inputs) if task.compiles else _guarded(family.graph, mode, inputs)
-        except RuntimeError:  # some operations of torch refuse symbolic sizes
+        except (RuntimeError, ValueError):  # some operations of torch refuse symbolic sizes
             return None
         if not _allows(env, task.call.size):
             return None

@@ -55,8 +55,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     for overload, names in {
         "Scalar": "ge gt le lt masked_fill_",
         "Tensor": "add add_ div div_ le lt mul mul_ sub sub_",
-        "default": "addcmul addmm baddbmm bmm cat exp exp_ gather mm neg neg_ permute relu relu_ reshape sigmoid "
-        "sigmoid_ split_with_sizes sqrt sqrt_ stack t tanh tanh_ unsqueeze view",
+        "default": "addcmul addmm baddbmm bmm cat exp exp_ gather mm neg neg_ permute relu relu_ sigmoid sigmoid_ "
+        "split_with_sizes sqrt sqrt_ stack t tanh tanh_ unsqueeze view",
         "dim": "squeeze",
         "dim_IntList": "sum",
         "dims": "squeeze",
@@ -89,9 +89,6 @@ def simplify(module: GraphModule) -> None:
         if node.target in _IN_PLACE and (own := _memory_for(node, last_reads)) is not None:
             node.target = _IN_PLACE[node.target]
             last_reads[own] = last_reads.get(node, node)
-    for node in graph.nodes:  # a kernel may lay out its result in another way than torch's rule for traces says
-        if node.target in {_aten.view.default, aten_unsafe_view} and owner(node) not in changed:
-            node.target = _aten.reshape.default
     module.recompile()
 
 
