@@ -277,7 +277,7 @@ buffer_slots = attribute(nn.Module(), "_buffers")
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
 
 
-TENSORDICT_SLOT = "_param_td"  # the attribute that a ``TensorDictParams`` has beside those of modules
+OF_TENSORDICTS = "_param_td"  # the attribute that only ``TensorDictParams`` have
 
 
 def tensordict_slots(module: Any) -> list[dict[str, Any]]:
@@ -285,7 +285,7 @@ def tensordict_slots(module: Any) -> list[dict[str, Any]]:
 
     Tensordict is no dependency; it has no public way to replace a tensor of a locked TensorDict.
     """
-    dicts = [held] if (held := getattr(vars(module).get(TENSORDICT_SLOT), "_tensordict", None)) else []
+    dicts = [held] if (held := getattr(vars(module).get(OF_TENSORDICTS), "_tensordict", None)) else []
     for slots in dicts:  # which grows
         dicts += [nested for x in slots.values() if (nested := getattr(x, "_tensordict", None))]
     return dicts

@@ -175,7 +175,7 @@ def explain(
         call = inputs.normalize(
             loss_fn,
             params,
-            batch,
+            inputs.as_dicts(batch),
             wanted,
             weights=None,
             in_dims=in_dims,

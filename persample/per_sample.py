@@ -15,6 +15,7 @@ from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
+from persample.inputs.batch import PLAIN
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
@@ -155,7 +156,8 @@ def per_sample_grads(
     differentiated = inputs.is_differentiated("per_sample_grads", requested=differentiable)
     inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
     wanted, container = inputs.reductions(reduce)
-    batch = inputs.as_dicts(batch)
+    if type(batch) is not tuple or not PLAIN.issuperset(map(type, batch)):
+        batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
     options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory

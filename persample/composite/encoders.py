@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from persample.errors import ArgumentError, LossError
+from persample.inputs.batch import as_dicts
 from persample.inputs.call import Call, normalize
 from persample.inputs.params import BATCH_NORMS
 from persample.merge import merge
@@ -217,7 +218,7 @@ def build_encoders(
     names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
     encoders = []
     for fn, batch, (called, given) in zip(functions, batches, names, strict=True):
-        call = normalize(fn, params, batch, (), called=called, given=given, **shared)
+        call = normalize(fn, params, as_dicts(batch), (), called=called, given=given, **shared)
         encoder = Encoder(call, chunk_size, mode, batch_norm)
         if mode == "batched":
             _refuse_params_of_samples(call, in_dims)

@@ -36,9 +36,13 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
 
     ``engines/layers`` computes losses made of layers, which need one transform instead of two.
     """
-    checkpointed = [part for part in call.loss.params.parts.values() if vars(part).get(_CHECKPOINTS) and part.training]
-    if not checkpointed:
+    try:
         return factored(call, required_ops)[0]
+    except LossError:
+        parts = call.loss.params.parts.values()
+        checkpointed = [part for part in parts if vars(part).get(_CHECKPOINTS) and part.training]
+        if not checkpointed:
+            raise
 
     def without() -> Gradients:
         for part in checkpointed:

@@ -16,14 +16,7 @@ from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError, LossError
 from persample.factors import cost_model
 from persample.gradients import ParamSpec
-from persample.inputs.batch import (
-    as_dicts,
-    as_tensors,
-    batch_axes_first,
-    dims_of_leaves,
-    sample_structure,
-    split_in_dims,
-)
+from persample.inputs.batch import as_tensors, batch_axes_first, dims_of_leaves, sample_structure, split_in_dims
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
@@ -241,13 +234,13 @@ def normalize(
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
     params_dims, batch_dims = split_in_dims(in_dims)
-    batch = as_dicts(batch)
     leaves, structure = trees.flatten(batch)
     batch_names = trees.paths(batch, given)
     given_leaves = [*tree.tensors, *as_tensors(batch_names, leaves, tree.tensors[0])]
     leaf_dims = dims_of_leaves("in_dims[1]", batch_dims, structure)
     dims = dims_of_leaves("in_dims[0]", params_dims, tree.result)
-    if any(dim is not None and isinstance(slot, str) for dim, slot in zip(dims, tree.slots, strict=True)):
+    pairs = zip(dims, tree.slots, strict=True)
+    if params_dims is not None and any(dim is not None and isinstance(slot, str) for dim, slot in pairs):
         fix = "Stack the parameters with torch.func.stack_module_state and pass the dict."
         raise ArgumentError.about("in_dims[0]", expected="None for modules", received=repr(params_dims), fix=fix)
     dims += leaf_dims

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import (
-    TENSORDICT_SLOT,
+    OF_TENSORDICTS,
     buffer_slots,
     flat_weights,
     module_slots,
@@ -86,7 +86,7 @@ class _Modules:
                     self.parameters.setdefault(first, param)
                     if is_plain:
                         self._slots.append((slots, name, first))
-            for inner in tensordict_slots(part) if TENSORDICT_SLOT in vars(part) else ():
+            for inner in tensordict_slots(part) if OF_TENSORDICTS in part.__dict__ else ():
                 self._inner.append(inner)
                 for name, held in inner.items():
                     if isinstance(held, Tensor) and id(held) in first_names:

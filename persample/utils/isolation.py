@@ -188,9 +188,9 @@ def _locks_of(params: object) -> list[threading.RLock]:
         if isinstance(part, nn.Module) and id(part) not in parts:
             parts[id(part)] = part
             rest += _torch.module_slots(part).values()
-    ordered = [parts[key] for key in sorted(parts)]
     return [  # C, so in one piece
-        (_locks if type(x).__eq__ is object.__eq__ else _locks_by_id).setdefault(x, threading.RLock()) for x in ordered
+        (_locks if type(parts[key]).__eq__ is object.__eq__ else _locks_by_id).setdefault(parts[key], threading.RLock())
+        for key in sorted(parts)
     ]
 
 

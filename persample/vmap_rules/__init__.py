@@ -54,6 +54,11 @@ class VmapRules(TorchFunctionMode):
                 refuse_writes(func, args, kwargs or {})
             return self.replaced(func, args, kwargs)
         except Exception as error:
+            result = (
+                indexing.of_scalar(func, *args, **(kwargs or {})) if func in indexing.OF_SCALARS else NotImplemented
+            )
+            if result is not NotImplemented:
+                return result
             if is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise

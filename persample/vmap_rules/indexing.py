@@ -228,19 +228,19 @@ def _sum_of_later(x: Tensor, axis: int) -> Tensor:
     return x.flip(axis).cumsum(axis).flip(axis)
 
 
-def _of_scalar(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+OF_SCALARS = {torch.squeeze, Tensor.squeeze, Tensor.squeeze_}
+
+
+def of_scalar(function: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    """Return what a function that failed makes of a scalar, whose axis -1 torch.func does not have, if that is why."""
     if not isinstance(input, Tensor) or input.ndim or not is_batched(input):
-        return function(input, *args, **kwargs)
+        return NotImplemented
     function(torch.zeros(()), *args, **kwargs)  # may raise
-    return input if function is Tensor.squeeze_ else input.view_as(input)  # torch.func has no axis -1 of a scalar
+    return input if function is Tensor.squeeze_ else input.view_as(input)
 
 
 RULES: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
-    **{
-        function: partial(_of_scalar, function)
-        for function in (torch.squeeze, Tensor.squeeze, Tensor.squeeze_, torch.flip, Tensor.flip)
-    },
     F.one_hot: _one_hot,
     F.embedding_bag: partial(embedding_bag, _embedding),
     Tensor.__getitem__: _getitem,

@@ -414,6 +414,7 @@ def test_tensordict_slots():
     outer["a"] = torch.zeros(2)
     assert nested["a"].tolist() == [0, 0]
     assert _torch.tensordict_slots(nn.Linear(2, 3)) == []
+    assert _torch.OF_TENSORDICTS in vars(nested)
 
 
 def test_captures_end_before_dynamos_limit():

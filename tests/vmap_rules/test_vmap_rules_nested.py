@@ -79,7 +79,6 @@ SCALARS = {
     "squeeze": lambda z: z.squeeze(-1),
     "squeeze of several axes": lambda z: torch.squeeze(z, (0,)),
     "squeeze in place": lambda z: (2 * z).squeeze_(-1),
-    "flip": lambda z: z.flip(0),
 }
 
 
