@@ -1,6 +1,6 @@
 """Transforms around a call × reductions × engines: the same as plain arithmetic on the rows of ``vmap(grad(loss))``.
 
-``python tests/engines/test_transforms.py`` writes the table into ``docs/transforms.md``.
+``PYTHONPATH=tests python tests/engines/test_transforms.py`` writes the table into ``docs/transforms.md``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from persample.factors import Factor
 # torch.func.jvp itself is the first to call it
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 PAGE = ROOT / "docs" / "transforms.md"
-START, END = "<!-- table: python tests/engines/test_transforms.py -->\n", "<!-- end of table -->\n"
+START, END = "<!-- table: PYTHONPATH=tests python tests/engines/test_transforms.py -->\n", "<!-- end of table -->\n"
 
 
 def by_autograd(f, z):
@@ -138,7 +138,7 @@ def table():
 
 def test_the_page_shows_the_table():
     shown = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
-    assert shown == table(), "docs/transforms.md is old: run python tests/engines/test_transforms.py"
+    assert shown == table(), "docs/transforms.md is old: run PYTHONPATH=tests python tests/engines/test_transforms.py"
 
 
 if __name__ == "__main__":

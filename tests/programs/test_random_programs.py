@@ -1,7 +1,7 @@
 """Random programs on the engines, against plain autograd: a second generator, written apart from those of other tests.
 
 Each run is a process of its own, so that a crash of torch's is a finding, too. To look at one seed:
-``python tests/programs/test_random_programs.py eager 4962``.
+``python tests/random_outcomes.py eager 4962``.
 """
 
 import collections

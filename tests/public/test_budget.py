@@ -176,5 +176,5 @@ def test_python_functions_of_a_call(spelling):
         call()
     finally:
         sys.setprofile(None)
-    assert entered.total() <= 390
+    assert entered.total() <= 385
     assert len(+entered) <= 30

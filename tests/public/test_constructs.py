@@ -1,6 +1,6 @@
 """The table of ``docs/constructs.md``: which engine takes which construct of Python and torch. Every cell runs.
 
-``python tests/public/test_constructs.py`` writes the table into the page.
+``PYTHONPATH=tests python tests/public/test_constructs.py`` writes the table into the page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from persample import ArgumentError, Aux, FallbackWarning, LossError, Stack, per
 # peft asks for what transformers will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 PAGE = ROOT / "docs" / "constructs.md"
-START, END = "<!-- table: python tests/public/test_constructs.py -->\n", "<!-- end of table -->\n"
+START, END = "<!-- table: PYTHONPATH=tests python tests/public/test_constructs.py -->\n", "<!-- end of table -->\n"
 F64 = torch.float64
 B = 4
 ENGINES = ("eager", "traced", "compiled", "loop")
@@ -1493,7 +1493,9 @@ def test_what_was_asked_for_is_in_the_table():
 def test_the_page_shows_this_table():
     page = PAGE.read_text()
     shown = page.partition(START)[2].partition(END)[0]
-    assert shown == table(), "docs/constructs.md is not what the tests find: run python tests/public/test_constructs.py"
+    assert shown == table(), (
+        "docs/constructs.md is not what the tests find: run PYTHONPATH=tests python tests/public/test_constructs.py"
+    )
 
 
 if __name__ == "__main__":

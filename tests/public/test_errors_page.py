@@ -1,6 +1,6 @@
 """``docs/errors.md`` lists every message of the library, read from the code.
 
-``python tests/public/test_errors_page.py`` writes the list into the page.
+``PYTHONPATH=tests python tests/public/test_errors_page.py`` writes the list into the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from persample.engines import diagnosis
 from persample.inputs.call import NOT_CONNECTED
 
 PAGE = ROOT / "docs" / "errors.md"
-START, END = "<!-- list: python tests/public/test_errors_page.py -->\n", "<!-- end of list -->\n"
+START, END = "<!-- list: PYTHONPATH=tests python tests/public/test_errors_page.py -->\n", "<!-- end of list -->\n"
 WARNINGS = (PersampleWarning, *PersampleWarning.__subclasses__())
 KINDS = ("ArgumentError", "LossError", "TorchVersionError", *(category.__name__ for category in WARNINGS))
 PARTS = {  # the folders of the package, in the order of a call
@@ -207,7 +207,7 @@ def plain(text: str) -> str:
 
 def test_the_page_lists_every_message():
     listed = PAGE.read_text().split(START)[1].split(END)[0]
-    assert listed == written(), "run python tests/public/test_errors_page.py"
+    assert listed == written(), "run PYTHONPATH=tests python tests/public/test_errors_page.py"
 
 
 def test_every_part_that_raises_is_listed():

@@ -1,6 +1,6 @@
 """Another device without one: ``standin.py`` is a device in Python, on which every transfer to the host is counted.
 
-``python tests/public/test_standin.py`` writes the table of ``docs/devices.md`` from the counts.
+``PYTHONPATH=tests python tests/public/test_standin.py`` writes the table of ``docs/devices.md`` from the counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paths import ROOT, TESTS
 import persample as ps
 
 PAGE = ROOT / "docs" / "devices.md"
-START, END = "<!-- table: python tests/public/test_standin.py -->\n", "<!-- end of table -->\n"
+START, END = "<!-- table: PYTHONPATH=tests python tests/public/test_standin.py -->\n", "<!-- end of table -->\n"
 RANGE = "whether a coefficient is beyond 1e±30, so that the sum needs float64"
 SOLVED = "whether the damping counts as 0"
 # Every call that reads or writes across devices, what it reads and writes, and why; no other call does.
@@ -142,7 +142,9 @@ def table():
 
 def test_the_page_shows_this_table():
     shown = PAGE.read_text().partition(START)[2].partition(END)[0]
-    assert shown == table(), "docs/devices.md is not what the tests find: run python tests/public/test_standin.py"
+    assert shown == table(), (
+        "docs/devices.md is not what the tests find: run PYTHONPATH=tests python tests/public/test_standin.py"
+    )
 
 
 if __name__ == "__main__":
