@@ -523,7 +523,9 @@ enable_python_dispatcher = private("torch._dispatch.python:enable_python_dispatc
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions of aten operations."""
-    private("torch._inductor.compile_fx:compile_fx_inner")  # whose import registers those of pooling
+    with warnings.catch_warnings():  # of modules of torch, as they are imported
+        warnings.simplefilter("ignore")
+        private("torch._inductor.compile_fx:compile_fx_inner")  # whose import registers those of pooling
     return private("torch._inductor.decomposition:select_decomp_table")()
 
 

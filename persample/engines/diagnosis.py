@@ -30,7 +30,7 @@ from persample.errors import (
     LossError,
     TorchVersionError,
 )
-from persample.inputs.call import Call
+from persample.inputs.call import Call, SampleLoss
 from persample.inputs.params import NORMS
 from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
@@ -164,7 +164,9 @@ def hinted(call: Call, index: int = 0) -> Iterator[None]:
 
 
 def add_hint(call: Call, error: Exception, index: int = 0) -> None:
-    """Add to an error what the loss sees, and whether the same sample passes with a batch axis, which is tried once."""
+    """Add to an error of the loss what it sees, and whether a sample passes with a batch axis, which is tried once."""
+    if not any(frame.f_code is SampleLoss.returned.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return  # of a reduction, say
     said = str(error)
     # What the user's code raises on purpose needs no words about shapes.
     is_of_shapes = not is_raised(error) and re.search(_SHAPES, said) and call.loss.called == "loss_fn"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from persample._torch import weight_norm
 from persample.errors import LossError
 from persample.utils.numerics import accumulate_dtype, is_autocast
-from persample.utils.tracing import is_batched
+from persample.utils.tracing import is_batched, untraced
 from persample.vmap_rules.levels import is_differentiated
 
 
@@ -226,8 +226,9 @@ def _max_unpool(
     fits = input.shape == indices.shape and input.ndim - axes in {1, 2} and indices.dtype == torch.long
     if not fits or not input.numel():
         return function(input, indices, kernel_size, stride, padding, output_size)  # raises
-    like = [torch.empty(input.shape, dtype=x.dtype, device="meta") for x in (input, indices)]
-    size = function(*like, kernel_size, stride, padding, output_size).shape[-axes:]
+    with untraced():  # a program would read the value of a check of these
+        like = [torch.empty(input.shape, dtype=x.dtype, device="meta") for x in (input, indices)]
+        size = function(*like, kernel_size, stride, padding, output_size).shape[-axes:]
     flat = input.new_zeros(*input.shape[:-axes], size.numel())
     return flat.scatter(-1, indices.flatten(-axes), input.flatten(-axes)).unflatten(-1, size)
 

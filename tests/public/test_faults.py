@@ -175,14 +175,14 @@ FAULTS = {
         "engines/uncompiled.py: _uses_factorizations", without_grad_mode(lambda a: torch.linalg.solve(a, a.sin()))
     ),
     "channels_last": Fault(
-        "vmap_rules/effects.py: without_image_format",
+        "vmap_rules/effects.py: _of_memory",
         mapped(lambda x: x.contiguous(memory_format=torch.channels_last), numbers(2, 1, 2, 2, 2)),
     ),
     "view_as_complex": Fault(
         "vmap_rules/effects.py: _view_as_complex",
         mapped(lambda x: torch.view_as_complex(x).abs(), numbers(2, 3), in_dims=-1),
     ),
-    "data": Fault("vmap_rules/effects.py: _detached_data", mapped(lambda x: x.data, WEIGHTS)),
+    "data": Fault("vmap_rules/effects.py: _data", mapped(lambda x: x.data, WEIGHTS)),
     # Wrong without torch.func, too: on the loop engine.
     "solve, forward": Fault(
         "vmap_rules/products.py: _solve",
@@ -210,7 +210,7 @@ FAULTS = {
         "vmap_rules/nn_functional.py: _composed",
         of_forward(lambda x: F.instance_norm(x, weight=WEIGHTS), numbers(1, 3, 4)),
     ),
-    "attention": Fault("vmap_rules/attention.py: _is_irregular", of_nan_query(), issue=141128),
+    "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
     # Of Inductor.
     "avg_pool2d": Fault(
         "engines/compiled/kernels.py: _MEANS",
