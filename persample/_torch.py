@@ -158,6 +158,10 @@ set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
 saved_tensors_hooks_disabled_message = private(
     "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message", _unknown
 )
+top_saved_tensors_hooks: Any = functools.partial(  # of this thread, while no tracer runs; None if there are none
+    private("torch._C._autograd:_top_saved_tensors_default_hooks", lambda _: None), True
+)
+pop_saved_tensors_hooks = private("torch._C._autograd:_pop_saved_tensors_default_hooks")
 saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
 
 _dispatch = private("torch.utils._python_dispatch")

@@ -40,6 +40,9 @@ from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.effects import guarded, wrote
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
+_CHECKPOINTS = (
+    "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch"
+)
 _DIFFERENTIATES = "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
 _VMAP_CAUSES = [
@@ -77,7 +80,7 @@ _VMAP_CAUSES = [
     ),
     (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
-        "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch",
+        _CHECKPOINTS,
         f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
     (
@@ -135,6 +138,13 @@ class DifferentiatesError(LossError):
     """Raised if the loss differentiates by a tensor of its own, which works under plain autograd."""
 
 
+class CheckpointsError(LossError):
+    """The loss checkpoints activations, or does what vmap cannot tell from that."""
+
+
+_KINDS = {_DIFFERENTIATES: DifferentiatesError, _CHECKPOINTS: CheckpointsError}
+
+
 @contextmanager
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
     """Explain torch's errors inside the loss: which line, what it did, what to do instead.
@@ -172,7 +182,7 @@ def add_hint(call: Call, error: Exception, index: int = 0) -> None:
     is_of_shapes = not is_raised(error) and re.search(_SHAPES, said) and call.loss.called == "loss_fn"
     hint = _one_sample(call, index, of_shapes=bool(is_of_shapes))
     hint = hint or (_tree(call, said) if isinstance(error, TypeError) else "")
-    if hint:
+    if hint and error.args == (said,):  # an error of the user's may keep something else there
         error.args = (f"{said}{hint}",)
 
 
@@ -191,8 +201,7 @@ def _explain(call: Call, error: RuntimeError, *, batched: bool) -> None:
                 "dtype": call.params[0].dtype,
             }
             where = user_line(traceback.extract_tb(error.__traceback__))
-            kind = DifferentiatesError if happened is _DIFFERENTIATES else LossError
-            raise kind(
+            raise _KINDS.get(happened, LossError)(
                 f"{call.loss.called} {happened.format(**facts)}{where}. {fix.format(**facts)} torch said: {error}"
             ) from error
 

@@ -16,7 +16,7 @@ from torch.func import vjp, vmap
 from persample import naive
 from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import inner_derivatives, layers
-from persample.engines.diagnosis import DifferentiatesError, diagnosed, hinted
+from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
@@ -36,18 +36,35 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
 
     ``engines/layers`` computes losses made of layers, which need one transform instead of two.
     """
+    return factored(call, required_ops)[0]
+
+
+def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
+    """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
+    reason = layers.unsuited(call)
+    start = rng.snapshot() if call.randomness != "error" else None
+    if not reason:
+        try:
+            return layers.gradients(call, required_ops), ""
+        except layers.NotLayersError as error:
+            reason = str(error)
+        if start is not None:
+            rng.rewind(start)
+    # Outside of the block above, so that the error of a loss that is wrong is its own.
     try:
-        return factored(call, required_ops)[0]
-    except LossError:
+        return unfactored(call, required_ops), reason
+    except (CheckpointsError, DifferentiatesError):  # the latter of hooks that come with checkpoints
         parts = call.loss.params.parts.values()
         checkpointed = [part for part in parts if vars(part).get(_CHECKPOINTS) and part.training]
         if not checkpointed:
             raise
+    if start is not None:
+        rng.rewind(start)
 
-    def without() -> Gradients:
+    def without() -> tuple[Gradients, str]:
         for part in checkpointed:
             setattr(part, _CHECKPOINTS, False)
-        return factored(call, required_ops)[0]
+        return factored(call, required_ops)
 
     def switch_on() -> None:
         for part in checkpointed:
@@ -62,30 +79,18 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
     return undone(without, switch_on)
 
 
-def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
-    """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
-    reason = layers.unsuited(call)
-    if not reason:
-        start = rng.snapshot() if call.randomness != "error" else None
-        try:
-            return layers.gradients(call, required_ops), ""
-        except layers.NotLayersError as error:
-            reason = str(error)
-        if start is not None:
-            rng.rewind(start)
-    # Outside of the block above, so that the error of a loss that is wrong is its own.
-    return unfactored(call, required_ops), reason
-
-
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
     """Compute the gradients of all samples at once, written out, of any loss that vmap can batch."""
     if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
         after_imports(import_dynamo)
+    start = rng.snapshot() if call.randomness != "error" else None
     try:
         grads, losses, aux, has_aux = batched_gradients(call)
     except DifferentiatesError as error:
         if call.differentiated or transforms():
             raise
+        if start is not None:
+            rng.rewind(start)
         try:
             return inner_derivatives.gradients(call)
         except RuntimeError:  # which says less

@@ -208,6 +208,11 @@ def _set_stack(stack: Callable[[], Any], push: Callable[[Any], None], pop: Calla
         push(mode)
 
 
+def _leave_saved_tensor_hooks(before: object) -> None:
+    while _torch.top_saved_tensors_hooks() not in {None, before}:
+        _torch.pop_saved_tensors_hooks()
+
+
 def _enable_saved_tensor_hooks(message: str | None) -> None:
     if message is None:  # else they stay disabled; what another message says is of no consequence
         _torch.saved_tensors_hooks_enable()
@@ -230,6 +235,7 @@ _OWN: _States = [
     # Not read, but always written: they are allowed only while torch or a rule calls one.
     (object, lambda _: _torch.allow_single_level_autograd_function(False)),
     (_torch.saved_tensors_hooks_disabled_message, _enable_saved_tensor_hooks),
+    (_torch.top_saved_tensors_hooks, _leave_saved_tensor_hooks),
     *(
         (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
         for kind in ("cpu", "cuda")

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from traced import without_compiling, without_inductor
 
 import persample
-from persample import ClippedMean, LossError, Norm, Stack, clear_cache, composite_grads, per_sample_grads
+from persample import ClippedMean, LossError, Norm, Stack, _torch, clear_cache, composite_grads, per_sample_grads
 from persample.engines.compiled import batchable
 from persample.utils import isolation
 
@@ -499,3 +499,20 @@ def test_an_interrupted_capture_is_completed(step, monkeypatch):
         per_sample_grads(loss, w, (x,), engine="compiled")
     found = per_sample_grads(loss, w, (x,), engine="compiled")
     assert torch.allclose(found, per_sample_grads(loss, w, (x,), engine="loop"))
+
+
+@pytest.mark.parametrize("engine", ["loop", "eager"])
+def test_hooks_of_saved_tensors_are_taken_off(engine):
+    """As if a signal came between the push of a context and its pop."""
+
+    def loss(m, x):
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__()
+        raise KeyboardInterrupt
+
+    for outer in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if outer else nullcontext():
+            before = _torch.top_saved_tensors_hooks()
+            with pytest.raises(KeyboardInterrupt):
+                per_sample_grads(loss, nn.Linear(3, 2), torch.randn(4, 3), engine=engine)
+            assert _torch.top_saved_tensors_hooks() is before or _torch.top_saved_tensors_hooks() == before
+    assert _torch.top_saved_tensors_hooks() is None

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from persample import (
     ClippedSum,
+    FallbackWarning,
     Loss,
     LossError,
+    Norm,
     Stack,
     Sum,
     accumulate,
@@ -320,3 +325,29 @@ def test_reentrant_checkpoints_are_refused_by_torch(engine):
     model = net(lambda block, x: checkpoint(block, x, use_reentrant=True))
     with pytest.raises(RuntimeError, match=r"use_reentrant=True, torch.utils.checkpoint is incompatible"):
         per_sample_grads(loss, model, X, engine=engine)
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints by the attribute that modules of transformers have."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.gradient_checkpointing = nn.Linear(3, 8), nn.Linear(8, 1), True
+
+    def forward(self, x):
+        h = F.dropout(self.a(x), 0.5)
+        block = lambda h: self.b(h.tanh())
+        return checkpoint(block, h, use_reentrant=False) if self.gradient_checkpointing else block(h)
+
+
+def test_a_call_without_checkpoints_draws_the_numbers_of_the_loop():
+    model, x, found = Checkpointing().double(), torch.randn(4, 3, dtype=torch.float64), {}
+    for engine in ("loop", "eager"):
+        torch.manual_seed(1)
+        warns = pytest.warns(FallbackWarning, match="checkpoints activations") if engine == "eager" else nullcontext()
+        with warns:
+            found[engine] = per_sample_grads(
+                lambda m, x: m(x).sum() ** 2, model, x, Norm(), engine=engine, randomness="same"
+            )
+    torch.testing.assert_close(found["eager"], found["loop"])
+    assert model.gradient_checkpointing

@@ -354,3 +354,29 @@ def test_misuse(options, message):
 def test_an_empty_batch():
     with pytest.raises(ArgumentError, match="batch: expected at least one sample, received B = 0"):
         check(squared, mlp(), (X[:0], Y[:0]))
+
+
+def test_gradients_that_consist_of_rounding_errors_are_as_the_loop():
+    """Softmax over keys does not depend on the bias of the keys."""
+    model = Net(q=nn.Linear(D, D), k=nn.Linear(D, D))
+
+    def attention(m, x):
+        return ((m.q(x) @ m.k(x).mT).softmax(-1) @ x).square().sum()
+
+    found = check(attention, model, SEQ, engines=("loop", "eager"))
+    assert [run.result for run in found.runs] == ["as the loop"] * 4
+
+
+def test_dropout_of_no_element_leaves_engines_comparable():
+    model = nn.Sequential(nn.Linear(D, 4), nn.Dropout(0.0), nn.Linear(4, 1))
+    found = check(lambda m, x: m(x).square().mean(), model, X, engines=("eager",))
+    assert {run.result for run in found.runs} == {"as the loop"}
+    assert not any("Dropout" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_largest_sample_is_no_mean(seed):
+    torch.manual_seed(seed)
+    batch = torch.randn(B, D), torch.randn(B)
+    found = check(lambda m, x, y: (m(x).squeeze(-1) - y).square().max(), mlp(), batch, keep_batch_dim=True, engines=())
+    assert not found.ok

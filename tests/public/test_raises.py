@@ -192,3 +192,22 @@ def test_errors_of_torchs_that_a_loss_catches():
     if torch.__version__ < "2.14":  # later ones follow the error
         with pytest.raises(ps.LossError, match=r"cannot be compiled: .*size.* In two_shapes"):
             per_sample_grads(loss, w, x, engine="compiled")
+
+
+class CodedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [CodedError(7, "bad"), KeyError("name")])
+def test_what_an_error_keeps_stays(error):
+    """With a batch axis the loss would run; only a message that is the whole error gets the hint."""
+
+    def loss(w, x):
+        if x.ndim == 1:
+            raise error
+        return (x @ w).sum()
+
+    before = error.args
+    with pytest.raises(type(error)) as raised:
+        ps.per_sample_grads(loss, torch.ones(3), torch.ones(2, 3), engine="loop")
+    assert raised.value.args == before

@@ -165,6 +165,15 @@ def test_a_level_of_vmap_by_hand():
     assert _torch.get_dynamic_layer_stack_depth() == 0
 
 
+def test_hooks_of_saved_tensors_of_this_thread():
+    assert _torch.top_saved_tensors_hooks() is None
+    context = torch.autograd.graph.saved_tensors_hooks(torch.neg, torch.abs)
+    context.__enter__()
+    assert _torch.top_saved_tensors_hooks() == (torch.neg, torch.abs)
+    _torch.pop_saved_tensors_hooks()
+    assert _torch.top_saved_tensors_hooks() is None
+
+
 def test_load_decompositions():
     _torch.load_decompositions()
     x = torch.rand(3, 4)
