@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "Batch",
     "Reinforce",
     "Trainer",
+    "TrainingConfig",
     "Update",
     "evaluate",
     "load_checkpoint",
@@ -36,6 +38,33 @@ __all__ = [
 ]
 
 Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The arguments of a ``Trainer`` as one value, to keep or to vary by ``dataclasses.replace``.
+
+    Args:
+        algorithm: as of ``Trainer``, as are all others.
+        env: id of the environment.
+        seed: the seed.
+        steps: the number of environment steps.
+        engine: the engine of ``per_sample_grads``.
+        target: the average return that ends the training.
+
+    Examples:
+        >>> config = TrainingConfig(TD0(discount=1.0), "persample/RandomWalk-v0", steps=100)
+        >>> Trainer(config).env
+        'persample/RandomWalk-v0'
+    """
+
+    algorithm: Algorithm[Any]
+    env: str = "CartPole-v1"
+    seed: int = 0
+    steps: int = 300_000
+    engine: Engine = "eager"
+    target: float = math.inf
+
 
 # Gymnasium's thresholds apply to averages over this number of episodes.
 EPISODES = 100
@@ -48,7 +77,8 @@ class Trainer:
     update, so that a checkpoint between two updates holds the whole state.
 
     Args:
-        algorithm: ``TD0()``, ``Reinforce()``, ``NPG()``, or an ``Algorithm`` of your own.
+        algorithm: ``TD0()``, ``Reinforce()``, ``NPG()``, or an ``Algorithm`` of your own; or a ``TrainingConfig`` in
+            place of all arguments.
         env: id of the environment.
         seed: the seed of network, environments and actions.
         steps: the number of environment steps. The update that reaches it is the last, and the learning rate decreases
@@ -70,7 +100,7 @@ class Trainer:
 
     def __init__(
         self,
-        algorithm: Algorithm[Any],
+        algorithm: Algorithm[Any] | TrainingConfig,
         env: str = "CartPole-v1",
         *,
         seed: int = 0,
@@ -78,6 +108,10 @@ class Trainer:
         engine: Engine = "eager",
         target: float = math.inf,
     ) -> None:
+        if isinstance(algorithm, TrainingConfig):
+            config = algorithm
+            algorithm, env, seed, steps = config.algorithm, config.env, config.seed, config.steps
+            engine, target = config.engine, config.target
         check_range("seed", seed, 0, 2**63 - 1)
         check_range("steps", steps, 1, 2**63 - 1)
         check_range("target", target, -math.inf, math.inf)
