@@ -366,7 +366,7 @@ class _Readings:
     @property
     def is_random(self) -> bool:
         """Whether engines draw numbers of their own."""
-        return any(x.is_random or x.drops for readings in self._own.values() for x in readings)
+        return self._draws or self._drops
 
     def compare(self) -> None:
         """Read the samples in each way, and compare."""
@@ -406,13 +406,17 @@ class _Readings:
             if isinstance(part, NORMS) and part.training and part.track_running_stats:
                 said = "is in train mode and normalizes by statistics of its batch: no sample has a gradient of its own"
                 self.findings.append(f"{name!r} ({type(part).__name__}) {said}. {STOP_STATISTICS}")
-        if any(x.drops for each in self._own.values() for x in each):
+        if self._drops:
             names = [
                 repr(name) for name, part in parts if "Dropout" in type(part).__name__ and part.training and part.p
             ]
             self.notes.append(f"Dropout is on ({', '.join(names) or 'a function'}); off in readings. {SAY_RANDOMNESS}")
         if self._draws:
             self.notes.append(f"The loss draws random numbers. {SAY_RANDOMNESS}")
+
+    @property
+    def _drops(self) -> bool:
+        return any(x.drops for each in self._own.values() for x in each)
 
     @property
     def _draws(self) -> bool:

@@ -39,7 +39,7 @@ _CHECKPOINTS = (
 class TrainModeBatchNorm(TorchFunctionMode):
     """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input."""
 
-    def __torch_function__(self, func: Tree, types: Tree, args: Tree = (), kwargs: Tree = None) -> Tree:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             bound = _SIGNATURE.bind(*args, **(kwargs or {}))
             bound.apply_defaults()

@@ -42,14 +42,13 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
 def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
     """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
     reason = layers.unsuited(call)
-    start = rng.snapshot() if call.randomness != "error" else None
+    go_back = rng.rewinding(call.randomness)
     if not reason:
         try:
             return layers.gradients(call, required_ops), ""
         except layers.NotLayersError as error:
             reason = str(error)
-        if start is not None:
-            rng.rewind(start)
+        go_back()
     # Outside of the block above, so that the error of a loss that is wrong is its own.
     try:
         return unfactored(call, required_ops), reason
@@ -58,8 +57,7 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         checkpointed = [part for part in parts if vars(part).get(_CHECKPOINTS) and part.training]
         if not checkpointed:
             raise
-    if start is not None:
-        rng.rewind(start)
+    go_back()
 
     def without() -> tuple[Gradients, str]:
         for part in checkpointed:
@@ -83,14 +81,13 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
     """Compute the gradients of all samples at once, written out, of any loss that vmap can batch."""
     if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
         after_imports(import_dynamo)
-    start = rng.snapshot() if call.randomness != "error" else None
+    go_back = rng.rewinding(call.randomness)
     try:
         grads, losses, aux, has_aux = batched_gradients(call)
     except DifferentiatesError as error:
         if call.differentiated or transforms():
             raise
-        if start is not None:
-            rng.rewind(start)
+        go_back()
         try:
             return inner_derivatives.gradients(call)
         except RuntimeError:  # which says less
@@ -125,13 +122,12 @@ def batched_gradients(
             grads = _pulled_back(backward, value, one_by_one=one_by_one)
         return grads, value, aux[0]
 
-    start = rng.snapshot() if call.randomness != "error" else None
+    go_back = rng.rewinding(call.randomness)
     with diagnosed(call, batched=True):
         try:
             grads, losses, aux = vmapped(one, call)
         except SecondDerivativeError:
-            if start is not None:
-                rng.rewind(start)
+            go_back()
             forward_mode = VmapRules(differentiated_by="any")
             grads, losses, aux = vmapped(one, call)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors

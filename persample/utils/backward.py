@@ -36,7 +36,7 @@ class BackwardGuard(TorchFunctionMode):
         self._stand_ins, self._has_differentiated = stand_ins, False
         self._foreign: set[torch.Size] = set()  # shapes of other parameters that are differentiated
 
-    def __torch_function__(self, func: Tree, types: Tree, args: Tree = (), kwargs: Tree = None) -> Tree:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.backward:
             func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient")
@@ -84,7 +84,7 @@ class BackwardGuard(TorchFunctionMode):
                 raise LossError(_OUTSIDE)
 
 
-def _key(x: Tensor) -> Tree:
+def _key(x: Tensor) -> object:
     """Return a key that identifies a tensor with a graph; a leaf saved by a checkpoint is another object."""
     if x.grad_fn is not None:
         return x.grad_fn

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,6 +57,13 @@ def moved_since(states: list[Tensor]) -> bool:
     """Return whether random numbers were drawn since a snapshot."""
     now = snapshot()
     return len(now) == len(states) and any(not torch.equal(a, b) for a, b in zip(now, states, strict=True))
+
+
+def rewinding(randomness: str) -> Callable[[], None]:
+    """Return a function that puts torch's streams back as they are now; under "error", where nothing may draw, none."""
+    if randomness == "error":  # a snapshot would wait for every CUDA device
+        return lambda: None
+    return partial(rewind, snapshot())
 
 
 def replayed(items: Iterable[T]) -> Iterator[T]:
