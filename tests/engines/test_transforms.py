@@ -11,7 +11,7 @@ import plain
 import pytest
 import torch
 from oracle import assert_trees_close
-from paths import ROOT
+from pages import Part
 from plain import REDUCTIONS, by_loop, by_vmap
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -21,8 +21,7 @@ from persample.factors import Factor
 
 # torch.func.jvp itself is the first to call it
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-PAGE = ROOT / "docs" / "transforms.md"
-START, END = "<!-- table: PYTHONPATH=tests python tests/engines/test_transforms.py -->\n", "<!-- end of table -->\n"
+PART = Part("transforms.md", "table", "engines/test_transforms.py")
 
 
 def by_autograd(f, z):
@@ -137,11 +136,9 @@ def table():
 
 
 def test_the_page_shows_the_table():
-    shown = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
-    assert shown == table(), "docs/transforms.md is old: run PYTHONPATH=tests python tests/engines/test_transforms.py"
+    PART.assert_is(table())
 
 
 if __name__ == "__main__":
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(f"{before}{START}{table()}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PART.write(table())
     sys.stdout.write(f"{len(TRANSFORMS)} transforms, {len(REDUCTIONS)} reductions\n")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import assert_trees_close, oracle
-from paths import ROOT
+from pages import Part
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -29,8 +29,7 @@ from persample import ArgumentError, Aux, FallbackWarning, LossError, Stack, per
 
 # peft asks for what transformers will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-PAGE = ROOT / "docs" / "constructs.md"
-START, END = "<!-- table: PYTHONPATH=tests python tests/public/test_constructs.py -->\n", "<!-- end of table -->\n"
+PART = Part("constructs.md", "table", "public/test_constructs.py")
 F64 = torch.float64
 B = 4
 ENGINES = ("eager", "traced", "compiled", "loop")
@@ -1491,15 +1490,9 @@ def test_what_was_asked_for_is_in_the_table():
 
 
 def test_the_page_shows_this_table():
-    page = PAGE.read_text()
-    shown = page.partition(START)[2].partition(END)[0]
-    assert shown == table(), (
-        "docs/constructs.md is not what the tests find: run PYTHONPATH=tests python tests/public/test_constructs.py"
-    )
+    PART.assert_is(table())
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text()
-    before, _, rest = page.partition(START)
-    PAGE.write_text(before + START + table() + END + rest.partition(END)[2])
+    PART.write(table())
     sys.stdout.write(f"{len(CONSTRUCTS)} constructs\n")

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 import pytest
+from pages import Part
 from paths import ROOT
 
 import persample
@@ -19,8 +20,7 @@ from persample import PersampleWarning
 from persample.engines import diagnosis
 from persample.inputs.call import NOT_CONNECTED
 
-PAGE = ROOT / "docs" / "errors.md"
-START, END = "<!-- list: PYTHONPATH=tests python tests/public/test_errors_page.py -->\n", "<!-- end of list -->\n"
+PART = Part("errors.md", "list", "public/test_errors_page.py")
 WARNINGS = (PersampleWarning, *PersampleWarning.__subclasses__())
 KINDS = ("ArgumentError", "LossError", "TorchVersionError", *(category.__name__ for category in WARNINGS))
 PARTS = {  # the folders of the package, in the order of a call
@@ -206,8 +206,7 @@ def plain(text: str) -> str:
 
 
 def test_the_page_lists_every_message():
-    listed = PAGE.read_text().split(START)[1].split(END)[0]
-    assert listed == written(), "run PYTHONPATH=tests python tests/public/test_errors_page.py"
+    PART.assert_is(written())
 
 
 def test_every_part_that_raises_is_listed():
@@ -228,7 +227,9 @@ def test_every_warning_is_of_the_family():
 
 @pytest.mark.parametrize("category", WARNINGS, ids=lambda category: category.__name__)
 def test_the_page_says_what_silences_a_warning(category):
-    (line,) = re.findall(rf"\| `(warnings.filterwarnings.*persample\.{category.__name__}\))` \|\n", PAGE.read_text())
+    (line,) = re.findall(
+        rf"\| `(warnings.filterwarnings.*persample\.{category.__name__}\))` \|\n", PART.path.read_text()
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         exec(line, {"warnings": warnings, "persample": persample})
@@ -257,6 +258,5 @@ def test_messages_are_read_from_code(source, text):
 
 
 if __name__ == "__main__":
-    before, rest = PAGE.read_text().split(START)
-    sys.stdout.write(f"{PAGE}: written\n")
-    PAGE.write_text(f"{before}{START}{written()}{END}{rest.split(END)[1]}")
+    PART.write(written())
+    sys.stdout.write(f"{PART.path}: written\n")

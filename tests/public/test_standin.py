@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import ROOT, TESTS
+from pages import Part
+from paths import TESTS
 
 import persample as ps
 
-PAGE = ROOT / "docs" / "devices.md"
-START, END = "<!-- table: PYTHONPATH=tests python tests/public/test_standin.py -->\n", "<!-- end of table -->\n"
+PART = Part("devices.md", "table", "public/test_standin.py")
 RANGE = "whether a coefficient is beyond 1e±30, so that the sum needs float64"
 SOLVED = "whether the damping counts as 0"
 # Every call that reads or writes across devices, what it reads and writes, and why; no other call does.
@@ -141,13 +141,8 @@ def table():
 
 
 def test_the_page_shows_this_table():
-    shown = PAGE.read_text().partition(START)[2].partition(END)[0]
-    assert shown == table(), (
-        "docs/devices.md is not what the tests find: run PYTHONPATH=tests python tests/public/test_standin.py"
-    )
+    PART.assert_is(table())
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text()
-    before, _, rest = page.partition(START)
-    PAGE.write_text(before + START + table() + END + rest.partition(END)[2])
+    PART.write(table())
