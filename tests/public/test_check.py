@@ -272,8 +272,12 @@ def test_every_engine_is_compared_and_timed():
     assert re.search(r"params\['0.weight'\] +\[8, 5\] +Outer", repr(found))
 
 
-def test_an_engine_with_another_result_is_found():
-    found = check(lambda w, x: (WrongRule.apply(w * x)).sum(), torch.ones(D), X, engines=("loop", "eager"))
+@pytest.mark.parametrize("offset", [0, 1e6])
+def test_an_engine_with_another_result_is_found(offset):
+    def loss(w, x):
+        return WrongRule.apply(w * x).sum() + offset
+
+    found = check(loss, torch.ones(D, dtype=torch.float64), X.double(), engines=("loop", "eager"))
     assert [run.result for run in found.runs] == ["as the loop", "differs from the loop"] * 2
     assert any("engine='eager', keep_batch_dim=True: differs from the loop" in line for line in found.findings)
 
