@@ -32,6 +32,7 @@ from persample import _torch
 from persample._torch import DONE_ONCE, compile_lock
 from persample.errors import TorchVersionWarning
 from persample.utils import trees
+from persample.utils.numerics import keep_freed_memory
 from persample.utils.origin import raised_since, users_depth
 from persample.utils.tracing import flags
 
@@ -138,6 +139,7 @@ def isolated(params: object, body: Callable[[], T], *, keep_graph: bool = False)
     """
     if _torch.replaced:
         warnings.warn(TorchVersionWarning(*_torch.replaced), stacklevel=users_depth())
+    keep_freed_memory()
     handled = sys.exc_info()[1]
     ours, before, locks = dict(vars(flags)), [read() for read, _ in (*_OWN, *_SHARED)], _locks_of(params)
     held: list[threading.RLock] = []

@@ -271,8 +271,8 @@ _LARGEST = 2**25 - 2**16
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed, up to 64 MiB in each thread, as it does once any block of 32 MiB was freed.
 
-    glibc keeps at most twice the largest block that it ever mapped and freed. A program frees tens of smaller blocks at
-    once. Without this, its next call meets fresh pages, which the system clears: up to a third of the time of a call.
+    glibc keeps at most twice the largest block that it ever mapped and freed. A call frees tens of smaller blocks at
+    once. Without this, the next call meets fresh pages, which the system clears: up to a third of the time of a call.
     The block is not written, so it takes no memory. Where glibc's variables or another C library decide, nothing
     changes.
 

@@ -27,7 +27,6 @@ from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
 from persample.engines.compiled.straight import Run, returns_memory, straight, writes
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.isolation import in_one_thread
-from persample.utils.numerics import keep_freed_memory
 from persample.utils.tracing import without_warnings
 
 _aten = torch.ops.aten
@@ -131,10 +130,7 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
     # (torch 2.13), and was not tried on GPUs.
     has_loops = any(node.target is scan for node in graph.graph.nodes)
-    on_cpu = all(x.device.type == "cpu" for x in inputs)
-    in_cpp = on_cpu and not has_loops
-    if on_cpu:
-        keep_freed_memory()
+    in_cpp = not has_loops and all(x.device.type == "cpu" for x in inputs)
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
     return code
 

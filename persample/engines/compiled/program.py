@@ -17,7 +17,7 @@ from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.straight import Run, straight
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
-from persample.utils.numerics import full_precision, keep_freed_memory, memory
+from persample.utils.numerics import full_precision, memory
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -73,7 +73,7 @@ def for_one_size(task: Task) -> Program:
         with full_precision(inputs[0].device):  # autocast applied when the loss was traced
             run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs, traced.noted)
     else:
-        run = operation_by_operation(traced.graph, formats[0].device)
+        run = operation_by_operation(traced.graph)
     return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
 
 
@@ -98,7 +98,7 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
         if task.compiles:
             run = lower(family.graph, flat, mode, inputs, traced.noted)
         else:
-            run = operation_by_operation(family.graph, inputs[0].device)
+            run = operation_by_operation(family.graph)
 
     def fits(formats: Sequence[Format]) -> bool:
         size = family.size(formats)
@@ -115,11 +115,9 @@ def _guarded(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor])
     return graph
 
 
-def operation_by_operation(graph: GraphModule, device: torch.device) -> Run:
+def operation_by_operation(graph: GraphModule) -> Run:
     """Return code that runs a graph as it is; where torch refuses a value, its results are invalid."""
     run = straight(graph)
-    if device.type == "cpu":
-        keep_freed_memory()
 
     def checked(tensors: list[Tensor]) -> Sequence[Tensor]:
         try:
