@@ -62,7 +62,7 @@ def owned(result: object, inputs: Sequence[Tensor]) -> Tree:
     for place, x in enumerate(leaves):
         if isinstance(x, Tensor) and not is_wrapped(x):
             own = memory(x)
-            if own in taken or is_folded(x):
+            if own in taken or (not x.is_contiguous() and is_folded(x)):
                 leaves[place] = x.clone(memory_format=torch.contiguous_format)
                 own = memory(leaves[place])
             taken.add(own)

@@ -60,22 +60,17 @@ class Conv(Factor):
         return _pixels(self.signals, len(self.stride))
 
     @property
-    def operands(self) -> int:
-        """The number of elements in the signals and patches of all samples."""
-        channels, *kernel = self._kernel
-        return len(self) * self.num_terms * (channels + self.groups * prod(kernel))
-
-    @property
     def size(self) -> cost_model.Size:
         """The sizes by which the cost model estimates times, with inner products of pixels where these are fewer."""
-        size = super().size
+        (signals, columns, *taps), count, terms = self._kernel, len(self), self.num_terms
+        patches = count * terms * (signals + self.groups * columns * prod(taps))
+        size = super().size._replace(operands=patches)
         if not self._multiplies_pixels:
             return size
-        terms, pixels = self.num_terms, _pixels(self.inputs, len(self.stride))
-        signals, images = self._kernel[0], self._kernel[1] * self.groups
+        pixels, images = _pixels(self.inputs, len(self.stride)), columns * self.groups
         products = terms**2 * signals + pixels**2 * images
-        read = terms * signals + pixels * images + terms**2 * sum(self._kernel[2:]) * self.groups
-        return cost_model.Size(*size[:5], inner=(len(self) * products, len(self) * read))
+        read = terms * signals + pixels * images + terms**2 * sum(taps) * self.groups
+        return size._replace(inner=(count * products, count * read))
 
     @property
     def _multiplies_pixels(self) -> bool:

@@ -12,6 +12,7 @@ bounded in units of what the factor takes: that is the layer's inputs and output
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -156,6 +157,7 @@ class Size(NamedTuple):
         return products * rates.product64 + _INNER_PASSES64 * read * rates.number
 
 
+@functools.lru_cache
 def inner_products_are_faster(size: Size) -> bool:
     """Return whether norms from inner products of terms take less time than blocks of written-out gradients."""
     return size.seconds(_INNER_PRODUCTS) < size.seconds(_OF_FACTORS[Op.squared_norms])
@@ -213,6 +215,7 @@ class Plan:
         """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
         return self.required_ops <= {Op.weighted_sum} or (num_terms == 1 and Op.materialize not in self.required_ops)
 
+    @functools.lru_cache  # noqa: B019 (plans are few numbers)
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""
         if Op.materialize in self.required_ops:

@@ -102,18 +102,13 @@ class Factor(ABC):
     @property
     def stored(self) -> int:
         """The number of elements stored, for all samples together."""
-        return sum(x.numel() for x in self.tensors)
-
-    @property
-    def operands(self) -> int:
-        """The number of elements that products of this factor read, for all samples together."""
-        return self.stored
+        return sum(map(Tensor.numel, self.tensors))
 
     @property
     def size(self) -> cost_model.Size:
         """The sizes by which the cost model estimates times."""
         written = len(self) * prod(self.shape)
-        return cost_model.Size(self.num_terms, written, self.stored, self.device.type, self.operands)
+        return cost_model.Size(self.num_terms, written, self.stored, self.device.type)
 
     def reason_to_write_out(self, plan: cost_model.Plan) -> str:
         """Return why the gradients are to be written out, or "" where the factor stays."""
@@ -270,7 +265,12 @@ class Factor(ABC):
 
 def tensor_fields(x: Tree) -> dict[str, Tensor]:
     """Return the fields of a dataclass that are tensors, by name."""
-    return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
+    return {name: value for name in _names(x.__class__) if isinstance(value := getattr(x, name), Tensor)}
+
+
+@functools.cache
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
 def row_format(factor: Factor) -> tuple[object, ...]:

@@ -191,7 +191,7 @@ def _locks_of(params: object) -> list[threading.RLock]:
             parts[id(part)] = part
             rest += _torch.module_slots(part).values()
     return [  # C, so in one piece
-        (_locks if type(parts[key]).__eq__ is object.__eq__ else _locks_by_id).setdefault(parts[key], threading.RLock())
+        (_locks if type(parts[key]).__eq__ is object.__eq__ else _locks_by_id).setdefault(parts[key], _Lock())
         for key in sorted(parts)
     ]
 

@@ -89,8 +89,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         >>> [len(written_tensors(*call)) for call in calls]
         [1, 0, 1, 0]
     """
-    positions = _write_options(func)
-    given = {name: args[place] for name, place in positions.items() if place < len(args)} | dict(kwargs)
+    given = {**dict(zip(_write_options(func), args, strict=False)), **kwargs}
     written = [given.get("out")]
     if _writes(func):
         written.append(args[0] if args else next(iter(kwargs.values())))
@@ -98,6 +97,8 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         written.append(given["input"])
     if given.get("max_norm") is not None:
         written.append(given["weight"])
+    if len(written) == 1 and written[0] is None:  # the usual case
+        return []
     flat = [y for x in written for y in (x if isinstance(x, list | tuple) else [x])]
     return [x for x in flat if isinstance(x, Tensor)]
 
@@ -169,13 +170,12 @@ def _writes(func: Any) -> bool:
 
 
 @functools.cache
-def _write_options(func: Any) -> Mapping[str, int]:
-    """Return the positions of a function's arguments, by name, if one of these makes it write; else nothing."""
+def _write_options(func: Any) -> tuple[str, ...]:
+    """Return the names of a function's arguments, in order, if one of these makes it write; else nothing."""
     if not isinstance(func, FunctionType):
-        return {}
-    code = func.__code__
-    positions = {name: place for place, name in enumerate(code.co_varnames[: code.co_argcount])}
-    return positions if positions.keys() & {"inplace", "max_norm"} else {}
+        return ()
+    names = func.__code__.co_varnames[: func.__code__.co_argcount]
+    return names if {"inplace", "max_norm"}.intersection(names) else ()
 
 
 _OF_VMAP = re.compile(

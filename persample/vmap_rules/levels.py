@@ -91,7 +91,7 @@ def call_kernel(
     level = next(grads, 0)  # 0: plain autograd differentiates
     inner, batch_levels = samples_first(tensors, level)
     if level:
-        inner = tuple(x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner)
+        inner = [x if maybe_get_level(x) == level else wrap_for_grad(x, level) for x in inner]
     saved = slice(unneeded, None), slice(0 if reads_returned else returned, None)
     try:
         allow_single_level_autograd_function(True)
@@ -134,10 +134,11 @@ class _Node(SingleLevelFunction):
 def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
     with temporarily_clear_interpreter_stack():
-        plain, batch_levels = samples_first(tuple(x for x in tensors if x is not None), 0)
-        given = iter(plain)
-        out = function(*(None if x is None else next(given) for x in tensors))
-    return tuple(None if x is None else batched(x, batch_levels) for x in out)
+        places = [place for place, x in enumerate(tensors) if x is not None]
+        plain, batch_levels = samples_first([x for x in tensors if x is not None], 0)
+        given = dict(zip(places, plain, strict=True))
+        out = function(*map(given.get, range(len(tensors))))
+    return tuple(None if x is None else batched(x, batch_levels) for x in out) if batch_levels else out
 
 
 def gradients_by_autograd(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +148,7 @@ def gradients_by_autograd(function: Callable[..., Tensor], grad: Tensor, *tensor
         return torch.autograd.grad(function(*leaves), leaves, grad)
 
 
-def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor, ...], list[int]]:
+def samples_first(tensors: Sequence[Tensor], above: int) -> tuple[list[Tensor], list[int]]:
     """Unwrap tensors from all levels above one; their batch axes come first, that of the outermost vmap before all."""
     taken = [_unwrapped(x, above) for x in tensors]
     sizes = {level: size for _, axes in taken for level, (_, size) in axes.items()}
@@ -155,7 +156,7 @@ def samples_first(tensors: tuple[Tensor, ...], above: int) -> tuple[tuple[Tensor
     # Axes are moved only when all tensors are unwrapped: an operation on a wrapped one would need its level.
     for done, level in enumerate(levels):
         taken = [(_moved(x, axes.get(level), done, sizes[level]), axes) for x, axes in taken]
-    return tuple(x for x, _ in taken), levels
+    return [x for x, _ in taken], levels
 
 
 def _unwrapped(x: Tensor, above: int) -> tuple[Tensor, dict[int, tuple[int, int]]]:

@@ -78,9 +78,10 @@ class LayerGuard(VmapRules):
             if not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
             params = self._interceptor.params
-            is_used = not params.shared.keys().isdisjoint(map(id, args))
-            if kwargs or not LISTS.isdisjoint(map(type, args)):
-                is_used = is_used or params.are_among((*args, *kwargs.values()))
+            values = (*args, *kwargs.values()) if kwargs else args
+            is_used = not params.shared.keys().isdisjoint(map(id, values))
+            if not is_used and not LISTS.isdisjoint(map(type, values)):
+                is_used = params.are_among(values)
             # Without grad mode, results are constants, whatever a parameter is used for.
             is_used = is_used and torch.is_grad_enabled()
             if func is Tensor.requires_grad_ and not params.are_among(args) and all(args[1:]) and not kwargs:

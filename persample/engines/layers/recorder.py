@@ -75,7 +75,7 @@ def transposed_geometry_of(
 
 
 def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
-    values = tuple(map(int, x if isinstance(x, Sequence) else (x,)))  # numbers of NumPy, too
+    values = tuple(map(int, x if isinstance(x, list | tuple) else (x,)))  # numbers of NumPy, too
     return values * axes if len(values) == 1 else values
 
 
