@@ -146,17 +146,19 @@ class Outer(Factor):
         if weights is not None and weights.ndim > 1:
             return self.scale_outputs(weights, dtype).weighted_sum(None, dtype)
         left, right = self._operands
+        has_one_group = left.shape[1] == 1
+        if has_one_group:  # fewer axes, and mm is faster than bmm
+            left, right = left.squeeze(1), right.squeeze(1)
         if weights is not None and left.numel() <= right.numel():
             left = numerics.scaled_rows(left, weights, dtype)
         elif weights is not None:
             right = numerics.scaled_rows(right, weights, dtype)
         left, right = left.to(dtype), right.to(dtype)
-        if left.shape[1] == 1:  # mm is faster than bmm
-            left, right = left.squeeze(1), right.squeeze(1)
-            if left.stride(1) > left.stride(0) and right.stride(1) > right.stride(0):  # the order is that in memory
-                left, right = left.transpose(0, 1), right.transpose(0, 1)
-            return self._restored(contractions.sum_of_products(left.flatten(0, 1), right.flatten(0, 1)))
-        return self._restored(folded(left).mT @ folded(right))
+        if not has_one_group:
+            return self._restored(folded(left).mT @ folded(right))
+        if left.stride(1) > left.stride(0) and right.stride(1) > right.stride(0):  # the order is that in memory
+            left, right = left.transpose(0, 1), right.transpose(0, 1)
+        return self._restored(contractions.sum_of_products(left.flatten(0, 1), right.flatten(0, 1)))
 
     def balanced(self, dtype: torch.dtype) -> Outer:
         """Rescale both operands to similar norms, so that squaring neither overflows in a dtype."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,27 +77,54 @@ def _layer_norm(
     return _scaled(normalized, weight, bias, normalized_shape, ()).to(input.dtype)
 
 
-def _composed(norm: Callable[..., Tensor], flag: str, samples: tuple[int, ...]) -> Callable[..., Tensor]:
-    """Return batch or instance norm, by its formula where a flag asks for the statistics of the input.
+def _batch_norm(
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    samples: tuple[int, ...] = (0,),
+    norm: Callable[..., Tensor] = F.batch_norm,
+    by_kernel: bool = False,
+) -> Tensor:
+    """Compute batch norm, and instance norm by other ``samples``: means are over positions and over these axes.
 
-    A mean is over positions, and over the axes ``samples``.
+    Running statistics are taken by the formula, which has fewer operations than torch's batched kernel, and those of
+    the input, too, unless ``by_kernel`` leaves them to torch.
     """
-    signature = inspect.signature(norm)
+    axes, channels, places = (*samples, *range(2, input.ndim)), input.shape[1:2], (1,) * (input.ndim - 2)
+    running = running_mean, running_var
+    fits = all(x is not None and (x.shape, x.dtype) == (channels, input.dtype) for x in running)
+    if not training and fits and running_mean is not None and running_var is not None:
+        mean, scale = (x.reshape(-1, *places) for x in (running_mean, (running_var + eps).rsqrt()))
+        return _scaled((input - mean) * scale, weight, bias, channels, places)
+    if by_kernel:
+        return norm(input, *running, weight, bias, training, momentum, eps)
+    has_several = math.prod(input.shape[axis] for axis in axes) > 1  # otherwise an error
+    if training and running_mean is None and has_several:
+        normalized = _normalized(input, axes, eps)
+    else:
+        normalized = norm(input, *running, None, None, training, momentum, eps)
+    return _scaled(normalized, weight, bias, channels, places).to(input.dtype)
 
-    def function(*args: Any, **kwargs: Any) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        x, weight, bias = given["input"], given["weight"], given["bias"]
-        axes = (*samples, *range(2, x.ndim))
-        has_several = math.prod(x.shape[axis] for axis in axes) > 1  # otherwise an error
-        if given[flag] and given["running_mean"] is None and has_several:
-            normalized = _normalized(x, axes, given["eps"])
-        else:
-            normalized = norm(**{**given, "weight": None, "bias": None})
-        return _scaled(normalized, weight, bias, x.shape[1:2], (1,) * (x.ndim - 2)).to(x.dtype)
 
-    return function
+def _instance_norm(
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    *settings: float,
+    by_kernel: bool = False,
+    **named: float,
+) -> Tensor:
+    options: Any = {"samples": (), "norm": F.instance_norm, "by_kernel": by_kernel, **named}
+    return _batch_norm(input, running_mean, running_var, weight, bias, use_input_stats, *settings, **options)
 
 
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
@@ -235,8 +261,8 @@ def _max_unpool(
 
 RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, _layer_norm),
-    F.batch_norm: functools.partial(_autocast, _composed(F.batch_norm, "training", (0,))),
-    F.instance_norm: functools.partial(_autocast, _composed(F.instance_norm, "use_input_stats", ())),
+    F.batch_norm: functools.partial(_autocast, _batch_norm),
+    F.instance_norm: functools.partial(_autocast, _instance_norm),
     F.group_norm: functools.partial(_autocast, functools.partial(_group_norm, _by_copy)),
     weight_norm: _weight_norm,
     F.mse_loss: functools.partial(_difference_loss, F.mse_loss, torch.square),
@@ -258,7 +284,7 @@ RULES: dict[Any, Callable[..., Any]] = {
 
 FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
     F.layer_norm: functools.partial(_autocast, F.layer_norm),
-    F.batch_norm: functools.partial(_autocast, F.batch_norm),
-    F.instance_norm: functools.partial(_autocast, F.instance_norm),
+    F.batch_norm: functools.partial(_autocast, functools.partial(_batch_norm, by_kernel=True)),
+    F.instance_norm: functools.partial(_autocast, functools.partial(_instance_norm, by_kernel=True)),
     F.group_norm: functools.partial(_autocast, functools.partial(_group_norm, _by_layer_norm)),
 }

@@ -203,11 +203,11 @@ FAULTS = {
         "vmap_rules/nn_functional.py: _layer_norm", of_forward(lambda x: F.layer_norm(x, (3,), WEIGHTS), WEIGHTS.cos())
     ),
     "batch_norm, forward": Fault(
-        "vmap_rules/nn_functional.py: _composed",
+        "vmap_rules/nn_functional.py: _batch_norm",
         of_forward(lambda x: F.batch_norm(x, None, None, WEIGHTS, training=True), numbers(4, 3)),
     ),
     "instance_norm, forward": Fault(
-        "vmap_rules/nn_functional.py: _composed",
+        "vmap_rules/nn_functional.py: _instance_norm",
         of_forward(lambda x: F.instance_norm(x, weight=WEIGHTS), numbers(1, 3, 4)),
     ),
     "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
