@@ -45,6 +45,11 @@ class Embedding(Factor):
         return self.index.shape[-1]
 
     @property
+    def norm_operands(self) -> tuple[Tensor, ...]:
+        """The signals, where no row is looked up twice by a sample: T = 1."""
+        return (self.signals,) if self.num_terms == 1 else ()
+
+    @property
     def is_product(self) -> bool:
         """Whether writing a gradient out takes matrix products."""
         return False
@@ -81,6 +86,8 @@ class Embedding(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
+        if self.num_terms == 1:
+            return numerics.squared_norms_of_each([self.signals], len(self.sizes))[0]
         added, rows = self._distinct
         total = torch.zeros(self.sizes, dtype=torch.float64, device=added.device)
         total.view(-1).index_add_(0, rows // self.table_shape[0], numerics.squared_norms(added))

@@ -149,6 +149,8 @@ class Outer(Factor):
         has_one_group = left.shape[1] == 1
         if has_one_group:  # fewer axes, and mm is faster than bmm
             left, right = left.squeeze(1), right.squeeze(1)
+            if left.shape[1] == 1:
+                left, right = left.squeeze(1), right.squeeze(1)
         if weights is not None and left.numel() <= right.numel():
             left = numerics.scaled_rows(left, weights, dtype)
         elif weights is not None:
@@ -156,9 +158,11 @@ class Outer(Factor):
         left, right = left.to(dtype), right.to(dtype)
         if not has_one_group:
             return self._restored(folded(left).mT @ folded(right))
-        if left.stride(1) > left.stride(0) and right.stride(1) > right.stride(0):  # the order is that in memory
-            left, right = left.transpose(0, 1), right.transpose(0, 1)
-        return self._restored(contractions.sum_of_products(left.flatten(0, 1), right.flatten(0, 1)))
+        if left.ndim > 2:
+            if left.stride(1) > left.stride(0) and right.stride(1) > right.stride(0):  # the order is that in memory
+                left, right = left.transpose(0, 1), right.transpose(0, 1)
+            left, right = left.flatten(0, 1), right.flatten(0, 1)
+        return self._restored(contractions.sum_of_products(left, right))
 
     def balanced(self, dtype: torch.dtype) -> Outer:
         """Rescale both operands to similar norms, so that squaring neither overflows in a dtype."""

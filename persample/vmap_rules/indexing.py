@@ -68,6 +68,9 @@ def embedding_bag(
     if not known or max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding_bag(**given)  # torch raises, or vmap does
     rows = lookup(input, weight)  # [*, N, D]
+    if offsets is None and padding_idx is None and per_sample_weights is None and mode != "max":
+        total = rows.sum(-2)
+        return total / max(1, input.shape[-1]) if mode == "mean" else total
     members = _members(input, offsets, include_last_offset)
     if padding_idx is not None:
         members = members & (input != padding_idx % len(weight))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from persample._torch import OpOverload, aten_unsafe_view, schema
@@ -73,9 +74,13 @@ def simplify(module: GraphModule) -> None:
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes):
         return  # a view may change its shape later
     changed = {owner(x) for node in graph.nodes for x in written(node)}
+    views: dict[str, Node] = {}
     for node in graph.nodes:
+        _before_reshapes(node)
         args: Any = node.args
-        if (same := _same(node, args, changed)) is not None:
+        if node.target in _VIEWS and (known := views.setdefault(f"{node.target}{args}", node)) is not node:
+            node.replace_all_uses_with(known)
+        elif (same := _same(node, args, changed)) is not None:
             node.replace_all_uses_with(same)
         elif node.target in _RESHAPES and args[0].target in _RESHAPES:
             shape = args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
@@ -90,6 +95,24 @@ def simplify(module: GraphModule) -> None:
             node.target = _IN_PLACE[node.target]
             last_reads[own] = last_reads.get(node, node)
     module.recompile()
+
+
+def _before_reshapes(node: Node) -> None:
+    """Let an elementwise operation on tensors that were reshaped alike read these as they were; reshape its result."""
+    result: Any = node.meta.get("val")
+    target: Any = node.target
+    operands = [x for x in node.all_input_nodes if _shape(x) != ()]
+    shapes = {_shape(_root(x)) for x in operands}
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) or len(shapes) != 1 or writes(node):
+        return
+    (shape,) = shapes
+    if shape is None or shape == _shape(node) or any(_shape(x) != _shape(node) for x in operands):
+        return
+    if all(x.meta["val"].is_contiguous() for x in (node, *map(_root, operands))):
+        with node.graph.inserting_before(node):
+            before = node.graph.call_function(target, map_arg(node.args, _root), node.kwargs)
+        before.meta["val"] = result.view(shape)
+        node.target, node.args, node.kwargs = _aten.view.default, (before, list(result.shape)), {}
 
 
 def _is_needed(node: Node) -> bool:
@@ -209,6 +232,12 @@ def _is_one(x: Any) -> bool:
     while isinstance(x, Node) and x.target in {*_RESHAPES, _aten.expand.default}:
         x = x.args[0]
     return x.target in _ONES if isinstance(x, Node) else x == 1
+
+
+def _shape(node: Node) -> Any:
+    """Return the shape of the tensor that a node computes; None for anything else."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _form(x: Any) -> Any:
