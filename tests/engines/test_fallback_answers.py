@@ -201,7 +201,7 @@ def test_a_rule_that_fails_where_vmap_needs_it(monkeypatch):
 
 def test_under_a_transform_of_the_callers(monkeypatch):
     w, x = torch.randn(2, 3, dtype=F64), torch.randn(4, 3, dtype=F64)
-    monkeypatch.setattr(ps.reductions.Norm, "lift", broken)  # at every way
+    monkeypatch.setattr(ps.reductions.Norm, "lift", broken)  # of every engine
     with pytest.raises(ValueError, match="zip"):
         torch.func.vmap(lambda w: per_sample_grads(lambda w, x: w @ x, w, x, ps.Norm()))(w)
 

@@ -20,8 +20,6 @@ TOGETHER = {
 }
 
 
-
-
 def cells():
     """Every model with every reduction on the eager engine, with every other engine and dtype once each.
 

@@ -325,7 +325,7 @@ def test_inputs_are_stored_once(name):
 
 @pytest.mark.parametrize("name", wide_models())
 def test_factors_equal_the_loop(name):
-    """One reduction after the other, so that only the factors' own operations are asked for."""
+    """One reduction after the other, so that only the factors' own operations are called."""
     model, loss, x = wide_models()[name]
     directions = {name: draw(2, *p.shape) for name, p in model.named_parameters()}
     wanted = {
