@@ -30,20 +30,22 @@ def internals(tree):
 
 
 def replaced(source):
-    """Return the names of persample that a file replaces by ``setattr``, ``setitem``, ``delattr`` or ``mock.patch``."""
+    """Return the names of persample that a file replaces: by an assignment, ``setattr``, ``mock.patch`` or the like."""
     tree = ast.parse(source)
     own, found = internals(tree), []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        called = ast.unparse(node.func).rpartition(".")[2]
-        if called in {"setattr", "setitem", "delattr", "delitem", "object", "patch", "dict"}:
-            name = ast.unparse(node.args[0])
-            root, _, inner = name.partition(".")
-            is_deep = root in {"ps", "persample"} and inner
-            if root in own or is_deep or name.startswith("'persample."):
-                found.append(name)
-    return found
+        if isinstance(node, ast.Assign):
+            found += [target.value for target in node.targets if isinstance(target, ast.Attribute)]
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in {"setattr", "setitem", "delattr", "delitem", "object", "patch", "dict"}:
+                found.append(node.args[0])
+    names = map(ast.unparse, found)
+    return [name for name in names if name.startswith("'persample.") or _is_internal(*name.split(".")[:2], own=own)]
+
+
+def _is_internal(root, inner="", *, own):
+    return root in own or (root in {"ps", "persample"} and inner)
 
 
 def test_few_files_replace_internals():
@@ -63,6 +65,7 @@ def test_few_files_replace_internals():
         ("from persample import vmap_rules\nm.setitem(vmap_rules._RULES, 1, 2)", ["vmap_rules._RULES"]),
         ("import persample.merge as m\nmock.patch.object(m, 'one', 1)", ["m"]),
         ("lower = importlib.import_module('persample.a.b')\nm.setattr(lower, 'x', 1)", ["lower"]),
+        ("from persample.engines import program\nprogram.lower = wrong", ["program"]),
         ("import persample as ps\nm.setattr(ps, 'per_sample_grads', wrong)", []),
         ("from torch import nn\nm.setattr(nn.Linear, 'forward', wrong)", []),
         ("setattr(config, 'rate', 2)", []),
