@@ -5,8 +5,8 @@ TORCH ?=
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Files of `make quick`, tests/**/test_*.py: every concept of the core, no compilation.
-QUICK := architecture public grid factors merge naive errors_arguments errors_loss explain layers_engine
+# Files of `make quick`, tests/**/test_*.py: every concept of the core, and the grid on the eager and the traced engine.
+QUICK := architecture seams public grid traced factors merge naive errors_arguments errors_loss explain layers_engine
 # The seeds of `make fuzz`, from and up to.
 EAGER ?= 0 5000
 TRACED ?= 0 2000
@@ -48,7 +48,7 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-quick: lint ## lint, then the tests of the core: under 90 seconds, while you write
+quick: lint ## lint, then the tests of the core: a minute, while you write
 	$(PYTEST) --quiet $(wildcard $(QUICK:%=tests/*/test_%.py) $(QUICK:%=tests/*/*/test_%.py))
 
 test: lint ## lint, then all tests with warnings as errors, examples, notebooks, strict docs

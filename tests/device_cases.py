@@ -79,7 +79,7 @@ def length(aux: Any) -> Any:
     return sum(x.sum() for x in aux.values())
 
 
-# What is asked for, from gradients like the parameters and from factors, both on the device of the call.
+# Reductions, of gradients like the parameters and of factors, both on the device of the call.
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "Stack()": lambda *_: ps.Stack(),
     "Sum()": lambda *_: ps.Sum(),

@@ -97,7 +97,7 @@ def assert_factors(case):
 
 
 def assert_found(case):
-    """What is factored, beside norms and where plain sums or one's own contractions are asked for, and its values."""
+    """Which parameters are factored beside norms, and for plain sums or one's own contractions; and the gradients."""
     assert kinds(*case.build(), Norm()) == case.kinds
     assert kinds(*case.build()).items() >= case.kinds.items()
     assert_factors(case)

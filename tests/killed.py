@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 
+import pytest
 import torch
+from seams import commits_after_every_batch
 from torch import nn
 
 import persample as ps
-from persample.streams.sink import folder as folder_of_results
 
 BATCHES = 30
 
@@ -24,7 +25,7 @@ def loss(model, x):
 
 
 def run(folder, event, *, resume):
-    folder_of_results._PATIENCE = 0  # a commit after every batch, so that there is more to interrupt
+    commits_after_every_batch(pytest.MonkeyPatch())  # so that there is more to interrupt
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     counter = itertools.count(1)

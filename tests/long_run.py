@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import persample as ps
-from persample.engines.compiled import capture, program, programs
+from persample.engines.compiled import capture, programs
 from persample.utils import isolation
 
 POINTS = 20
@@ -75,5 +75,4 @@ def run(engine: str, calls: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    program.lower = lambda graph, *_: lambda tensors: graph.forward(*tensors)  # Inductor's time is not the question
     json.dump(run(sys.argv[1], int(sys.argv[2])), sys.stdout)

@@ -27,7 +27,7 @@ F64 = torch.float64
 SAMPLES = 7
 DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
 BACKEND = os.environ.get("RANKS_BACKEND", "gloo")
-# Which samples each of several ranks has, and how they are spread.
+# The samples that each of several ranks has.
 SHARDS = {
     "interleaved": (lambda rank, world: range(rank, SAMPLES, world), "interleaved"),
     "uneven": (

@@ -22,7 +22,6 @@ from standin import BACKEND, DEVICE, traffic
 from torch.nn import functional as F
 
 import persample as ps
-from persample.engines.compiled import program
 
 
 def counted(call: Callable[[], Any], expected: Any) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def of_reductions(name: str, case: Case, engine: str) -> Iterator[tuple[str, dic
 
 
 def of_programs(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What compiled programs transfer: one of the reductions that check nothing, and one of all others."""
+    """What programs transfer: one of the reductions that check nothing, and one of all others."""
     loss, params, batch = case
     direction, other = ps.per_sample_grads(loss, params, batch, (ps.Sum(), ps.Factored()))
     far = Case(loss, moved(params, DEVICE), moved(batch, DEVICE))
@@ -57,7 +56,7 @@ def of_programs(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, chosen in (("unchecked", REDUCTIONS.keys() - checked - {"Factored()"}), ("checked", checked)):
         near = {x: REDUCTIONS[x](direction, other) for x in sorted(chosen)}
         reduce = {x: REDUCTIONS[x](moved(direction, DEVICE), moved(other, DEVICE)) for x in sorted(chosen)}
-        call = functools.partial(ps.per_sample_grads, *far, reduce, engine="compiled")
+        call = functools.partial(ps.per_sample_grads, *far, reduce, engine="traced")
         yield f"{name}, first", counted(call, ps.per_sample_grads(*case, near))
         yield f"{name}, again", counted(call, ps.per_sample_grads(*case, near))
 
@@ -193,7 +192,6 @@ def without_float64(case: Case) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    program.lower = lambda graph, *_: lambda tensors: graph.forward(*tensors)  # Inductor knows no such device
     known = cases()
     small = known["linear layers"]
     found: dict[str, Any] = {"reductions": {}, "host": numbers(x := torch.ones(2, device=DEVICE), x + 1)}

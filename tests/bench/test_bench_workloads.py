@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from traced import lowered
+from compiler import lowered
 
 from benchmarks import saved, spellings
 from benchmarks.cells import MEASURED

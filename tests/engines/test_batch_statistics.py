@@ -283,11 +283,12 @@ def test_the_loss_and_the_random_stream_are_as_without_the_check():
 
 
 @pytest.mark.parametrize("reduce", [ps.Norm(), ps.Mean(), None], ids=str)
-def test_ordinary_calls_do_not_run_the_loss_again(reduce, monkeypatch):
+def test_ordinary_calls_do_not_run_the_loss_again(reduce):
+    calls = []
+
     def loss(m, x, a):
+        calls.append(1)
         return (m(x)[:, 0] * a).mean()
 
-    monkeypatch.setattr("persample.per_sample.warn_of_statistics", None)
     per_sample_grads(loss, model(), (X, A), reduce, keep_batch_dim=True)
-    with pytest.raises(TypeError, match="NoneType"):
-        per_sample_grads(centred, model(), (X, A), reduce, keep_batch_dim=True)
+    assert len(calls) == 1

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiler import failing_after_the_run, without_compiling
 from oracle import assert_trees_close
+from seams import without_layers
 from torch import nn
 from torch.nn import functional as F
-from traced import without_inductor
 
 import persample as ps
 from persample import FallbackWarning, clear_cache, per_sample_grads, vmap_rules
-from persample.engines import layers
 from persample.engines.compiled import programs
 from persample.engines.layers import interceptor
 from persample.factors import Conv, Outer
@@ -57,10 +57,6 @@ def test_convolutions_whose_padding_is_a_word(padding):
     model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=padding, dilation=2), nn.Tanh()))
     found, expected = (per_sample_grads(squares, model, (pixels(),), REDUCTIONS, engine=e) for e in ("eager", "loop"))
     assert_trees_close(found, expected, 1e-9)
-
-
-def without_layers(monkeypatch):
-    monkeypatch.setattr(layers, "unsuited", lambda call: "as the test says")
 
 
 BREAKS = {  # what is broken, for which reduction, and what the warning names
@@ -130,9 +126,19 @@ def test_a_fault_of_the_compiler_is_met_once(monkeypatch):
             assert_trees_close(per_sample_grads(squares, model, (x,), ps.Norm(), engine="compiled"), expected, 1e-9)
     assert len(calls) == 1
     monkeypatch.undo()
-    without_inductor(monkeypatch)
+    without_compiling(monkeypatch)
     found = per_sample_grads(squares, model, (x[:3],), ps.Norm(), engine="compiled")  # other inputs, another program
     assert_trees_close(found, expected[:3], 1e-9)
+
+
+def test_a_program_that_fails_after_it_has_written_into_the_total_of_a_stream(monkeypatch):
+    clear_cache()
+    failing_after_the_run(monkeypatch, "not enough memory")
+    w, x, wanted = torch.randn(3, dtype=F64), torch.randn(6, 3, dtype=F64), {"sum": ps.Sum(), "variance": ps.Variance()}
+    loss = lambda w, x: (w @ x).sin() + w.square().sum()
+    with pytest.warns(FallbackWarning, match="not enough memory"):
+        found = ps.accumulate(loss, w, x.split(2), wanted, engine="compiled")
+    assert_trees_close(found, per_sample_grads(loss, w, x, wanted), 1e-9)
 
 
 def noisy(w, x):
@@ -195,7 +201,7 @@ def test_a_rule_that_fails_where_vmap_needs_it(monkeypatch):
 
 def test_under_a_transform_of_the_callers(monkeypatch):
     w, x = torch.randn(2, 3, dtype=F64), torch.randn(4, 3, dtype=F64)
-    monkeypatch.setattr(ps.reductions.Norm, "lift", broken)  # at every way
+    monkeypatch.setattr(ps.reductions.Norm, "lift", broken)  # of every engine
     with pytest.raises(ValueError, match="zip"):
         torch.func.vmap(lambda w: per_sample_grads(lambda w, x: w @ x, w, x, ps.Norm()))(w)
 

@@ -7,12 +7,14 @@ from math import prod
 
 import pytest
 import torch
+from compiler import lowered
+from counting import Operations, operations
 from grid import REDUCTIONS
 from oracle import Rows, assert_trees_close
+from seams import blocks_of, float32_for_few_terms
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced import lowered
 
-from persample import Norm, gradients, per_sample_grads
+from persample import Norm, per_sample_grads
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
 from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 
@@ -287,8 +289,7 @@ def test_removed_rows_hold_no_nan(name):
 
 @pytest.fixture
 def _small_in_float32(monkeypatch):
-    """Compute also the inner products of few small samples as those of many."""
-    monkeypatch.setattr("persample.factors.contractions._SMALL", 0)
+    float32_for_few_terms(monkeypatch)
 
 
 @pytest.mark.usefixtures("_small_in_float32")
@@ -300,14 +301,14 @@ def test_norms_read_shared_operands_once(block, monkeypatch):
     factors = [Outer(left, right, (left.shape[3], right.shape[3]), left.dtype) for left, right in pairs]
     assert all(factor.term_operands for factor in factors)
     if block is not None:
-        monkeypatch.setattr(cost_model, "BLOCK", block)
-    seen = []
-    counted = "persample.factors.contractions._inner_products"
-    monkeypatch.setattr(counted, lambda x: seen.append(len(x)) or x.double() @ x.double().mT)
-    for factor, found in zip(factors, squared_norms_per_factor(factors), strict=True):
+        blocks_of(monkeypatch, block)
+    with Operations() as mode:
+        squares = squared_norms_per_factor(factors)
+    for factor, found in zip(factors, squares, strict=True):
         assert_trees_close(found, factor.materialize().double().flatten(1).square().sum(1), 1e-6)
-    assert sum(seen) == 6 * B
-    assert (max(seen) < B) == (block is not None)
+    rows = [left[0] for left, _ in mode.shapes["bmm"]]
+    assert sum(rows) == 6 * B
+    assert (max(rows) < B) == (block is not None)
 
 
 @pytest.mark.usefixtures("_small_in_float32")
@@ -429,7 +430,7 @@ def test_norms_of_tied_embeddings(size, lookups):
 def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):
     factor = table(20)
     expected = factor.gram()
-    monkeypatch.setattr(cost_model, "BLOCK", 0)
+    blocks_of(monkeypatch, 0)
     assert_trees_close(factor.gram(), expected, 1e-12)
 
 
@@ -438,7 +439,7 @@ def test_blocks_of_any_size(name, monkeypatch):
     factor = build(name)
     names = ("squared_norms", "second_moment", "gram", "project")
     expected = {operation: OPERATIONS[operation](factor) for operation in names}
-    monkeypatch.setattr(cost_model, "BLOCK", 30)
+    blocks_of(monkeypatch, 30)
     for operation in names:
         assert_trees_close(OPERATIONS[operation](factor), expected[operation], 1e-9)
 
@@ -452,7 +453,7 @@ def test_blocks_of_copies(monkeypatch):
     assert [cost_model.rows_in_cache(10, 2**18, torch.device(name)) for name in ("cpu", "meta")] == [2, 10]
     assert cost_model.rows_in_cache(0, 0, torch.device("meta")) == 1
     graphs = lowered(monkeypatch)
-    monkeypatch.setattr(cost_model, "BLOCK", 1)
+    blocks_of(monkeypatch, 1)
     w, x = draw(60, 40), draw(9, 2, 40)
     loss = lambda w, x: torch.tanh(x @ w.T).sum()
     found = per_sample_grads(loss, w, x, Norm(), engine="compiled")
@@ -500,18 +501,14 @@ def share(*names):
     per_sample_grads(lambda w, x: torch.tanh(w @ x).sum(), draw(6, 4), (draw(B, 4),), wanted)
 
 
-def test_several_reductions_share_their_norms(monkeypatch):
-    calls, original = [], gradients.squared_norms_per_factor
-    monkeypatch.setattr(gradients, "squared_norms_per_factor", lambda new: calls.extend(new) or original(new))
-    share("ClippedMean", "ClippedSum-per_param", "Norm", "Norm-per_param", "CosineSimilarity")
-    assert len(calls) == 1
+def test_several_reductions_share_their_norms():
+    names = "ClippedMean", "ClippedSum-per_param", "Norm", "Norm-per_param", "CosineSimilarity"
+    assert operations(share, *names).counts["aten.linalg_vector_norm.default"] == 2  # of signals and inputs
 
 
-def test_several_reductions_share_their_second_moments(monkeypatch):
-    calls, original = [], Outer.second_moment
-    monkeypatch.setattr(Outer, "second_moment", lambda self, *args: calls.append(self) or original(self, *args))
-    share("Variance", "NoiseScale")
-    assert len(calls) == 1
+def test_several_reductions_share_their_second_moments():
+    alone, both = (operations(share, *names).counts for names in (["NoiseScale"], ["NoiseScale", "Variance"]))
+    assert both["aten.mm.default"] == alone["aten.mm.default"]
 
 
 @pytest.mark.parametrize("shape", [(300,), (300, 1), (1, 300), (300, 7), (7, 300)], ids=str)

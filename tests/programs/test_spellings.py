@@ -464,7 +464,7 @@ def test_equals_the_loop(case):
 
 @every_case
 def test_is_found(case):
-    """Where nothing but the size decides, and where plain sums or one's own contractions are asked for."""
+    """Where nothing but the size decides: for plain sums, and for one's own contractions."""
     assert_found(case)
 
 
@@ -473,7 +473,7 @@ def test_float32(case):
     assert_reductions(case, torch.float32, together=("Sum", "Norm", "ClippedMean", "Gram", "Project"), alone=())
 
 
-# So many steps that the product is the smaller form: it is found just as well, and written out where norms are asked.
+# So many steps that the product is the smaller form: it is found just as well, and written out for norms.
 LONG = {
     "F.linear": product(lambda w, x: F.linear(x, w), batch=((40, 9),)),
     "X @ W": product(lambda w, x: x @ w, {"w": V}, ((40, 9),)),

@@ -45,7 +45,7 @@ def rules(rows: list[tuple[str, str]]) -> dict[str, tuple[str, set[str]]]:
 
 
 def entry_of(module: str, entries: dict[str, object]) -> str:
-    """Return the innermost entry that holds a module, given without "persample."."""
+    """Return the innermost entry that a module belongs to, given without "persample."."""
     parts = module.split(".")
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((prefix for prefix in prefixes if prefix in entries), PUBLIC)

@@ -5,38 +5,17 @@ Counted are the dispatched operations of aten that are no views. Beside what is 
 
 from __future__ import annotations
 
-import os
-import sys
-from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from counting import functions_entered, operations
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import persample
 from persample import ClippedMean, Mean, Norm, per_sample_grads
 
 A_CALL = 6
-LIBRARY = f"{Path(persample.__file__).parent}{os.sep}"
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations, views apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        arguments = func._schema.arguments
-        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in arguments)
-        if not is_view and func not in {torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default}:
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +25,7 @@ def _seeded():
 
 
 def counted(call):
-    call()
-    with Counted() as mode:
-        call()
-    return mode.counts
+    return operations(call).counts
 
 
 def batch_gradient(loss, net, batch):
@@ -200,15 +176,6 @@ def test_python_functions_of_a_call(workload):
     loss, params, batch = workload()
     call = lambda: per_sample_grads(loss, params, batch, ClippedMean(1.0))
     call()
-    entered = Counter()
-
-    def count(frame, event, _):
-        entered[frame.f_code.co_filename] += event == "call" and LIBRARY in frame.f_code.co_filename
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    _, entered = functions_entered(call)
     assert entered.total() <= FUNCTIONS[workload]
-    assert len(+entered) <= (30 if workload in {td, dictionary} else 36)
+    assert len(entered) <= (30 if workload in {td, dictionary} else 36)

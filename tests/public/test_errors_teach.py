@@ -9,6 +9,7 @@ from types import TracebackType
 import numpy as np
 import pytest
 import torch
+from seams import with_rule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -22,7 +23,6 @@ from persample import (
     composite_grads,
     per_sample_grads,
     set_grads,
-    vmap_rules,
 )
 from persample.rl import categorical_policy, collect_episodes, collect_transitions, gaussian_policy, make_envs
 from persample.utils.origin import LIBRARY
@@ -367,7 +367,7 @@ def test_a_fault_of_the_library_shows_where(monkeypatch):
     fault = "def bilinear(*args):\n    raise ValueError('ours')"
     space = {}
     exec(compile(fault, LIBRARY + "file.py", "exec"), space)
-    monkeypatch.setitem(vmap_rules._RULES, F.bilinear, space["bilinear"])
+    with_rule(monkeypatch, F.bilinear, space["bilinear"])
     with pytest.raises(ValueError, match="ours") as caught:
         per_sample_grads(lambda m, x: m(x, x).sum(), nn.Bilinear(2, 2, 3), (torch.ones(4, 5, 2),))
     assert files(caught.value)[-1] == LIBRARY + "file.py"

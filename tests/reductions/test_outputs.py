@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from traced import without_inductor
 
 import persample as ps
 from persample import ArgumentError, LossError, accumulate, explain, fisher_vector_product, per_sample_grads
@@ -239,18 +238,17 @@ COMPILED = ("Stack", "Norm", "ClippedMean", "Gram", "CosineSimilarity", "NoiseSc
 
 
 @pytest.mark.parametrize("workload", ["cnn", "rnn", "functional"])
-def test_traced_programs_equal_jacrev(workload, monkeypatch):
-    without_inductor(monkeypatch)
+def test_traced_programs_equal_jacrev(workload):
     loss, params, batch = WORKLOADS[workload]()
     rows = jacobians(loss, params, batch)
     wanted, expected = wanted_of(rows), expected_of(rows)
     results = per_sample_grads(
-        loss, params, batch, {name: wanted[name] for name in COMPILED}, outputs="rows", engine="compiled"
+        loss, params, batch, {name: wanted[name] for name in COMPILED}, outputs="rows", engine="traced"
     )
     assert_all_close(results, {name: expected[name] for name in COMPILED})
 
 
-def test_compiled_programs_take_any_number_of_samples():
+def test_programs_take_any_number_of_samples():
     params, x = {"a": draw(6, 4), "b": draw(3, 6)}, draw(4, 4)
 
     def loss(params, x):
@@ -258,9 +256,9 @@ def test_compiled_programs_take_any_number_of_samples():
 
     wanted = {"gram": ps.Gram(), "clipped": ps.ClippedMean(0.5)}
     for size in (4, 3, 2):
-        results = per_sample_grads(loss, params, (x[:size],), wanted, outputs="rows", engine="compiled")
+        results = per_sample_grads(loss, params, (x[:size],), wanted, outputs="rows", engine="traced")
         assert_all_close(results, per_sample_grads(loss, params, (x[:size],), wanted, outputs="rows"))
-    programs = explain(loss, params, (x,), ps.Gram(), outputs="rows", engine="compiled").compilations
+    programs = explain(loss, params, (x,), ps.Gram(), outputs="rows", engine="traced").compilations
     assert [program.batch_size for program in programs] == [4, None]
 
 
@@ -327,7 +325,7 @@ def test_inputs_are_stored_once(name):
 
 @pytest.mark.parametrize("name", wide_models())
 def test_factors_equal_the_loop(name):
-    """One reduction after the other, so that only the factors' own operations are asked for."""
+    """One reduction after the other, so that only the factors' own operations are called."""
     model, loss, x = wide_models()[name]
     directions = {name: draw(2, *p.shape) for name, p in model.named_parameters()}
     wanted = {

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from oracle import assert_trees_close
 from paths import TESTS
+from seams import commits_after_every_batch
 from torch import nn
 
 import persample as ps
 from persample import ArgumentError, SinkError, accumulate, per_sample_grads, read_sink
-from persample.streams.sink import folder as sink_folder
 from persample.streams.sink.files import Index
 
 F64 = torch.float64
@@ -61,8 +61,8 @@ def contents(folder):
 
 
 @pytest.fixture(autouse=True)
-def commit_after_every_batch(monkeypatch):
-    monkeypatch.setattr(sink_folder, "_PATIENCE", 0)
+def _commits(monkeypatch):
+    commits_after_every_batch(monkeypatch)
 
 
 @pytest.fixture

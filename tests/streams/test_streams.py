@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from counting import AT_ONCE, functions_entered
 from grid import REDUCTIONS
 from oracle import assert_trees_close, oracle
 from tensordict import TensorDict
@@ -16,13 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
-from traced import without_inductor
 from workloads import WORKLOADS, build
 
 import persample as ps
 from persample import ArgumentError, LossError, accumulate, clear_cache, per_sample_grads
-from persample.engines.compiled import Total, program
-from persample.streams import lift
 from persample.utils.measure import peak_memory
 
 F64 = torch.float64
@@ -59,38 +57,37 @@ def test_every_reduction_equals_the_loop(workload, sizes, options):
         assert_trees_close(results[name], expected(rows), 1e-9)
 
 
-def test_the_compiled_engine(monkeypatch):
-    without_inductor(monkeypatch)
+def test_the_traced_engine():
     clear_cache()
     work = build("mlp_td")
     rows = oracle(work.loss_fn, work.params, work.batch)
     wanted = {name: REDUCTIONS[name][0](rows, F64) for name in ("ClippedMean", "Variance", "Norm", "Gram")}
     for sizes in SPLITS.values():
-        results = accumulate(work.loss_fn, work.params, split(work.batch, sizes), wanted, engine="compiled")
+        results = accumulate(work.loss_fn, work.params, split(work.batch, sizes), wanted, engine="traced")
         for name in wanted:
             assert_trees_close(results[name], REDUCTIONS[name][1](rows), 1e-9)
 
 
-def test_compiled_batches_like_an_earlier_one_run_its_program_at_once(monkeypatch):
-    without_inductor(monkeypatch)
+def test_batches_like_an_earlier_one_run_its_program_at_once():
     clear_cache()
-    normalized, original = [], lift.inputs.normalize
-    counted = lambda *args, **options: normalized.append("is_part" in options) or original(*args, **options)
-    monkeypatch.setattr(lift.inputs, "normalize", counted)
-    w, x, wanted = draw(3), draw(8, 3, seed=1), {"variance": ps.Variance(), "aux": ps.Aux(), "rows": None}
+    w, x, wanted = draw(3), draw(64, 3, seed=1), {"variance": ps.Variance(), "aux": ps.Aux(), "rows": None}
     loss = lambda w, x: (affine(w, x), x)
-    for sizes, expected in (([2] * 4, 1), ([2] * 3, 1), ([1, 1], 2)):  # a variance of one sample is that of a part
-        batches = x[: sum(sizes)].split(sizes)
-        result = accumulate(loss, w, batches, wanted, engine="compiled")
-        assert_trees_close(result, per_sample_grads(loss, w, x[: sum(sizes)], wanted), 1e-9)
-        assert sum(normalized) == expected
-    weighted = accumulate(loss, w, x.split(2), ps.Mean(), weights=lambda x: x[:, 0].abs(), engine="compiled")
+
+    def entered(size, batches):
+        x_of = x[: size * batches]
+        result, found = functions_entered(accumulate, loss, w, x_of.split(size), wanted, engine="traced")
+        assert_trees_close(result, per_sample_grads(loss, w, x_of, wanted), 1e-9)
+        return found.total()
+
+    for size in (2, 1):  # a variance of one sample is that of a part
+        first, few, many = (entered(size, batches) for batches in (2, 8, 24))
+        assert many - few < 16 * 1.5 * AT_ONCE < first
+    weighted = accumulate(loss, w, x.split(2), ps.Mean(), weights=lambda x: x[:, 0].abs(), engine="traced")
     assert_trees_close(weighted, per_sample_grads(loss, w, x, ps.Mean(), weights=x[:, 0].abs()), 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["module", "dict"])
-def test_compiled_streams_use_parameters_that_are_replaced(kind, monkeypatch):
-    without_inductor(monkeypatch)
+def test_traced_streams_use_parameters_that_are_replaced(kind):
     clear_cache()
 
     def result(engine):
@@ -107,77 +104,37 @@ def test_compiled_streams_use_parameters_that_are_replaced(kind, monkeypatch):
         sums = accumulate(loss, model if kind == "module" else params, batches(), ps.Sum(), engine=engine)
         return sums["weight"]
 
-    assert_trees_close(result("compiled"), result("eager"), 1e-12)
+    assert_trees_close(result("traced"), result("eager"), 1e-12)
 
 
-def test_one_program_merges_all_batches(monkeypatch):
-    without_inductor(monkeypatch)
+def test_one_program_merges_all_batches():
+    """A program returns with its results whether they are valid, after it has merged the batch, or not."""
     clear_cache()
     w, x = draw(3, dtype=torch.float32), draw(9, 3, dtype=torch.float32, seed=1)
     wanted = {"mean": ps.Mean(), "norms": ps.Norm(), "unit": ps.WeightedSum(torch.reciprocal)}
+    wanted["clipped"] = ps.ClippedSum(1.0)
     loss = lambda w, x: (w @ x) * 10 ** x[0]
     one, other = x[:6].split(2), [x[:2], 30 - x[2:4], x[4:6], x[6:]]  # inverses of norms of 1e30: outside of programs
-    first, *rest = (accumulate(loss, w, batches, wanted, engine="compiled") for batches in (one, other, one))
-    assert [made.batch_size for made in ps.explain(loss, w, x, ps.Mean(), engine="compiled").compilations] == [2, None]
+    first, *rest = (accumulate(loss, w, batches, wanted, engine="traced") for batches in (one, other, one))
+    assert [made.batch_size for made in ps.explain(loss, w, x, ps.Mean(), engine="traced").compilations] == [2, None]
     exact = accumulate(loss, w.double(), [x.double() for x in other], wanted, engine="loop")
     assert_trees_close(rest[0], tree_map(torch.Tensor.float, exact), 1e-5)
     assert_trees_close(rest[1], first, 0)  # no call writes into the total of another
 
 
-@pytest.mark.parametrize("reduction", [ps.ClippedSum(1.0), ps.Variance()], ids=lambda one: type(one).__name__)
-def test_invalid_results_of_a_program_are_not_merged(reduction, monkeypatch):
-    """An index that is out of range is told by a flag, which the program returns after it has merged the batch."""
-    without_inductor(monkeypatch)
-    clear_cache()
-    totals, before, original = [], [], Total.copied
-    monkeypatch.setattr(Total, "copied", lambda total: totals.append(original(total)) or totals[-1])
-
-    def batches():
-        yield from torch.tensor([[0, 1], [2, 3]])
-        before.extend(x.clone() for x in totals[0].tensors)
-        yield torch.tensor([3, 4])
-
-    with pytest.raises(IndexError):
-        accumulate(
-            lambda table, index: table[index].square().sum(), draw(4, 3), batches(), reduction, engine="compiled"
-        )
-    assert before[0].any()
-    assert_trees_close(totals[0].tensors, before, 0)
-
-
-def test_a_program_that_fails_after_it_has_written(monkeypatch):
-    without_inductor(monkeypatch)
-    clear_cache()
-
-    def lower(graph, *_):
-        def run(tensors):
-            graph.forward(*tensors)
-            torch._check(False, lambda: "not enough memory")
-
-        return run
-
-    monkeypatch.setattr(program, "lower", lower)
-    w, x, wanted = draw(3), draw(6, 3, seed=1), {"sum": ps.Sum(), "variance": ps.Variance()}
-    with pytest.warns(ps.FallbackWarning, match="not enough memory"):
-        found = accumulate(affine, w, x.split(2), wanted, engine="compiled")
-    assert_trees_close(found, per_sample_grads(affine, w, x, wanted), 1e-9)
-
-
-def test_compiled_streams_of_losses_that_refuse_made_up_samples(monkeypatch):
-    without_inductor(monkeypatch)
+def test_traced_streams_of_losses_that_refuse_made_up_samples():
 
     def loss(w, x):
         assert type(x) is not FakeTensor
         return affine(w, x)
 
     w, x = draw(3), draw(6, 3, seed=1)
-    found = accumulate(loss, w, x.split(2), ps.Mean(), engine="compiled")
+    found = accumulate(loss, w, x.split(2), ps.Mean(), engine="traced")
     assert_trees_close(found, per_sample_grads(loss, w, x, ps.Mean()), 1e-9)
 
 
-@pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
-def test_batches_with_results_of_another_form(engine, monkeypatch):
-    without_inductor(monkeypatch)
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_batches_with_results_of_another_form(engine):
     loss = lambda w, x: (w[: x.shape[0]] @ x, {"a": x} if x.shape[0] == 3 else [x])
     batches = [draw(2, 3), draw(2, 2)]
     with pytest.raises(LossError, match=r"expected results like those of earlier batches.*'a'.*received"):
@@ -234,7 +191,7 @@ class TestSources:
         results["factors"], expected["factors"] = (one["factors"].materialize() for one in (results, expected))
         assert_trees_close(results, expected, 1e-9)
 
-    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
+    @pytest.mark.parametrize("engine", ["eager", "traced"])
     def test_weights_that_are_filled_again(self, engine):
         x, weights = draw(6, 3, seed=3), draw(6, seed=5).abs()
 
@@ -376,7 +333,7 @@ class TestErrors:
         with pytest.raises(ArgumentError, match=message):
             accumulate(loss, draw(3), [(self.x, self.x[:, 0]), (self.x, self.x[:5, 0])], ps.Sum())
 
-    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
+    @pytest.mark.parametrize("engine", ["eager", "traced"])
     @pytest.mark.parametrize("params", [{}, [nn.ReLU()], torch.ones(3, dtype=torch.int64), {"w": 1.0}])
     def test_parameters_are_checked_before_a_second_batch_is_read(self, params, engine):
         def batches():
@@ -492,27 +449,24 @@ class TestNumerics:
     def test_sums(self):
         self.check_sums(10_000, 50)
 
-    def test_sums_of_programs(self, monkeypatch):
-        without_inductor(monkeypatch)
-        self.check_sums(20_000, 50, "compiled")
+    def test_sums_of_programs(self):
+        self.check_sums(20_000, 50, "traced")
 
     @pytest.mark.slow
     def test_sums_of_a_million(self):
         self.check_sums(1_000_000, 100)
 
     @pytest.mark.parametrize("size", [1, 20_000])  # programs leave large sums to us
-    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
-    def test_a_sum_that_float32_would_stop_at(self, engine, size, monkeypatch):
+    @pytest.mark.parametrize("engine", ["eager", "traced"])
+    def test_a_sum_that_float32_would_stop_at(self, engine, size):
         """2²⁴ + 1 + 1 + … is 2²⁴ in float32."""
-        without_inductor(monkeypatch)
         x = torch.tensor([2.0**24, *[1.0] * 64])
         loss = lambda w, x: (w * x).sum()
         result = accumulate(loss, torch.ones(size), x.split(1), ps.Sum(), engine=engine)
         assert (result == 2**24 + 64).all()
 
-    @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
-    def test_sums_that_cancel_and_means_of_large_numbers(self, engine, monkeypatch):
-        without_inductor(monkeypatch)
+    @pytest.mark.parametrize("engine", ["eager", "traced"])
+    def test_sums_that_cancel_and_means_of_large_numbers(self, engine):
         loss = lambda w, x: (w * x).sum()
         for values, wanted, expected in (
             ([1e8, 1.0, -1e8, 1.0], ps.Sum(), 2.0),

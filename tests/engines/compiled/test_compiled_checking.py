@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import warnings
 
 import pytest
 import torch
+from compiler import without_corrections, wrong_code
 from oracle import assert_trees_close
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import persample as ps
 from persample import CompilerWarning, per_sample_grads
-from persample.engines.compiled import checking, clear_cache, kernels
+from persample.engines.compiled import checking, clear_cache
 
-lower = importlib.import_module("persample.engines.compiled.lower")
 DIFFER = r"engine='compiled' found that the code of torch's compiler and torch's own kernels differ in {}, on the first"
 ATEN = torch.ops.aten
 W = torch.linspace(-1, 1, 6)
@@ -29,22 +29,7 @@ def _fresh():
 @pytest.fixture
 def wrong(monkeypatch):
     """Make Inductor's code of one operation wrong, by a factor, as a wrong lowering would; compile nothing."""
-
-    def break_(operation, factor=1.001):
-        def compiled(graph, *_):
-            def run(tensors):
-                class Wrong(torch.fx.Interpreter):
-                    def run_node(self, n):
-                        value = super().run_node(n)
-                        return value * factor if n.target is operation else value
-
-                return Wrong(graph).run(*tensors)
-
-            return run
-
-        monkeypatch.setattr(lower, "_compiled", compiled)
-
-    return break_
+    return functools.partial(wrong_code, monkeypatch)
 
 
 def loss(w, x):
@@ -133,16 +118,14 @@ def test_a_failing_search_for_the_fault_still_ends_in_the_traced_program():
     assert torch.equal(code([torch.ones(3)])[0], 2 * torch.ones(3))
 
 
-def test_without_memory_for_a_second_run_code_is_not_checked(monkeypatch):
-    def straight(_):
-        def run(_):
-            raise torch.OutOfMemoryError
+def test_without_memory_for_a_second_run_code_is_not_checked():
+    def exhausted(*_):
+        raise torch.OutOfMemoryError
 
-        return run
-
-    monkeypatch.setattr(checking, "straight", straight)
     graph = make_fx(lambda x: [x * 2])(torch.ones(3))
-    code = checking.Checked(graph, lambda tensors: [tensors[0] * 2], straight, noted=False)
+    for node in graph.graph.nodes:
+        node.target = exhausted if node.op == "call_function" else node.target
+    code = checking.Checked(graph, lambda tensors: [tensors[0] * 2], lambda _: exhausted, noted=False)
     for _ in range(2):
         assert torch.equal(code([torch.ones(3)])[0], 2 * torch.ones(3))
 
@@ -238,8 +221,7 @@ def scaled(w, x):
 @pytest.mark.parametrize("loss", [nearest, pooled, scaled])
 def test_faults_of_inductor_without_their_corrections(loss, monkeypatch):
     """Real code: where this torch computes an operation wrongly, a warning says so; the result is right in any case."""
-    monkeypatch.setattr(lower, "with_torch_kernels", dict)
-    monkeypatch.setattr(kernels, "_LEFT_TO_TORCH", {})
+    without_corrections(monkeypatch)
     batch = torch.randn(4, 6)
     expected = per_sample_grads(loss, W, batch, ps.Norm(), engine="loop")
     with warnings.catch_warnings():

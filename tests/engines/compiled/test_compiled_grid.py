@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiler import without_compiling
 from grid import REDUCTIONS, RTOL
 from oracle import Rows, assert_trees_close, oracle
-from traced import without_compiling
 from workloads import WORKLOADS, build
 
 import persample as ps

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiler import lowered, without_compiling
 from oracle import assert_trees_close, oracle
 from torch.nn import functional as F
-from traced import lowered, without_compiling
 
 import persample as ps
 from persample import per_sample_grads

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiler import lowered
 from oracle import assert_trees_close
 from torch.nn import functional as F
-from traced import lowered
 
 from persample import Aux, ClippedSum, Stack, clear_cache, per_sample_grads
 from persample.engines.compiled import compilations_of

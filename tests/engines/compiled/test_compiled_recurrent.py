@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiler import calls_in_cpp, lowered, without_compiling
 from oracle import assert_trees_close
 from torch import nn
-from traced import lowered, without_compiling
 
 from persample import ClippedMean, Norm, Stack, per_sample_grads
 from persample.engines.compiled import clear_cache
-from persample.engines.compiled import lower as lowering
 from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
@@ -64,13 +63,7 @@ def test_compiled_loops(kind, wanted):
 @pytest.mark.parametrize(("length", "in_cpp"), [(2, True), (22, False)])
 def test_programs_without_loops_call_their_kernels_from_cpp(length, in_cpp, monkeypatch):
     """In C++, a loop frees some of its inputs twice, and the process ends."""
-    found = []
-
-    def compile_graph(graph, *_, calls_in_cpp, **__):
-        found.append(calls_in_cpp)
-        return lambda tensors: graph.forward(*tensors)
-
-    monkeypatch.setattr(lowering, "compile_graph", compile_graph)
+    found = calls_in_cpp(monkeypatch)
     clear_cache()
     agree(loss, model_of("gru"), torch.randn(3, length, 3, dtype=F64))
     assert found == [in_cpp]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 
 import pytest
 import torch
+from compiler import lowered, without_compiling
+from counting import functions_entered
 from grid import REDUCTIONS
 from oracle import assert_trees_close, oracle
 from torch import nn
-from traced import lowered, without_compiling
 
 import persample as ps
 from persample import per_sample_grads, stop_gradient
-from persample.engines.compiled import clear_cache, programs
+from persample.engines.compiled import clear_cache
 from persample.engines.compiled.programs import compilations
 
-compiled_sizes = importlib.import_module("persample.engines.compiled.sizes")
 F64 = torch.float64
 SIZES = [2, 1000, 3, 5, 8, 26, 33, *random.Random(0).sample(range(40, 1000), 13)]  # small ones too
 WANTED = {"update": ps.ClippedMean(0.5), "norms": ps.Norm()}
@@ -80,17 +79,20 @@ def test_one_program_where_torch_loops_over_samples(loss):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.usefixtures("_traced_only")
-def test_a_loop_over_samples_is_not_traced_for_a_thousand_of_them(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(compiled_sizes, "unified", lambda *graphs: sizes.append(graphs))
-    for size in (5, 3, 7):  # odd, as above; no rule: a program for each
-        agree(
-            lambda w, x: nn.functional.multi_margin_loss(w * x, torch.tensor(2)).sin(),
+def test_a_loop_over_samples_is_not_traced_for_a_thousand_of_them():
+    """Without a program for all sizes, which is tried once, each size has its own."""
+    entered = []
+    for size in (5, 3, 7, 9):  # odd, as above
+        _, found = functions_entered(
+            agree,
+            lambda w, x: nn.functional.multi_margin_loss(w * x, torch.tensor(2)).sin(),  # has no rule
             torch.tensor(0.7, dtype=F64),
             torch.randn(size, 6, dtype=F64),
         )
-    assert compilations() == 3
-    assert not sizes
+        entered.append(found.total())
+    assert compilations() == 4
+    assert entered[1] < 20 * entered[0]
+    assert max(entered[2:]) < 2 * entered[0]
 
 
 @pytest.mark.usefixtures("_traced_only")
@@ -103,7 +105,7 @@ def test_a_program_serves_sizes_whose_gradients_would_take_fresh_memory():
 
 @pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
 @pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_pairs_of_batch_size_and_episode_length(count, value):
     def loss(value, obs_t, return_t, mask_t):
         return (mask_t * (value(obs_t).squeeze(-1) - return_t) ** 2).sum() / mask_t.sum()
@@ -217,17 +219,6 @@ def test_weights_and_few_images():
         weights[0] = 0
         agree(square_of_the_output, conv, torch.randn(size, 1, 3, dtype=F64), wanted, weights=weights)
     assert compilations() <= 3
-
-
-@pytest.mark.usefixtures("_traced_only")
-def test_without_a_program_for_all_sizes_each_size_has_its_own(monkeypatch):
-    tried = []
-    monkeypatch.setattr(programs, "for_any_size", lambda *_: tried.append(1))
-    w = torch.randn(3, dtype=F64)
-    for size in (4, 8, 16, 32, 8):
-        agree(lambda w, x: w @ x, w, torch.randn(size, 3, dtype=F64), ps.Sum())
-    assert len(tried) == 1
-    assert compilations() == 4
 
 
 def test_padding_inside_of_the_loss(value):

@@ -27,8 +27,8 @@ import pytest
 import torch
 from oracle import assert_trees_close
 from paths import ROOT
+from seams import captures_at_most
 from torch import nn
-from traced import without_inductor
 
 import persample as ps
 from persample import per_sample_grads
@@ -39,9 +39,7 @@ F64 = torch.float64
 
 
 @pytest.fixture(autouse=True)
-def _traced_only(monkeypatch):
-    """Run the traced graph as it is: staleness is a matter of the capture and the trace, and Inductor takes seconds."""
-    without_inductor(monkeypatch)
+def _fresh():
     clear_cache()
 
 
@@ -53,11 +51,11 @@ W, X = doubles(3, seed=1), doubles(4, 3, seed=2)
 
 
 def grads(loss, params=W, batch=X, reduce=None, rtol=1e-9, **options):
-    """Compute on the compiled engine twice (the second time by ``repeated``), compare with eager, return the result."""
+    """Compute on the traced engine twice, the second time as an earlier call; compare with eager, return the result."""
     wanted = (ps.Sum(), ps.Loss()) if reduce is None else reduce
     expected = per_sample_grads(loss, params, batch, wanted, **options)
     for _ in range(2):
-        actual = per_sample_grads(loss, params, batch, wanted, engine="compiled", **options)
+        actual = per_sample_grads(loss, params, batch, wanted, engine="traced", **options)
         assert_trees_close(actual, expected, rtol)
     return actual
 
@@ -597,7 +595,7 @@ def test_random_numbers_have_the_default_dtype(draw_numbers):
     torch.set_default_dtype(F64)
     try:
         w, x = torch.ones(3), torch.ones(2, 3)
-        noise = per_sample_grads(loss, w, x, ps.Aux(), engine="compiled", randomness="different")
+        noise = per_sample_grads(loss, w, x, ps.Aux(), engine="traced", randomness="different")
     finally:
         torch.set_default_dtype(torch.float32)
     assert noise.dtype == F64
@@ -627,12 +625,12 @@ def test_what_the_door_refuses_is_refused_the_next_time_too():
     loss = lambda w, x: (w @ x) ** 2
     grads(loss, reduce=ps.Variance(1))
     with pytest.raises(ps.ArgumentError, match=r"Variance\(\): expected samples .* more than 5, received B = 4"):
-        per_sample_grads(loss, W, X, ps.Variance(5), engine="compiled")
+        per_sample_grads(loss, W, X, ps.Variance(5), engine="traced")
     with pytest.raises(ps.ArgumentError, match="engine"):
         per_sample_grads(loss, W, X, ps.Variance(1), engine="compile")
     grads(loss, reduce=ps.Dot(W))
     with pytest.raises(ps.ArgumentError, match="direction"):
-        per_sample_grads(loss, W, X, ps.Dot(torch.ones(4, dtype=F64)), engine="compiled")
+        per_sample_grads(loss, W, X, ps.Dot(torch.ones(4, dtype=F64)), engine="traced")
 
 
 def test_the_function_of_a_weighted_sum():
@@ -782,8 +780,8 @@ def test_what_is_refused(name):
         grads(loss)
         return
     for _ in range(2):
-        with pytest.raises(ps.LossError, match=rf"(?s)cannot be compiled: .*{reason}") as raised:
-            per_sample_grads(loss, W, X, ps.Sum(), engine="compiled")
+        with pytest.raises(ps.LossError, match=rf"(?s)cannot be traced: .*{reason}") as raised:
+            per_sample_grads(loss, W, X, ps.Sum(), engine="traced")
         message = str(raised.value)
         assert len(message.splitlines()) <= 10
         if "keeps a tensor" not in reason:
@@ -796,9 +794,9 @@ def test_an_assertion_of_dynamos_is_a_refusal(monkeypatch):
     def fail(*_args, **_options):
         raise AssertionError("expected something")
 
-    monkeypatch.setattr(capture.Entry, "_record", fail)
-    with pytest.raises(ps.LossError, match=r"cannot be compiled: expected something"):
-        per_sample_grads(lambda w, x: w @ x, W, X, engine="compiled")
+    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", fail)
+    with pytest.raises(ps.LossError, match=r"cannot be traced: expected something"):
+        per_sample_grads(lambda w, x: w @ x, W, X, engine="traced")
 
 
 # ---------------------------------------------------------------- what torch does not guard
@@ -999,7 +997,7 @@ def test_what_torch_does_not_guard(row, monkeypatch):
     change()
     try:
         assert torch.equal(compiled(params, X[0]), alone)
-        assert not differ(before, per_sample_grads(loss, params, X, (ps.Sum(), ps.Loss()), engine="compiled"))
+        assert not differ(before, per_sample_grads(loss, params, X, (ps.Sum(), ps.Loss()), engine="traced"))
         assert differ(before, per_sample_grads(loss, params, X, (ps.Sum(), ps.Loss())))
         clear_cache()
         torch.compiler.reset()
@@ -1027,7 +1025,7 @@ def test_a_cache_of_functools_is_looked_through():
     rates[0] = 3.0
     wanted = ps.Sum(), ps.Loss()
     assert not differ(before, per_sample_grads(loss, W, X, wanted))
-    assert_trees_close(per_sample_grads(loss, W, X, wanted, engine="compiled"), tuple(1.5 * x for x in before), 1e-9)
+    assert_trees_close(per_sample_grads(loss, W, X, wanted, engine="traced"), tuple(1.5 * x for x in before), 1e-9)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -1048,7 +1046,7 @@ def test_losses_that_are_dropped_leave_nothing():
 
     counts = []
     for scale in range(125):
-        per_sample_grads(new_loss(scale), W, X, ps.Sum(), engine="compiled")
+        per_sample_grads(new_loss(scale), W, X, ps.Sum(), engine="traced")
         if scale in {99, 124}:
             counts.append(living())
     assert all(later <= earlier for earlier, later in zip(*counts, strict=True))  # earlier tests may leave some
@@ -1065,7 +1063,7 @@ def test_a_loss_that_is_dropped_frees_what_it_closed_over(times):
         big = Big()
         loss = lambda w, x: big.scale @ w * (w @ x)
         for _ in range(times):
-            per_sample_grads(loss, W, X, ps.Sum(), engine="compiled")
+            per_sample_grads(loss, W, X, ps.Sum(), engine="traced")
         return weakref.ref(big), weakref.ref(big.scale)
 
     references = call()
@@ -1089,7 +1087,7 @@ def test_clear_cache_frees_programs():
 
 def test_the_warning_names_the_cause():
     def call(scale):
-        return per_sample_grads(lambda w, x: scale * (w @ x), W, X, ps.Sum(), engine="compiled")
+        return per_sample_grads(lambda w, x: scale * (w @ x), W, X, ps.Sum(), engine="traced")
 
     for step in range(7):
         call(step + 2)
@@ -1101,7 +1099,7 @@ def test_the_warning_names_the_cause():
 
 
 def test_too_many_captures(monkeypatch):
-    monkeypatch.setattr(capture, "MOST_CAPTURES", 3)
+    captures_at_most(monkeypatch, 3)
     rates = {"a": 2.0, "b": 3.0, "c": 4.0, "d": 5.0}
     name = ""
 

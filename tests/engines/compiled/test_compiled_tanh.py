@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from traced import lowered
+from compiler import lowered
 
 from persample import clear_cache, per_sample_grads
 from persample.engines.compiled.kernels import tanh

@@ -6,13 +6,12 @@ import pytest
 import torch
 from factored import kinds
 from oracle import assert_trees_close, oracle, reals
+from seams import inner_products_of, without_layers
 from torch import nn
 from torch.nn import functional as F
 
 import persample as ps
 from persample import clear_cache, per_sample_grads
-from persample.engines import layers
-from persample.factors import cost_model
 from persample.factors.conv import Conv
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -82,7 +81,7 @@ SETTINGS = [
 def way(request, monkeypatch):
     """Each of the two ways in which the eager engine computes convolutions."""
     if request.param == "vmap":
-        monkeypatch.setattr(layers, "unsuited", lambda call: "as the test says")
+        without_layers(monkeypatch)
     return request.param
 
 
@@ -102,9 +101,8 @@ def test_norms_by_inner_products(dims, options, monkeypatch):
     module, x = build(lambda: MODULES[dims](2, 4, **options), *(2, *[6, 7, 5][:dims]))
     norms = oracle(plain, module, (x,)).grads[0].flatten(1).norm(dim=1)
     factor = per_sample_grads(plain, module, x, ps.Factored())["weight"]
-    monkeypatch.setattr(cost_model, "inner_products_are_faster", lambda size: True)
-    for fewer in (True, False):
-        monkeypatch.setattr(Conv, "_multiplies_pixels", fewer)
+    for pixels in (True, False):
+        inner_products_of(monkeypatch, pixels)
         assert_trees_close(factor.squared_norms().sqrt(), norms, 1e-9)
 
 
@@ -231,7 +229,7 @@ def test_an_image_of_one_pixel_in_any_layout(dimensions, of_loss):
 
 
 def test_an_image_of_one_pixel_that_torch_refuses_is_explained(monkeypatch):
-    monkeypatch.setattr(layers, "unsuited", lambda call: "as the test says")
+    without_layers(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 1, 1, 4, generator=generator, dtype=F64).movedim(-1, 1)
     kernel = torch.randn(6, 2, 3, 1, generator=generator, dtype=F64)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
-import weakref
 
 import numpy as np
 import pytest
 import torch
+from counting import Operations, operations
 from oracle import assert_trees_close, oracle, reals
+from seams import answers_of_layers, without_copies
 from torch import nn
 from torch.func import functional_call, jvp, vmap
 from torch.func import grad as func_grad
@@ -32,12 +34,7 @@ from persample import (
     per_sample_grads,
     stop_gradient,
 )
-from persample.engines import layers
-from persample.engines.layers import interceptor
-from persample.factors import contractions
-from persample.inputs.call import SampleLoss
 from persample.losses import reinforce_loss, td_loss
-from persample.vmap_rules import levels
 
 F64 = torch.float64
 C = torch.ones(3, dtype=F64)
@@ -46,23 +43,14 @@ C = torch.ones(3, dtype=F64)
 @pytest.fixture
 def found(monkeypatch):
     """What the layers engine returned, call by call: None where it refused the loss."""
-    calls = []
-
-    def watched(*args):
-        calls.append(None)
-        calls[-1] = gradients(*args)
-        return calls[-1]
-
-    gradients = layers.gradients
-    monkeypatch.setattr(layers, "gradients", watched)
-    return calls
+    return answers_of_layers(monkeypatch)
 
 
 @pytest.fixture(params=[True, False], ids=["small", "large"])
 def are_small(request, monkeypatch):
     """Whether matrices are so small that functions, which are no layers, are given one copy per sample."""
     if not request.param:
-        monkeypatch.setattr(interceptor, "_FEW", 0)
+        without_copies(monkeypatch)
     return request.param
 
 
@@ -929,11 +917,10 @@ def hooked(p, x):
 @pytest.mark.parametrize(
     ("loss", "most"), [(multiplied, 1), (decayed, 1), (masked, 1), (asked, 2)], ids=lambda x: getattr(x, "__name__", x)
 )
-def test_how_often_a_loss_is_called(monkeypatch, loss, most):
+def test_how_often_a_loss_is_called(loss, most):
     calls = []
-    forward = SampleLoss.returned
-    monkeypatch.setattr(SampleLoss, "returned", lambda *args: calls.append(1) or forward(*args))
-    results = [per_sample_grads(loss, W, draw(5, 3), Mean()) for _ in range(3)]
+    counted = lambda *args: calls.append(1) or loss(*args)
+    results = [per_sample_grads(counted, W, draw(5, 3), Mean()) for _ in range(3)]
     assert len(calls) == 3 * most
     assert all(torch.equal(results[0][name], result[name]) for result in results for name in W)
 
@@ -1306,12 +1293,10 @@ def test_writes_into_places_that_elements_share_are_explained(case):
         )
 
 
-def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals(monkeypatch):
-    widths, product = [], contractions._inner_products
-    monkeypatch.setattr(contractions, "_SMALL", 0)
-    monkeypatch.setattr(contractions, "_inner_products", lambda x: widths.append(x.shape[-1]) or product(x))
-    per_sample_grads(lambda model, x: model(x)[0].square().sum(), nn.LSTM(24, 32), torch.randn(3, 4, 24), Norm())
-    assert sorted(widths) == [24, 32, 4 * 32]
+def test_the_weights_of_an_lstm_share_the_inner_products_of_their_signals():
+    lstm, x = nn.LSTM(24, 32), torch.randn(30, 14, 24)
+    counted = operations(lambda: per_sample_grads(lambda model, x: model(x)[0].square().sum(), lstm, x, Norm()))
+    assert sorted(left[2] for left, _ in counted.shapes["bmm"]) == [24, 32, 4 * 32]
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN], ids=lambda kind: kind.__name__)
@@ -1645,20 +1630,17 @@ def test_rows_beyond_a_table():
         per_sample_grads(hidden, Model(9), tokens(5, 6) + 4, Mean())
 
 
-def test_dropping_results_keeps_no_memory(monkeypatch):
+def test_dropping_results_keeps_no_memory():
     """What saves its own results must not hold itself: the graph is freed with the last reference to it."""
-    kept, called = [], levels._called_on_plain_tensors
-
-    def watched(*args):
-        results = called(*args)
-        kept.extend(weakref.ref(x) for x in results if isinstance(x, torch.Tensor))
-        return results
-
-    monkeypatch.setattr(levels, "_called_on_plain_tensors", watched)
     w, batch = torch.rand(3, 4), torch.rand(5, 3, 4)
-    per_sample_grads(lambda w, x: torch.cdist(w * x, 2 * w, p=1.0).sum(), w, batch, Mean())
-    assert kept
-    assert not [x for x in kept if x() is not None]
+    gc.disable()
+    try:
+        with Operations() as mode:
+            per_sample_grads(lambda w, x: torch.cdist(w * x, 2 * w, p=1.0).sum(), w, batch, Mean())
+        assert len(mode.results) > 5
+        assert not [x for x in mode.results if x() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("engine", ["eager", "traced", "compiled"])
