@@ -44,6 +44,8 @@ _CHECKPOINTS = (
     "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch"
 )
 _DIFFERENTIATES = "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func"
+_WRITES = "writes per-sample values in place into a tensor that is the same for all samples"
+_DRAWS = "draws random numbers in place into a tensor that is the same for all samples"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
 _VMAP_CAUSES = [
     (
@@ -70,12 +72,12 @@ _VMAP_CAUSES = [
     (
         r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`"
         r"|ZeroTensors are immutable|of the written-to tensor",
-        "writes per-sample values in place into a tensor that is the same for all samples",
+        _WRITES,
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
     ),
     (
         r"inplace randomness on an unbatched",
-        "draws random numbers in place into a tensor that is the same for all samples, as Normal(...).rsample() does",
+        _DRAWS,
         f"Draw them from a tensor of the sample (torch.randn_like), {_LOOP}.",
     ),
     (
@@ -142,7 +144,16 @@ class CheckpointsError(LossError):
     """The loss checkpoints activations, or does what vmap cannot tell from that."""
 
 
-_KINDS = {_DIFFERENTIATES: DifferentiatesError, _CHECKPOINTS: CheckpointsError}
+class WritesError(LossError):
+    """The loss writes what differs between samples into a tensor that all samples share, perhaps one that it made."""
+
+
+_KINDS = {
+    _DIFFERENTIATES: DifferentiatesError,
+    _CHECKPOINTS: CheckpointsError,
+    _WRITES: WritesError,
+    _DRAWS: WritesError,
+}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.func import vjp, vmap
 from persample import naive
 from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import inner_derivatives, layers
-from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, diagnosed, hinted
+from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
@@ -24,8 +24,9 @@ from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import after_imports, undone
 from persample.utils.origin import is_users, users_depth
+from persample.utils.tracing import is_batched
 from persample.utils.trees import tree_map
-from persample.vmap_rules import SecondDerivativeError, VmapRules
+from persample.vmap_rules import OwnTensors, SecondDerivativeError, VmapRules
 from persample.vmap_rules.effects import guarded
 
 _CHECKPOINTS = "gradient_checkpointing"  # the attribute by which modules of transformers switch them on
@@ -83,7 +84,9 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
         after_imports(import_dynamo)
     go_back = rng.rewinding(call.randomness)
     try:
-        grads, losses, aux, has_aux = batched_gradients(call)
+        found = batched_gradients(call)
+    except WritesError:
+        found = None
     except DifferentiatesError as error:
         if call.differentiated or transforms():
             raise
@@ -92,6 +95,10 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
             return inner_derivatives.gradients(call)
         except RuntimeError:  # which says less
             raise error from error.__cause__
+    if found is None:  # with the error of this attempt, which comes later in the loss
+        go_back()
+        found = batched_gradients(call, OwnTensors())
+    grads, losses, aux, has_aux = found
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)
 
@@ -109,6 +116,8 @@ def batched_gradients(
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux, one_by_one
+        if isinstance(forward_mode, OwnTensors):
+            forward_mode.like = next(filter(is_batched, (*leaves, *params)), None)
         with forward_mode:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
