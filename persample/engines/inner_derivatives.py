@@ -49,12 +49,13 @@ def gradients(call: Call) -> Gradients:
             value, (aux, has_aux) = call.loss([add_batch_dim(x, 0, level) for x in copies], leaves)
         losses = vmap.all_rows(value)
         aux = tree_map(lambda x: vmap.all_rows(x).detach().clone(), aux)
-    if losses.ndim > 1:
-        raise RuntimeError("several outputs")
     if not losses.requires_grad:
         raise NotConnectedError
-    grads = torch.autograd.grad([losses], copies, [torch.ones_like(losses)], allow_unused=True)
-    dense = [torch.zeros_like(x) if g is None else g for x, g in zip(copies, grads, strict=True)]
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": losses.ndim > 1}
+    with torch.enable_grad():
+        each = [losses] if losses.ndim == 1 else losses.unbind(1)
+    rows = [torch.autograd.grad([x], copies, [torch.ones_like(x)], **options) for x in each]
+    dense = list(rows[0]) if losses.ndim == 1 else [torch.stack(column, 1) for column in zip(*rows, strict=True)]
     facts = {"spec": call.loss.spec, "losses": losses.detach(), "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(dense, **facts)
 

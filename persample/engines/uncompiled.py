@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from persample.utils.trees import tree_map
 from persample.vmap_rules import OwnTensors, SecondDerivativeError, VmapRules
 from persample.vmap_rules.effects import guarded
 
+T = TypeVar("T")
 _CHECKPOINTS = "gradient_checkpointing"  # the attribute by which modules of transformers switch them on
 
 
@@ -50,9 +51,14 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         except layers.NotLayersError as error:
             reason = str(error)
         go_back()
-    # Outside of the block above, so that the error of a loss that is wrong is its own.
+    return unfactored(call, required_ops), reason  # outside of the block above: the error of a wrong loss is its own
+
+
+def without_checkpoints(call: Call, function: Callable[[], T]) -> T:
+    """Call a function; if it fails because modules of the loss checkpoint activations, again without, and warn."""
+    go_back = rng.rewinding(call.randomness)
     try:
-        return unfactored(call, required_ops), reason
+        return function()
     except (CheckpointsError, DifferentiatesError):  # the latter of hooks that come with checkpoints
         parts = call.loss.params.parts.values()
         checkpointed = [part for part in parts if vars(part).get(_CHECKPOINTS) and part.training]
@@ -60,14 +66,13 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
             raise
     go_back()
 
-    def without() -> tuple[Gradients, str]:
+    def switch(*, on: bool) -> None:
         for part in checkpointed:
-            setattr(part, _CHECKPOINTS, False)
-        return factored(call, required_ops)
+            setattr(part, _CHECKPOINTS, on)
 
-    def switch_on() -> None:
-        for part in checkpointed:
-            setattr(part, _CHECKPOINTS, True)
+    def without() -> T:
+        switch(on=False)
+        return function()
 
     warnings.warn(
         f"{call.loss.called} checkpoints activations, which vmap cannot batch: gradient_checkpointing is off in the "
@@ -75,7 +80,7 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         FallbackWarning,
         stacklevel=users_depth(),
     )
-    return undone(without, switch_on)
+    return undone(without, partial(switch, on=True))
 
 
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)

@@ -35,7 +35,7 @@ MISSING = missing(_RULES)  # names of functions that the installed torch does no
 # Functions whose results have memory of their own: what a loss may write into, such as masks.
 MAKERS = {
     *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "eye", "clone", "triu", "tril"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "tensor", "eye", "clone", "triu", "tril"),
 }
 RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 
@@ -101,9 +101,9 @@ class OwnTensors(VmapRules):
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the rule of a function, or the function; what it made for all samples becomes one tensor for each."""
         result = super().replaced(func, args, kwargs)
-        if self.like is None or getattr(func, "__name__", "") not in MAKERS or is_batched(result):
+        if self.like is None or getattr(func, "__name__", "") not in MAKERS:
             return result
-        return self.like.new_empty(result.shape, dtype=result.dtype, device=result.device).copy_(result)
+        return effects.of_each(result, self.like)
 
 
 __all__ = ["MAKERS", "MISSING", "RULED", "OwnTensors", "SecondDerivativeError", "VmapRules"]

@@ -172,6 +172,12 @@ def _(w, x):
     return w.sum() if x.isnan().any() else (w @ x) ** 2
 
 
+@flow("`assert (x < 100).all()`, true of all samples", captured=CAPTURE)
+def _(w, x):
+    assert (x < 100).all()
+    return (w @ x) ** 2
+
+
 @flow("`torch.where`")
 def _(w, x):
     return torch.where(x > 0, w * x, (w * x) ** 2).sum()
@@ -360,6 +366,15 @@ def _(w, x):
     out = x.new_zeros(3)
     for t in range(3):
         out[t] = w[t] * x[t]
+    return out.square().sum()
+
+
+@writing("at an index in the batch, `out[a] = 1`", batch=lambda: (rows(), torch.tensor([0, 2, 1, 2])))
+def _(w, x, a):
+    out = torch.zeros(2, 3, dtype=F64)
+    out[0, a] = w @ x
+    out[..., a] = out[:, a] + x[:2] * w[1]
+    out[a - 2, a] = w[2]
     return out.square().sum()
 
 

@@ -45,7 +45,7 @@ from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
-from persample.vmap_rules.indexing import getitem_unread
+from persample.vmap_rules.indexing import getitem_unread, setitem_unread
 from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
@@ -216,7 +216,7 @@ _READS = ("specialized integer", "data-dependent", "Pending unbacked symbols")
 class _Unread(TorchFunctionMode):
     """Lets a loss do what Dynamo refuses because torch would read a value, which the result does not need.
 
-    It may index with 0-d tensors that it computed, as in ``log_probs[t, action[t]]``, and call ``F.gaussian_nll_loss``,
+    It may index with 0-d tensors, as in ``log_probs[t, action[t]]``, also to write, and call ``F.gaussian_nll_loss``,
     which checks the sign of variances.
     """
 
@@ -225,6 +225,9 @@ class _Unread(TorchFunctionMode):
         if func is Tensor.__getitem__:
             x, index = args
             return getitem_unread(x, index, lambda _: True)
+        if func is Tensor.__setitem__:
+            x, index, value = args
+            return setitem_unread(x, index, value, lambda _: True)
         if func is F.gaussian_nll_loss:
             func = gaussian_nll_loss
         return func(*args, **(kwargs or {}))
