@@ -262,6 +262,8 @@ def _tree(call: Call, said: str) -> str:
         return (
             f"\nA mapping in the batch (BatchEncoding, UserDict) comes as a dict: write ['{found[1]}'] for .{found[1]}."
         )
+    if sum(type(x) in {int, float} for x in call.leaves) > 1:
+        return "\nA list of numbers in the batch is not one tensor: every sample gets all of it. Pass torch.tensor(…)."
     found = re.search(r"must be Tensor, not (list|tuple|dict)", said)
     if found is None:
         return ""

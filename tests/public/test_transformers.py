@@ -168,13 +168,17 @@ def test_models_take_masks_adapters_and_half_precision(name, variant):
         )
 
 
-@pytest.mark.parametrize("name", ["Llama", "BERT"])
-def test_masks_of_two_axes_in_a_program(name):
+SLOW = pytest.mark.slow
+COMPILED = [pytest.param(name, "compiled", marks=SLOW) for name in MODELS if name != "experts by batched products"]
+TRACED = [pytest.param(name, "traced", marks=() if name in {"Llama", "BERT"} else SLOW) for name in MODELS]
+
+
+@pytest.mark.parametrize(("name", "engine"), [*TRACED, *COMPILED])
+def test_masks_of_two_axes_in_a_program(name, engine):
     torch.manual_seed(0)
     model, options = MODELS[name][0]().double().eval(), {"keep_batch_dim": True}
     found, looped = (
-        per_sample_grads(loss_of, model, batch_of(name), Norm(), engine=engine, **options)
-        for engine in ("traced", "loop")
+        per_sample_grads(loss_of, model, batch_of(name), Norm(), engine=kind, **options) for kind in (engine, "loop")
     )
     torch.testing.assert_close(found, looped, rtol=1e-5, atol=1e-8)
 
