@@ -81,10 +81,15 @@ class _Recorder(TorchFunctionMode):
         if kwargs.get("dropout_p"):
             self.drops, kwargs["dropout_p"] = True, 0.0
         result = func(*args, **kwargs)
-        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        given, results = (
+            [
+                x for x in trees.flatten(tree)[0] if isinstance(x, Tensor) and not is_wrapped(x)
+            ]  # these outlive transforms
+            for tree in ((args, kwargs), result)
+        )
         known = {storage_key(x) for x in given} - {storage_key(x) for x in given if x is result}
         # Views hold no new numbers, and layers make others of them for a batch.
-        found = [x for x in trees.flatten(result)[0] if isinstance(x, Tensor) and storage_key(x) not in known]
+        found = [x for x in results if storage_key(x) not in known]
         module, line = _origin()
         # What is made of no tensor (arange of the number of samples) differs without any sample being involved.
         if found and given and (module or line[2]):
@@ -127,9 +132,9 @@ def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
 
 def same(x: Tensor, y: Tensor, scale: float = 0.0) -> bool:
     """Return whether two tensors agree within rounding errors, relative to their norms or to a larger number."""
-    small, same_nan = min(x.dtype.itemsize, y.dtype.itemsize) < 4, torch.equal(x.isnan(), y.isnan())
-    x, y = (z.to(torch.complex128 if z.is_complex() else torch.float64).nan_to_num() for z in (x, y))
-    return same_nan and bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
+    small, finite = min(x.dtype.itemsize, y.dtype.itemsize) < 4, torch.equal(x.isfinite(), y.isfinite())
+    x, y = (z.to(torch.complex128 if z.is_complex() else torch.float64).nan_to_num(0.0, 0.0, 0.0) for z in (x, y))
+    return finite and bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
