@@ -25,7 +25,7 @@ from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Reduce, Stack
 from persample.utils import rng, trees
 from persample.utils.isolation import isolated, raise_interrupt
-from persample.utils.origin import is_raised, user_line
+from persample.utils.origin import is_raised, user_line, users_depth
 
 _DIFFERS = "differs from the loop"
 _ROUNDED = 1e-2  # the part of the largest gradient that counts as 0
@@ -163,13 +163,17 @@ def check(
         return call if keep is not None else replace(call, loss=replace(call.loss, batch=trees.structure(first[1])))
 
     found = _Comparison(normalized, samples, keep_batch_dim)
-    isolated(params, found.run)
     runs: list[Run] = []
     storage = None
-    for keep in found.settings:
-        options: dict[str, Any] = {**shared, "randomness": randomness, "keep_batch_dim": keep}
-        runs += _runs(partial(per_sample_grads, loss_fn, *head(samples), **options), keep, engines, found.is_random)
-        storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, **options))[0]
+    with warnings.catch_warnings(record=True) as said:
+        isolated(params, found.run)
+        for keep in found.settings:
+            options: dict[str, Any] = {**shared, "randomness": randomness, "keep_batch_dim": keep}
+            runs += _runs(partial(per_sample_grads, loss_fn, *head(samples), **options), keep, engines, found.is_random)
+            storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, **options))[0]
+    for text, kind in dict.fromkeys((str(x.message), x.category) for x in said):  # the findings say these:
+        if kind is not BatchStatisticsWarning and "degrees of freedom" not in text:
+            warnings.warn(text, kind, stacklevel=users_depth())
     differing = [x for x in runs if x.result == _DIFFERS]
     wrong = [f"engine={x.engine!r}, keep_batch_dim={x.keep_batch_dim}: {_DIFFERS}." for x in differing]
     return Check((*found.findings, *wrong), tuple(found.notes), tuple(runs), storage)
@@ -204,7 +208,7 @@ def _runs(call: Callable[..., Any], keep: bool, engines: Sequence[str], is_rando
     def timed(engine: str) -> tuple[list[Tensor], float]:
         start = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BatchStatisticsWarning)  # the findings say it
+            warnings.simplefilter("always", BatchStatisticsWarning)  # no error: the findings say it
             found = trees.flatten(call(reduce=(Stack(), Loss()), engine=engine))[0]
         return found, time.perf_counter() - start
 

@@ -684,6 +684,11 @@ def _(w, x):
     return NewStyle.apply(w * x).square().sum()
 
 
+@autograd("`y.requires_grad_()` of an activation, as `model.enable_input_require_grads()` has it")
+def _(w, x):
+    return (w * (2 * x).requires_grad_()).square().sum()
+
+
 @autograd("`y.register_hook(…)`")
 def _(w, x):
     y = w * x

@@ -210,7 +210,7 @@ _numbers = itertools.count()
 
 
 # What Dynamo says of a value that it would read; the last one since torch 2.15.
-_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols")
+_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", "requires_grad_()")
 
 
 class _Unread(TorchFunctionMode):
@@ -228,6 +228,8 @@ class _Unread(TorchFunctionMode):
         if func is Tensor.__setitem__:
             x, index, value = args
             return setitem_unread(x, index, value, lambda _: True)
+        if func is Tensor.requires_grad_:  # of activations, by hooks of transformers
+            return args[0]
         if func is F.gaussian_nll_loss:
             func = gaussian_nll_loss
         return func(*args, **(kwargs or {}))

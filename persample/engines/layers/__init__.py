@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import resolve_name
 
 from persample._torch import (
     add_batch_dim,
@@ -115,7 +116,8 @@ class LayerGuard(VmapRules):
         # nn.GRU on a GPU asks for the places of its weights.
         reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
         if reads or not all(map(self._is_computed, written)):
-            raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
+            name = resolve_name(func) or func
+            raise NotLayersError(f"the loss calls {name}, which reads a tensor's state or writes into a given tensor")
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
