@@ -171,9 +171,9 @@ def check(
             options: dict[str, Any] = {**shared, "randomness": randomness, "keep_batch_dim": keep}
             runs += _runs(partial(per_sample_grads, loss_fn, *head(samples), **options), keep, engines, found.is_random)
             storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, **options))[0]
-    for text, kind in dict.fromkeys((str(x.message), x.category) for x in said):  # the findings say these:
-        if kind is not BatchStatisticsWarning and "degrees of freedom" not in text:
-            warnings.warn(text, kind, stacklevel=users_depth())
+    for warning in {str(x.message): x.message for x in said}.values():  # the findings say these:
+        if not isinstance(warning, BatchStatisticsWarning) and "degrees of freedom" not in str(warning):
+            warnings.warn(warning, stacklevel=users_depth())
     differing = [x for x in runs if x.result == _DIFFERS]
     wrong = [f"engine={x.engine!r}, keep_batch_dim={x.keep_batch_dim}: {_DIFFERS}." for x in differing]
     return Check((*found.findings, *wrong), tuple(found.notes), tuple(runs), storage)
@@ -238,7 +238,7 @@ class _Comparison:
         self._calls = {keep: normalized(samples, keep) for keep in (False, True)}
         self._parts = self._calls[False].loss.params.parts
         self._own: dict[bool, list[Reading]] = {}
-        self._draws = self._drops = self._changes = False
+        self._draws = self._changes = self.is_random = False
         self.findings: list[str] = []
         self.notes: list[str] = []
 
@@ -246,11 +246,6 @@ class _Comparison:
     def settings(self) -> list[bool]:
         """The settings of ``keep_batch_dim`` that run, and count."""
         return [keep for keep in self._own if self._meant in {None, keep}]
-
-    @property
-    def is_random(self) -> bool:
-        """Whether engines draw numbers of their own."""
-        return self._draws or self._drops or self._changes
 
     def run(self) -> None:
         """Read the samples in each way, and compare."""
@@ -281,10 +276,10 @@ class _Comparison:
                 said = "is in train mode and normalizes by statistics of its batch: no sample has a gradient of its own"
                 self.findings.append(f"{name!r} ({type(part).__name__}) {said}. {STOP_STATISTICS}")
         found = [x for each in self._own.values() for x in each]
-        self._drops, self._draws = any(x.drops for x in found), any(x.is_random for x in found)
-        if self._drops:
-            drops = [(name, part) for name, part in parts if "Dropout" in type(part).__name__ and part.training]
-            names = ", ".join(repr(name) for name, part in drops if part.p) or "a function"
+        drops, self._draws = any(x.drops for x in found), any(x.is_random for x in found)
+        if drops:
+            layers = [(name, part) for name, part in parts if "Dropout" in type(part).__name__ and part.training]
+            names = ", ".join(repr(name) for name, part in layers if part.p) or "a function"
             self.notes.append(f"Dropout is on ({names}); off in readings. {SAY_RANDOMNESS}")
         if self._draws:
             self.notes.append(f"The loss draws random numbers. {SAY_RANDOMNESS}")
@@ -294,6 +289,7 @@ class _Comparison:
         if self._changes:
             said = "draws from a generator of its own (generator=), or reads what an earlier call has left"
             self.notes.append(f"Called twice with one sample, the loss gives other numbers: it {said}.")
+        self.is_random = drops or self._draws or self._changes
 
     def _together(self, start: rng.Streams) -> tuple[list[Reading], bool]:
         """Read all samples, and all but one, in one call of the loss; return whether that fails, too."""
@@ -314,8 +310,7 @@ class _Comparison:
         differing = [i for i, pair in enumerate(pairs) if not pair[0].equals(pair[1])]
         if not differing:
             return
-        step, samples = first_difference(*pairs[differing[0]]), ", ".join(map(str, differing))
-        where = step.place(self._parts) if step else ""
+        where, samples = first_difference(*pairs[differing[0]], self._parts), ", ".join(map(str, differing))
         text = f"keep_batch_dim=True computes another loss than keep_batch_dim=False{where}; of samples {samples}."
         if takes_batches:
             self.findings.append(f"{text} Pass the one you mean to check, too: True for a loss written for batches.")
@@ -328,12 +323,9 @@ class _Comparison:
         for keep in self.settings:
             found = [weights(self._own[keep][: len(self._own[keep]) - i], whole) for i, whole in enumerate(wholes)]
             counts[keep] = None if any(w is None for w in found) else found[0]
-        keep = max(
-            keep for keep in counts if counts[keep] is not None or not any(w is not None for w in counts.values())
-        )
+        keep = max([keep for keep, w in counts.items() if w is not None] or counts)
         own, whole, w = self._own[keep], wholes[0], counts[keep]
-        step = first_coupling(own, whole)
-        where = step.place(self._parts) if step else ""
+        where = first_coupling(own, whole, self._parts)
         if w is not None:
             if float(w.max() - w.min()) > 1e-3:
                 shown = ", ".join(f"{x:.3g}" for x in w.tolist())

@@ -35,7 +35,6 @@ _CHECKPOINTS = (
 )
 _DIFFERENTIATES = "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func"
 _WRITES = "writes per-sample values in place into a tensor that is the same for all samples"
-_DRAWS = "draws random numbers in place into a tensor that is the same for all samples"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
 _VMAP_CAUSES = [
     (
@@ -52,7 +51,7 @@ _VMAP_CAUSES = [
         r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy"
         r"|differently shaped",
         "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
-        f"Use torch.where or a mask instead, {_LOOP}.",
+        f"Use torch.where or a mask instead, {_LOOP}. To log a value, return (loss, aux).",
     ),
     (
         r"mutate a captured",
@@ -61,14 +60,9 @@ _VMAP_CAUSES = [
     ),
     (
         r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`"
-        r"|ZeroTensors are immutable|of the written-to tensor",
+        r"|ZeroTensors are immutable|of the written-to tensor|inplace randomness on an unbatched",
         _WRITES,
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
-    ),
-    (
-        r"inplace randomness on an unbatched",
-        _DRAWS,
-        f"Draw them from a tensor of the sample (torch.randn_like), {_LOOP}.",
     ),
     (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
@@ -148,7 +142,6 @@ _KINDS = {
     _DIFFERENTIATES: DifferentiatesError,
     _CHECKPOINTS: CheckpointsError,
     _WRITES: WritesError,
-    _DRAWS: WritesError,
 }
 
 

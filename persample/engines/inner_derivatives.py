@@ -93,11 +93,8 @@ class _Derivatives(VmapRules):
         outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
         given = [None] * len(outputs) if grad_outputs is None else grad_outputs
         given = [given] if isinstance(given, Tensor) else list(given)
-        if (
-            args[3:]
-            or kwargs.get("is_grads_batched")
-            or {*map(maybe_get_level, (*outputs, *inputs))} != {self._vmap.level}
-        ):
+        levels = {*map(maybe_get_level, (*outputs, *inputs))}
+        if args[3:] or kwargs.get("is_grads_batched") or levels != {self._vmap.level}:
             raise RuntimeError("a derivative of what all samples share")
         units = list(map(self._unit, outputs, given))
         with temporarily_clear_interpreter_stack():
@@ -109,9 +106,4 @@ class _Derivatives(VmapRules):
     def _unit(self, output: Tensor, given: Tensor | None) -> Tensor:
         if given is None and output.ndim:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        one = torch.ones_like(output) if given is None else given
-        return (
-            self._vmap.all_rows(one)
-            if maybe_get_level(one) == self._vmap.level
-            else one.expand(self._vmap.size, *output.shape)
-        )
+        return self._vmap.all_rows(torch.ones_like(output) if given is None else given)
