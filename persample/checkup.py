@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
+import sys
 import time
 import traceback
 import warnings
@@ -12,30 +11,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch import Tensor
 
-from persample import inputs, naive
+from persample import inputs
 from persample.engines.diagnosis import RAISED
+from persample.engines.readings import Reading, first_coupling, first_difference, read, same, weights
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explanation import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
 from persample.inputs.batch import dims_of_leaves, sample_structure, split_in_dims
-from persample.inputs.call import NotConnectedError
 from persample.inputs.params import NORMS
 from persample.per_sample import per_sample_grads
 from persample.reductions import Loss, Reduce, Stack
 from persample.utils import rng, trees
-from persample.utils.isolation import isolated
-from persample.utils.numerics import storage_key
-from persample.utils.origin import OURS, user_line
-from persample.vmap_rules.effects import guarded
+from persample.utils.isolation import isolated, raise_interrupt
+from persample.utils.origin import is_raised, user_line, users_depth
 
-_DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 _DIFFERS = "differs from the loop"
-_ROUNDED, _LEAST = 1e-2, 1e-6  # parts of the largest gradient, and of the largest weight, that count as 0
+_ROUNDED = 1e-2  # the part of the largest gradient that counts as 0
 _WIDE = 100  # characters of an error in the table
 
 
@@ -125,7 +118,7 @@ def check(
 
     Raises:
         ArgumentError: if an argument is invalid, as in ``per_sample_grads``, or the batch is empty. Errors of the loss
-            are part of the result, but for those of classes of its own.
+            are part of the result.
 
     Examples:
         A mean over axis 1, which is another axis without the batch axis:
@@ -169,17 +162,21 @@ def check(
         # Read together, samples are in containers of the batch: a TensorDict stores its batch size.
         return call if keep is not None else replace(call, loss=replace(call.loss, batch=trees.structure(first[1])))
 
-    readings = _Readings(normalized, samples, keep_batch_dim)
-    isolated(params, readings.compare)
+    found = _Comparison(normalized, samples, keep_batch_dim)
     runs: list[Run] = []
     storage = None
-    for keep in readings.settings:
-        options: dict[str, Any] = {**shared, "randomness": randomness, "keep_batch_dim": keep}
-        runs += _runs(partial(per_sample_grads, loss_fn, *head(samples), **options), keep, engines, readings.is_random)
-        storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, **options))[0]
+    with warnings.catch_warnings(record=True) as said:
+        isolated(params, found.run)
+        for keep in found.settings:
+            options: dict[str, Any] = {**shared, "randomness": randomness, "keep_batch_dim": keep}
+            runs += _runs(partial(per_sample_grads, loss_fn, *head(samples), **options), keep, engines, found.is_random)
+            storage = _attempt(partial(explain, loss_fn, *head(samples), reduce, **options))[0]
+    for warning in {str(x.message): x.message for x in said}.values():  # the findings say these:
+        if not isinstance(warning, BatchStatisticsWarning) and "degrees of freedom" not in str(warning):
+            warnings.warn(warning, stacklevel=users_depth())
     differing = [x for x in runs if x.result == _DIFFERS]
     wrong = [f"engine={x.engine!r}, keep_batch_dim={x.keep_batch_dim}: {_DIFFERS}." for x in differing]
-    return Check((*readings.findings, *wrong), tuple(readings.notes), tuple(runs), storage)
+    return Check((*found.findings, *wrong), tuple(found.notes), tuple(runs), storage)
 
 
 def _head(argument: str, tree: Any, dims: Any, count: int) -> Any:
@@ -194,9 +191,13 @@ def _head(argument: str, tree: Any, dims: Any, count: int) -> Any:
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of a function and "", or None and the first line of its error."""
+    handled = sys.exc_info()[1]
     try:
         return function(), ""
-    except RAISED as error:
+    except Exception as error:
+        raise_interrupt(error, handled)
+        if not isinstance(error, RAISED) and not is_raised(error):
+            raise
         place = user_line(traceback.extract_tb(error.__traceback__))
         return None, f"{type(error).__name__}: {error}".splitlines()[0] + place
 
@@ -207,147 +208,26 @@ def _runs(call: Callable[..., Any], keep: bool, engines: Sequence[str], is_rando
     def timed(engine: str) -> tuple[list[Tensor], float]:
         start = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BatchStatisticsWarning)  # the findings say it
+            warnings.simplefilter("always", BatchStatisticsWarning)  # no error: the findings say it
             found = trees.flatten(call(reduce=(Stack(), Loss()), engine=engine))[0]
         return found, time.perf_counter() - start
 
-    expected, _ = _attempt(lambda: timed("loop")[0])
+    first = {engine: _attempt(partial(timed, engine)) for engine in dict.fromkeys(("loop", *engines)) if engines}
     for engine in engines:
-        found, said = _attempt(lambda: (timed(engine), timed(engine)))  # noqa: B023 - called at once
-        (result, first), (_, later) = found or ((None, 0.0), (None, 0.0))
-        if result is not None and (is_random or expected is None):
+        (found, said), (expected, _) = first[engine], first["loop"]
+        if found is not None and (is_random or expected is None):
             said = "random" if is_random else "the loop fails"
-        elif result is not None:
+        elif found is not None:
             # A gradient that is 0, as of the bias of attention's keys, consists of rounding errors of the others.
-            total = _ROUNDED * max(
-                float(x.abs().double().nan_to_num().norm()) for x in expected[:-1]
-            )  # but for the loss
-            same = (_same(x, y, total) for x, y in zip(result, expected, strict=True))
-            said = "as the loop" if all(same) else _DIFFERS
-        yield Run(engine, keep, first, later, said)
+            grads = expected[0][:-1]  # without the loss
+            total = _ROUNDED * max(float(x.abs().double().nan_to_num().norm()) for x in grads)
+            pairs = zip(found[0], expected[0], strict=True)
+            said = "as the loop" if all(same(x, y, total) for x, y in pairs) else _DIFFERS
+        again = _attempt(partial(timed, engine))[0] if found else None
+        yield Run(engine, keep, found[1] if found else 0.0, again[1] if again else 0.0, said)
 
 
-class _Noted(NamedTuple):
-    """A call of a function of torch by the loss: its name, the module and the line it is in, and what it returned."""
-
-    name: str
-    module: nn.Module | None
-    line: tuple[str, str, int]
-    results: list[Tensor]
-
-
-class _Recorder(TorchFunctionMode):
-    """Notes what torch's functions make of tensors; dropout passes its input on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[_Noted] = []
-        self.drops = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUT:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            self.drops |= bool(kwargs.get("training", True) and p)
-            return args[0] if args else kwargs["input"]
-        if kwargs.get("dropout_p"):
-            self.drops, kwargs["dropout_p"] = True, 0.0
-        result = func(*args, **kwargs)
-        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        known = {storage_key(x) for x in given} - {storage_key(x) for x in given if x is result}
-        # Views hold no new numbers, and layers make others of them for a batch.
-        found = [x for x in trees.flatten(result)[0] if isinstance(x, Tensor) and storage_key(x) not in known]
-        module, line = _place()
-        # What is made of no tensor (arange of the number of samples) differs without any sample being involved.
-        if found and given and (module or line[2]):
-            self.noted.append(
-                _Noted(resolve_name(func) or str(func), module, line, [x.detach().clone() for x in found])
-            )
-        return result
-
-
-def _place() -> tuple[nn.Module | None, tuple[str, str, int]]:
-    """Return the innermost module whose forward runs, and the innermost line of the user's: 0 for our own calls."""
-    frame, module, line = inspect.currentframe(), None, ("", "", 0)
-    while frame is not None and frame.f_code is not _read.__code__:
-        code = frame.f_code
-        if not line[2] and not code.co_filename.startswith(OURS):
-            line = code.co_name, code.co_filename, frame.f_lineno
-        if module is None and code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            module = frame.f_locals["self"]
-        frame = frame.f_back
-    return module, line
-
-
-class _Reading(NamedTuple):
-    """A loss, its gradients as one vector, and the calls noted on the way."""
-
-    loss: Tensor
-    grads: Tensor
-    noted: list[_Noted]
-    is_random: bool
-    drops: bool
-
-
-def _read(call: Call, rows: int | slice, start: rng.Streams) -> _Reading:
-    """Differentiate the loss of one sample, or of several read together, by plain autograd."""
-    recorder, loss = _Recorder(), call.loss
-    params, leaves = call.at(rows)
-    start.go_back()
-
-    def recorded() -> Any:
-        with recorder:
-            return naive.value_and_grad(guarded(loss), params, leaves, like=loss.params.tensors)
-
-    value, _, grads = loss.params.unchanged(recorded)
-    if all(g is None for g in grads):
-        raise NotConnectedError
-    pairs = zip(params, grads, strict=True)
-    dense = [x.new_zeros((*value.shape, *x.shape)) if g is None else g for x, g in pairs]
-    flat = torch.cat([(torch.view_as_real(g) if g.is_complex() else g).reshape(-1).cpu() for g in dense])
-    return _Reading(value.cpu(), flat, recorder.noted, rng.moved_since(start.torch), recorder.drops)
-
-
-def _same(x: Tensor, y: Tensor, scale: float = 0.0) -> bool:
-    """Return whether two tensors agree within rounding errors, relative to their norms or to a larger number."""
-    small, same_nan = min(x.dtype.itemsize, y.dtype.itemsize) < 4, torch.equal(x.isnan(), y.isnan())
-    x, y = (z.to(torch.complex128 if z.is_complex() else torch.float64).nan_to_num() for z in (x, y))
-    return same_nan and bool((x - y).norm() <= (0.1 if small else 1e-3) * max(float(x.norm()), float(y.norm()), scale))
-
-
-def _alike(x: Tensor, y: Tensor) -> bool:
-    """Return whether two results hold the same numbers, in whatever shape and order."""
-    a, b = (torch.view_as_real(z.to(torch.complex128).reshape(-1)).nan_to_num().sort(0).values for z in (x, y))
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-6)
-
-
-def _consists_of(x: Tensor, rows: Sequence[Tensor]) -> bool:
-    """Return whether a result of several samples is made of those of each: their rows, mean or sum, or the same."""
-    if len({row.shape for row in rows}) > 1:
-        return True  # lengths that depend on values cannot be compared
-    wide = torch.stack([row.to(torch.complex128) for row in rows])
-    return any(_alike(x, way) for way in (wide, wide.mean(0), wide.sum(0)))
-
-
-def _weights(own: Sequence[_Reading], whole: _Reading) -> Tensor | None:
-    """Return w such that loss and gradient of all samples are Σ wᵢ ℓᵢ and Σ wᵢ gᵢ: ones, or a mean."""
-    grads = torch.stack([x.grads.double() for x in own], 1)
-    losses = torch.stack([x.loss.double() for x in own])
-    ways = [torch.ones(len(own)).double(), torch.full((len(own),), 1 / len(own)).double()]
-    scales = [max(float(x.abs().max()), 1e-300) for x in (grads, losses)]
-    system = torch.cat([grads / scales[0], losses[None] / scales[1]])
-    target = torch.cat([whole.grads.double() / scales[0], whole.loss.double()[None] / scales[1]])
-    if bool(system.isfinite().all() and target.isfinite().all()):
-        found = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0]
-        ways += [found] if bool((found > _LEAST * found.max()).all()) and abs(float(found.sum()) - 1) < 1e-3 else []
-    for w in ways:
-        fits = _same((grads @ w).to(whole.grads.dtype), whole.grads, float((grads * w).norm(dim=0).max()))
-        if fits and _same((losses @ w).to(whole.loss.dtype), whole.loss, float((losses * w).abs().max())):
-            return w
-    return None
-
-
-class _Readings:
+class _Comparison:
     """The readings of a few samples, and what they tell.
 
     ``normalized`` returns the call of a number of samples with ``keep_batch_dim``, or with None for samples together.
@@ -356,7 +236,9 @@ class _Readings:
     def __init__(self, normalized: Callable[[int, bool | None], Call], samples: int, meant: bool | None) -> None:
         self._normalized, self._meant = normalized, meant
         self._calls = {keep: normalized(samples, keep) for keep in (False, True)}
-        self._own: dict[bool, list[_Reading]] = {}
+        self._parts = self._calls[False].loss.params.parts
+        self._own: dict[bool, list[Reading]] = {}
+        self._draws = self._changes = self.is_random = False
         self.findings: list[str] = []
         self.notes: list[str] = []
 
@@ -365,107 +247,92 @@ class _Readings:
         """The settings of ``keep_batch_dim`` that run, and count."""
         return [keep for keep in self._own if self._meant in {None, keep}]
 
-    @property
-    def is_random(self) -> bool:
-        """Whether engines draw numbers of their own."""
-        return self._draws or self._drops
-
-    def compare(self) -> None:
+    def run(self) -> None:
         """Read the samples in each way, and compare."""
         start = rng.Streams.now()
         for keep, call in self._calls.items():
-            found, error = _attempt(lambda: [_read(call, i, start) for i in range(call.size)])  # noqa: B023
+            found, error = _attempt(lambda: [read(call, i, start) for i in range(call.size)])  # noqa: B023
             if found is not None:
                 self._own[keep] = found
             else:
                 (self.findings if self._meant is keep else self.notes).append(f"keep_batch_dim={keep} fails: {error}")
         if not self._own:
             self.findings, self.notes = [*self.findings, *self.notes], []
-        self._list_modules()
+        self._describe(start)
         wholes, fails = self._together(start)
         start.go_back()
         self._compare_axes(takes_batches=not fails)
-        if wholes:
+        if wholes and self.settings:
             self._compare_whole(wholes)
         for keep in self.settings:
             if not any(bool(x.grads.nan_to_num().any()) for x in self._own[keep]):
                 self.findings.append(f"keep_batch_dim={keep}: the gradients of all samples are 0 or NaN.")
 
-    def _together(self, start: rng.Streams) -> tuple[list[_Reading], bool]:
-        """Read all samples, and all but one, in one call of the loss; return whether that fails, too."""
-        call = self._calls[False]
-        if not self._own or self._draws or any(call.params_batched) or call.loss.outputs == "rows":
-            return [], False
-        sizes = [size for size in (call.size, call.size - 1) if size > 1]  # one may be the size of another axis
-        found, error = _attempt(lambda: [_read(self._normalized(n, None), slice(0, n), start) for n in sizes])
-        if error:
-            self.notes.append(f"The loss does not take several samples together, as if written for one: {error}")
-        return found or [], bool(error)
-
-    def _list_modules(self) -> None:
-        parts = [(path.partition(".")[2], part) for path, part in self._calls[False].loss.params.parts.items()]
+    def _describe(self, start: rng.Streams) -> None:
+        """List the modules and the random numbers of which readings know nothing."""
+        parts = [(path.partition(".")[2], part) for path, part in self._parts.items()]
         for name, part in parts:
             if isinstance(part, NORMS) and part.training and part.track_running_stats:
                 said = "is in train mode and normalizes by statistics of its batch: no sample has a gradient of its own"
                 self.findings.append(f"{name!r} ({type(part).__name__}) {said}. {STOP_STATISTICS}")
-        if self._drops:
-            names = [
-                repr(name) for name, part in parts if "Dropout" in type(part).__name__ and part.training and part.p
-            ]
-            self.notes.append(f"Dropout is on ({', '.join(names) or 'a function'}); off in readings. {SAY_RANDOMNESS}")
+        found = [x for each in self._own.values() for x in each]
+        drops, self._draws = any(x.drops for x in found), any(x.is_random for x in found)
+        if drops:
+            layers = [(name, part) for name, part in parts if "Dropout" in type(part).__name__ and part.training]
+            names = ", ".join(repr(name) for name, part in layers if part.p) or "a function"
+            self.notes.append(f"Dropout is on ({names}); off in readings. {SAY_RANDOMNESS}")
         if self._draws:
             self.notes.append(f"The loss draws random numbers. {SAY_RANDOMNESS}")
+        for keep, own in [*self._own.items()][:1]:
+            again, _ = _attempt(lambda: read(self._calls[keep], 0, start))  # noqa: B023
+            self._changes = again is None or not again.equals(own[0])
+        if self._changes:
+            said = "draws from a generator of its own (generator=), or reads what an earlier call has left"
+            self.notes.append(f"Called twice with one sample, the loss gives other numbers: it {said}.")
+        self.is_random = drops or self._draws or self._changes
 
-    @property
-    def _drops(self) -> bool:
-        return any(x.drops for each in self._own.values() for x in each)
-
-    @property
-    def _draws(self) -> bool:
-        return any(x.is_random for each in self._own.values() for x in each)
+    def _together(self, start: rng.Streams) -> tuple[list[Reading], bool]:
+        """Read all samples, and all but one, in one call of the loss; return whether that fails, too."""
+        call = self._calls[False]
+        if not self._own or self._draws or self._changes or any(call.params_batched) or call.loss.outputs == "rows":
+            return [], False
+        sizes = [size for size in (call.size, call.size - 1) if size > 1]  # one may be the size of another axis
+        found, error = _attempt(lambda: [read(self._normalized(n, None), slice(0, n), start) for n in sizes])
+        if error:
+            self.notes.append(f"The loss does not take several samples together, as if written for one: {error}")
+        return found or [], bool(error)
 
     def _compare_axes(self, *, takes_batches: bool) -> None:
         """Compare the readings with and without a batch axis."""
-        if self._meant is not None or len(self._own) < 2:
+        if self._meant is not None or len(self._own) < 2 or self._changes:
             return
         pairs = list(zip(self._own[False], self._own[True], strict=True))
-        differing = [i for i, (a, b) in enumerate(pairs) if not (_same(a.grads, b.grads) and _same(a.loss, b.loss))]
+        differing = [i for i, pair in enumerate(pairs) if not pair[0].equals(pair[1])]
         if not differing:
             return
-        plain, kept = pairs[differing[0]]
-        steps = zip(plain.noted, kept.noted, strict=False)
-        where = next((self._named(b) for a, b in steps if a.name != b.name or not all(map(_alike, a[3], b[3]))), "")
-        samples = ", ".join(map(str, differing))
+        where, samples = first_difference(*pairs[differing[0]], self._parts), ", ".join(map(str, differing))
         text = f"keep_batch_dim=True computes another loss than keep_batch_dim=False{where}; of samples {samples}."
         if takes_batches:
             self.findings.append(f"{text} Pass the one you mean to check, too: True for a loss written for batches.")
         else:
             self.notes.append(text)
 
-    def _compare_whole(self, wholes: Sequence[_Reading]) -> None:
+    def _compare_whole(self, wholes: Sequence[Reading]) -> None:
         """Compare the loss of all samples together with those of each."""
-        weights = {}
+        counts = {}
         for keep in self.settings:
-            found = [_weights(self._own[keep][: len(self._own[keep]) - i], whole) for i, whole in enumerate(wholes)]
-            weights[keep] = None if any(w is None for w in found) else found[0]
-        if any(w is not None for w in weights.values()) or not weights:
-            for keep, w in weights.items():
-                if w is None or float(w.max() - w.min()) < 1e-3:
-                    continue
+            found = [weights(self._own[keep][: len(self._own[keep]) - i], whole) for i, whole in enumerate(wholes)]
+            counts[keep] = None if any(w is None for w in found) else found[0]
+        keep = max([keep for keep, w in counts.items() if w is not None] or counts)
+        own, whole, w = self._own[keep], wholes[0], counts[keep]
+        where = first_coupling(own, whole, self._parts)
+        if w is not None:
+            if float(w.max() - w.min()) > 1e-3:
                 shown = ", ".join(f"{x:.3g}" for x in w.tolist())
-                self.notes.append(f"keep_batch_dim={keep}: together, the samples count with weights {shown}.")
+                self.notes.append(f"keep_batch_dim={keep}: together, the samples count with weights {shown}{where}.")
             return
-        keep = max(weights)
-        own, whole = self._own[keep], wholes[0]
-        if _same(whole.grads, own[0].grads) and False not in self._own:  # the first alone, as of an axis of 1
+        if same(whole.grads, own[0].grads) and False not in self._own:  # the first alone, as of an axis of 1
             return
-        where = ""
-        for step, of_all in zip(zip(*(x.noted for x in own), strict=False), whole.noted, strict=False):
-            rows = [list(found) for found in zip(*(x.results for x in step), strict=False)]
-            matches = {x.name for x in step} == {of_all.name} and len(rows) == len(of_all.results)
-            if not matches or not all(map(_consists_of, of_all.results, rows)):
-                where = self._named(of_all)
-                break
         text = (
             f"Samples influence each other{where}. The gradient of several samples in one call is neither the sum nor "
             f"a mean of those of each alone (keep_batch_dim={keep})."
@@ -475,13 +342,3 @@ class _Readings:
         else:
             fix = "" if self._meant else " Pass keep_batch_dim=False to check, too, for a loss written for one sample."
             self.findings.append(f"{text} Compute what samples share before the call.{fix}")
-
-    def _named(self, call: _Noted) -> str:
-        """Return in words where a function was called."""
-        parts = self._calls[False].loss.params.parts.items()
-        name = next((path.partition(".")[2] for path, part in parts if part is call.module), "")
-        kind = type(call.module).__name__
-        module = "" if call.module is None else f" of {name!r} ({kind})" if name else f" of {kind}"
-        function, file, number = call.line
-        text = linecache.getline(file, number).strip()
-        return f", first at {call.name.removeprefix('torch.')}{module}, in {function} ({file}:{number}): `{text}`"

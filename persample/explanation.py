@@ -13,7 +13,7 @@ from persample import inputs
 from persample._torch import uncaptured
 from persample.engines.compiled import PROGRAMS, Compilation, compilations_of
 from persample.engines.diagnosis import hinted
-from persample.engines.uncompiled import eager, factored
+from persample.engines.uncompiled import eager, factored, without_checkpoints
 from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
@@ -188,7 +188,7 @@ def explain(
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
         with hinted(call):
-            passes = _passes(call, uses)
+            passes = without_checkpoints(call, lambda: _passes(call, uses))
         times = [_times(factor, call.plan(uses)) for factor in passes[0]]
         rows = tuple(map(_storage, call.loss.spec.paths, *passes, times))
         made = tuple(x for x in compilations_of(loss_fn) if x.engine == engine)

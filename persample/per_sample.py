@@ -11,8 +11,9 @@ from torch import Tensor
 from persample import inputs, pipeline
 from persample._torch import transforms, uncaptured
 from persample.engines.compiled import PROGRAMS, Asked, compiled, repeated
-from persample.engines.diagnosis import unwritten, vanish, warn_of_statistics
+from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
+from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN

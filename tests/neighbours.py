@@ -20,7 +20,7 @@ from paths import ROOT
 
 PAGE = ROOT / "docs" / "ecosystem.md"
 NEIGHBOURS = ["torch", "numpy", "gymnasium", "torchrl", "tensordict", "transformers", "peft"]
-OTHERS = ["minari[hdf5]", "pillow", "stable-baselines3", "pytest>=9", "hypothesis", "sybil"]
+OTHERS = ["minari[hdf5]", "pillow", "stable-baselines3", "torchdiffeq", "pytest>=9", "hypothesis", "sybil"]
 TESTS = [
     *("tests/inputs/test_inputs.py", "tests/public/test_ecosystem.py"),
     *("tests/public/test_transformers.py", "tests/rl/test_rollouts.py"),

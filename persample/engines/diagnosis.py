@@ -1,42 +1,32 @@
-"""What is wrong with a loss: torch's errors inside of it, explained by line, cause and fix; a statistic of its batch.
-
-With ``keep_batch_dim`` the batch is one sample, and the gradient of a loss that takes a statistic of it may vanish.
-"""
+"""What is wrong with a loss: torch's errors inside of it, explained by line, cause and fix."""
 
 from __future__ import annotations
 
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
 
-from persample import naive
 from persample._torch import transforms, version
 from persample.errors import (
     SAY_RANDOMNESS,
     STOP_STATISTICS,
     ArgumentError,
-    BatchStatisticsWarning,
     LossError,
     TorchVersionError,
 )
 from persample.inputs.call import Call, SampleLoss
 from persample.inputs.params import NORMS
-from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
-from persample.utils.origin import is_raised, is_users, user_line, users_depth
-from persample.utils.tracing import is_wrapped
+from persample.utils.origin import is_raised, is_users, user_line
 from persample.vmap_rules.effects import guarded, wrote
 
 _LOOP = "or pass engine='loop', which takes any loss that autograd takes"
@@ -44,6 +34,7 @@ _CHECKPOINTS = (
     "uses checkpointing, full backward hooks of a module, or a custom autograd.Function, which vmap cannot batch"
 )
 _DIFFERENTIATES = "sets requires_grad, or calls retain_grad() or backward() itself, which does not work in torch.func"
+_WRITES = "writes per-sample values in place into a tensor that is the same for all samples"
 # (pattern of torch's message, what the loss did, what to do); the first pattern that matches is used.
 _VMAP_CAUSES = [
     (
@@ -60,7 +51,7 @@ _VMAP_CAUSES = [
         r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy"
         r"|differently shaped",
         "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
-        f"Use torch.where or a mask instead, {_LOOP}.",
+        f"Use torch.where or a mask instead, {_LOOP}. To log a value, return (loss, aux).",
     ),
     (
         r"mutate a captured",
@@ -69,14 +60,9 @@ _VMAP_CAUSES = [
     ),
     (
         r"inplace arithmetic|in-place operation|match the broadcast shape|exists a Tensor `other`"
-        r"|ZeroTensors are immutable|of the written-to tensor",
-        "writes per-sample values in place into a tensor that is the same for all samples",
+        r"|ZeroTensors are immutable|of the written-to tensor|inplace randomness on an unbatched",
+        _WRITES,
         f"Compute a new tensor instead (x = x + y; torch.stack of a list; new_zeros of a batched tensor), {_LOOP}.",
-    ),
-    (
-        r"inplace randomness on an unbatched",
-        "draws random numbers in place into a tensor that is the same for all samples, as Normal(...).rsample() does",
-        f"Draw them from a tensor of the sample (torch.randn_like), {_LOOP}.",
     ),
     (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
@@ -87,7 +73,9 @@ _VMAP_CAUSES = [
         r"requires_grad_\(\)|(retain_grad\(\)|backward\(\) called) inside|does not require grad( and .* grad_fn|$)"
         r"|appears to not have been used in the graph",
         _DIFFERENTIATES,
-        f"Use torch.func.grad for a gradient inside the loss, {_LOOP}.",
+        f"Use torch.func.grad for a gradient inside the loss, {_LOOP}. (torch.autograd.grad(…, create_graph=True) "
+        "works where nothing differentiates the call: without differentiable=True, transforms around it and "
+        "composite_grads.)",
     ),
     (
         r"view size is not compatible",
@@ -98,6 +86,11 @@ _VMAP_CAUSES = [
         r"Sparse CS[RC]|'Sparse\w*' backend|for Sparse tensors",
         "uses a sparse tensor, which vmap cannot batch",
         f"Use a dense one, {_LOOP}.",
+    ),
+    (
+        "_assert_async",
+        "asserts something about values of a sample, which a program cannot check",
+        "Assert it before the call, or pass engine='eager', which takes what holds for all samples.",
     ),
     (
         r"Batching rule not implemented|isn't supported yet|not supported by vmap|do not yet support"
@@ -118,7 +111,6 @@ _CAUSES = [
         "Move params and batch to one device, for example x.to('cuda').",
     ),
 ]
-_NOISE = 100  # roundings: a gradient of up to so many counts as 0
 _SHOWN = 4  # leaves in a message
 # torch's messages about tensors of too few axes, and about the sizes that follow from them.
 _SHAPES = (
@@ -142,7 +134,15 @@ class CheckpointsError(LossError):
     """The loss checkpoints activations, or does what vmap cannot tell from that."""
 
 
-_KINDS = {_DIFFERENTIATES: DifferentiatesError, _CHECKPOINTS: CheckpointsError}
+class WritesError(LossError):
+    """The loss writes what differs between samples into a tensor that all samples share, perhaps one that it made."""
+
+
+_KINDS = {
+    _DIFFERENTIATES: DifferentiatesError,
+    _CHECKPOINTS: CheckpointsError,
+    _WRITES: WritesError,
+}
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def add_hint(call: Call, error: Exception, index: int = 0) -> None:
     # What the user's code raises on purpose needs no words about shapes.
     is_of_shapes = not is_raised(error) and re.search(_SHAPES, said) and call.loss.called == "loss_fn"
     hint = _one_sample(call, index, of_shapes=bool(is_of_shapes))
-    hint = hint or (_tree(call, said) if isinstance(error, TypeError) else "")
+    hint = hint or (_tree(call, said) if isinstance(error, TypeError | AttributeError) else "")
     if hint and error.args == (said,):  # an error of the user's may keep something else there
         error.args = (f"{said}{hint}",)
 
@@ -250,6 +250,13 @@ def _tree(call: Call, said: str) -> str:
     ):
         fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
         return f"\nparams is a tree of tensors, not a module. {fix}"
+    found = re.fullmatch(r"'dict' object has no attribute '(\w+)'", said)
+    if found and any(name.endswith(f"['{found[1]}']") for name in _names(call)):
+        return (
+            f"\nA mapping in the batch (BatchEncoding, UserDict) comes as a dict: write ['{found[1]}'] for .{found[1]}."
+        )
+    if sum(type(x) in {int, float} for x in call.leaves) > 1:
+        return "\nA list of numbers in the batch is not one tensor: every sample gets all of it. Pass torch.tensor(…)."
     found = re.search(r"must be Tensor, not (list|tuple|dict)", said)
     if found is None:
         return ""
@@ -313,76 +320,3 @@ def _formats(call: Call, attribute: str) -> str:
     for name, leaf in _named(call):
         groups.setdefault(str(getattr(leaf, attribute)), []).append(name)
     return "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())
-
-
-def vanish(results: Any, reductions: Any) -> bool:
-    """Return whether all results of gradients, in the memory of a CPU, consist of zeros and NaN."""
-    of_gradients = [x for x, one in zip(results, reductions, strict=True) if not isinstance(one, Loss | Aux)]
-    tensors = [x for x in trees.flatten(of_gradients)[0] if isinstance(x, Tensor) and x.numel()]
-    if not tensors or any(x.device.type != "cpu" or is_wrapped(x) for x in tensors):
-        return False
-    # The first element of one tensor is enough in most calls.
-    if any(abs(x[(0,) * x.ndim].item()) > 0 for x in reversed(tensors)):
-        return False
-    return not any(bool(x.nan_to_num().any()) for x in tensors)
-
-
-def warn_of_statistics(call: Call, rows: int) -> None:
-    """Warn if a loss without gradient for a batch of one sample has one for ``rows``, or subtracts a statistic."""
-    if any(call.params_batched):  # no batch has parameters of each sample
-        return
-    loss, start, functions = replace(call.loss, keep_batch_dim=False), rng.Streams.now(), _Functions()
-
-    def largest(rows: int) -> float:  # element of a gradient, in roundings
-        start.go_back()
-        with functions:
-            params, leaves = call.at(slice(0, rows))
-            grads = naive.value_and_grad(loss, params, leaves, like=loss.params.tensors, create_graph=False)[2]
-        return max(float(x.abs().max()) / torch.finfo(x.dtype).eps for x in grads if x is not None and x.numel())
-
-    alone, together = torch.inf, 0.0
-    handled = sys.exc_info()[1]
-    try:
-        alone, functions.expected = largest(1), iter(functions.seen)
-        together = largest(max(rows, 2))
-    except Exception as error:  # noqa: BLE001 - the loss need not take a batch
-        raise_interrupt(error, handled)
-    start.go_back()
-    cancels = functions.cancels and call.randomness == "error"  # random rows differ without a statistic
-    if not alone > 0 and (cancels or _NOISE < together < torch.inf):  # alone may be NaN
-        warnings.warn(
-            f"{call.loss.called} takes a statistic of its batch, which keep_batch_dim=True makes one sample: "
-            f"{functions.differing}. All gradients are 0 or NaN. Compute the statistic of all samples before the call, "
-            "and pass it in batch; or use composite_grads, for losses that couple samples.",
-            BatchStatisticsWarning,
-            stacklevel=users_depth(),
-        )
-
-
-class _Functions(TorchFunctionMode):
-    """Keeps what the functions of a loss return for one sample; then finds one that returns other rows for a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-        self.expected: Any = None
-        self.differing, self.is_statistic, self.cancels = "", False, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in (x.detach() for x in trees.flatten(result)[0] if isinstance(x, Tensor)):
-            if self.expected is None:
-                self.seen.append(x.clone())
-            elif not _begins_with(x, row := next(self.expected)):
-                self.cancels |= self.is_statistic and x.shape != row.shape and not row.nan_to_num().any()
-                if not self.differing:
-                    self.differing = f"{resolve_name(func) or func}{user_line(traceback.extract_stack())}"
-                    self.is_statistic = x.shape == row.shape
-        return result
-
-
-def _begins_with(x: Tensor, row: Tensor) -> bool:
-    longer = [axis for axis, (n, m) in enumerate(zip(x.shape, row.shape, strict=False)) if n > m]
-    first = x.narrow(longer[0], 0, row.shape[longer[0]]) if longer else x
-    wide = torch.complex128
-    return first.shape == row.shape and torch.allclose(first.to(wide), row.to(wide), rtol=1e-3, equal_nan=True)

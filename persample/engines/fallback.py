@@ -26,7 +26,7 @@ from persample import _torch
 from persample.engines.compiled import PROGRAMS
 from persample.engines.diagnosis import add_hint
 from persample.engines.newer_torch import changed
-from persample.engines.uncompiled import batched_gradients, eager, loop, unfactored
+from persample.engines.uncompiled import batched_gradients, eager, loop, unfactored, without_checkpoints
 from persample.errors import (
     ArgumentError,
     FallbackWarning,
@@ -61,7 +61,7 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
     try:
         if engine != "loop" and (name := changed(eager) or (changed(None) if engine in PROGRAMS else "")):
             raise TorchVersionError(f"{name} as known")  # noqa: TRY301 - answered below as a missing name
-        return first()
+        return without_checkpoints(call, first)
     except Exception as error:
         raise_interrupt(error, handled)
         lacking = _lacking(error, handled)

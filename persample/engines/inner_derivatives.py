@@ -49,12 +49,13 @@ def gradients(call: Call) -> Gradients:
             value, (aux, has_aux) = call.loss([add_batch_dim(x, 0, level) for x in copies], leaves)
         losses = vmap.all_rows(value)
         aux = tree_map(lambda x: vmap.all_rows(x).detach().clone(), aux)
-    if losses.ndim > 1:
-        raise RuntimeError("several outputs")
     if not losses.requires_grad:
         raise NotConnectedError
-    grads = torch.autograd.grad([losses], copies, [torch.ones_like(losses)], allow_unused=True)
-    dense = [torch.zeros_like(x) if g is None else g for x, g in zip(copies, grads, strict=True)]
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": losses.ndim > 1}
+    with torch.enable_grad():
+        each = [losses] if losses.ndim == 1 else losses.unbind(1)
+    rows = [torch.autograd.grad([x], copies, [torch.ones_like(x)], **options) for x in each]
+    dense = list(rows[0]) if losses.ndim == 1 else [torch.stack(column, 1) for column in zip(*rows, strict=True)]
     facts = {"spec": call.loss.spec, "losses": losses.detach(), "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(dense, **facts)
 
@@ -92,11 +93,8 @@ class _Derivatives(VmapRules):
         outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
         given = [None] * len(outputs) if grad_outputs is None else grad_outputs
         given = [given] if isinstance(given, Tensor) else list(given)
-        if (
-            args[3:]
-            or kwargs.get("is_grads_batched")
-            or {*map(maybe_get_level, (*outputs, *inputs))} != {self._vmap.level}
-        ):
+        levels = {*map(maybe_get_level, (*outputs, *inputs))}
+        if args[3:] or kwargs.get("is_grads_batched") or levels != {self._vmap.level}:
             raise RuntimeError("a derivative of what all samples share")
         units = list(map(self._unit, outputs, given))
         with temporarily_clear_interpreter_stack():
@@ -108,9 +106,4 @@ class _Derivatives(VmapRules):
     def _unit(self, output: Tensor, given: Tensor | None) -> Tensor:
         if given is None and output.ndim:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        one = torch.ones_like(output) if given is None else given
-        return (
-            self._vmap.all_rows(one)
-            if maybe_get_level(one) == self._vmap.level
-            else one.expand(self._vmap.size, *output.shape)
-        )
+        return self._vmap.all_rows(torch.ones_like(output) if given is None else given)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.func import vjp, vmap
 from persample import naive
 from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import inner_derivatives, layers
-from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, diagnosed, hinted
+from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
@@ -24,10 +24,12 @@ from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import after_imports, undone
 from persample.utils.origin import is_users, users_depth
+from persample.utils.tracing import is_batched
 from persample.utils.trees import tree_map
-from persample.vmap_rules import SecondDerivativeError, VmapRules
+from persample.vmap_rules import OwnTensors, SecondDerivativeError, VmapRules
 from persample.vmap_rules.effects import guarded
 
+T = TypeVar("T")
 _CHECKPOINTS = "gradient_checkpointing"  # the attribute by which modules of transformers switch them on
 
 
@@ -49,9 +51,14 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         except layers.NotLayersError as error:
             reason = str(error)
         go_back()
-    # Outside of the block above, so that the error of a loss that is wrong is its own.
+    return unfactored(call, required_ops), reason  # outside of the block above: the error of a wrong loss is its own
+
+
+def without_checkpoints(call: Call, function: Callable[[], T]) -> T:
+    """Call a function; if it fails because modules of the loss checkpoint activations, again without, and warn."""
+    go_back = rng.rewinding(call.randomness)
     try:
-        return unfactored(call, required_ops), reason
+        return function()
     except (CheckpointsError, DifferentiatesError):  # the latter of hooks that come with checkpoints
         parts = call.loss.params.parts.values()
         checkpointed = [part for part in parts if vars(part).get(_CHECKPOINTS) and part.training]
@@ -59,14 +66,13 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
             raise
     go_back()
 
-    def without() -> tuple[Gradients, str]:
+    def switch(*, on: bool) -> None:
         for part in checkpointed:
-            setattr(part, _CHECKPOINTS, False)
-        return factored(call, required_ops)
+            setattr(part, _CHECKPOINTS, on)
 
-    def switch_on() -> None:
-        for part in checkpointed:
-            setattr(part, _CHECKPOINTS, True)
+    def without() -> T:
+        switch(on=False)
+        return function()
 
     warnings.warn(
         f"{call.loss.called} checkpoints activations, which vmap cannot batch: gradient_checkpointing is off in the "
@@ -74,7 +80,7 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         FallbackWarning,
         stacklevel=users_depth(),
     )
-    return undone(without, switch_on)
+    return undone(without, partial(switch, on=True))
 
 
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
@@ -83,7 +89,9 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
         after_imports(import_dynamo)
     go_back = rng.rewinding(call.randomness)
     try:
-        grads, losses, aux, has_aux = batched_gradients(call)
+        found = batched_gradients(call)
+    except WritesError:
+        found = None
     except DifferentiatesError as error:
         if call.differentiated or transforms():
             raise
@@ -92,6 +100,10 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
             return inner_derivatives.gradients(call)
         except RuntimeError:  # which says less
             raise error from error.__cause__
+    if found is None:  # with the error of this attempt, which comes later in the loss
+        go_back()
+        found = batched_gradients(call, OwnTensors())
+    grads, losses, aux, has_aux = found
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)
 
@@ -109,6 +121,8 @@ def batched_gradients(
 
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux, one_by_one
+        if isinstance(forward_mode, OwnTensors):
+            forward_mode.like = next(filter(is_batched, (*leaves, *params)), None)
         with forward_mode:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss

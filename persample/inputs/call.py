@@ -91,6 +91,8 @@ def _check_loss(loss: object, returned: object, outputs: Outputs) -> None:
         fix = "Return the tensor itself (no .item(), no float()), and with more to return exactly (loss, aux)."
     elif not loss.is_floating_point():
         received, fix = f"dtype {loss.dtype}", "Compute a real floating loss (.float(), or .abs() of a complex one)."
+        if loss.is_complex():
+            fix += " For the gradients of both parts return torch.view_as_real(loss), with outputs='rows'."
     elif outputs == "rows" and (loss.ndim != 1 or not len(loss)):
         received = f"shape {list(loss.shape)}"
         fix = "Return the K outputs of one sample, for example by .flatten(); for one output leave outputs='scalar'."
@@ -304,7 +306,7 @@ def _check_signature(called: str, loss_fn: Tree, params: Tree, sample: Sequence[
     except TypeError as error:
         fix = (
             "The batch is passed as one argument; a plain tuple is unpacked into several: pass tuple(batch) of a "
-            "NamedTuple. `accumulate` takes an iterable of batches: pass [batch] for one."
+            "NamedTuple, tuple(batch.values()) of a dict. `accumulate` takes an iterable of batches: [batch] for one."
         )
         if unpacked:
             fix = (

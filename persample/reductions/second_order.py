@@ -127,6 +127,8 @@ class NaturalGradient(_Solve):
             )
         device = gradients.losses.device
         targets = torch.vmap(lambda aux: torch.as_tensor(self.targets(aux), device=device))(gradients.aux)  # type: ignore[operator, misc]
+        if targets.shape == gradients.losses.shape[:1] and gradients.losses.shape[1:].numel() == 1:  # aux lost its axis
+            targets = targets.reshape(gradients.losses.shape)
         if targets.shape != gradients.losses.shape or targets.is_complex():
             count = gradients.losses.shape[1:].numel()
             expected = "one real number" if gradients.losses.ndim == 1 else f"a real tensor [{count}]"

@@ -32,6 +32,11 @@ def _table(name: str) -> dict[Any, Callable[..., Any]]:
 _RULES, _FIRST_DERIVATIVE_RULES = _table("RULES"), _table("FIRST_DERIVATIVE_RULES")
 _RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}  # the axes of what a memory format is for
 MISSING = missing(_RULES)  # names of functions that the installed torch does not have
+# Functions whose results have memory of their own: what a loss may write into, such as masks.
+MAKERS = {
+    *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "tensor", "eye", "clone", "triu", "tril"),
+}
 RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 
 
@@ -86,4 +91,19 @@ class VmapRules(TorchFunctionMode):
             return function(*args, **kwargs)
 
 
-__all__ = ["MISSING", "RULED", "SecondDerivativeError", "VmapRules"]
+class OwnTensors(VmapRules):
+    """Gives every sample a tensor of its own where the loss makes one for all, so that the loss may write into it."""
+
+    def __init__(self) -> None:
+        super().__init__(differentiated_by="any")
+        self.like: Tensor | None = None  # one that differs between samples
+
+    def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call the rule of a function, or the function; what it made for all samples becomes one tensor for each."""
+        result = super().replaced(func, args, kwargs)
+        if self.like is None or getattr(func, "__name__", "") not in MAKERS:
+            return result
+        return effects.of_each(result, self.like)
+
+
+__all__ = ["MAKERS", "MISSING", "RULED", "OwnTensors", "SecondDerivativeError", "VmapRules"]

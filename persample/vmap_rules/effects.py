@@ -103,6 +103,14 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return [x for x in flat if isinstance(x, Tensor)]
 
 
+def of_each(x: Tensor, sample: Tensor) -> Tensor:
+    """Return a copy of a tensor for each sample, to write into; ``sample`` is any tensor that differs between them."""
+    if is_batched(x):
+        return x
+    each = sample.new_zeros((), dtype=torch.bool)  # under vmap, new_zeros has the batch axis of its tensor
+    return torch.where(each, x, x)
+
+
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that refuses writes as ``VmapRules`` does, for losses that run without these rules."""
 

@@ -103,6 +103,7 @@ def _members(index: Tensor, offsets: Tensor | None, include_last_offset: bool) -
 
 
 _MASKS = {torch.bool, torch.uint8}
+_BASIC = {int, slice, type(Ellipsis)}
 _ROW_NUMBERS = {torch.int32, torch.int64}
 
 
@@ -111,9 +112,13 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A0
     return torch.index_select(input, dim, index)
 
 
+def _is_unreadable(x: Tensor) -> bool:
+    return is_batched(x) or is_traced(unwrapped(x))
+
+
 def _getitem(x: Tensor, index: Any) -> Tensor:
     # torch reads the value of a 0-d index, which vmap forbids.
-    return getitem_unread(x, index, lambda part: is_batched(part) or is_traced(unwrapped(part)))
+    return getitem_unread(x, index, _is_unreadable)
 
 
 def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
@@ -134,6 +139,27 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
                 x, parts[place] = x[(*before, part.unsqueeze(0))], 0
             before.append(slice(None))
     return x[tuple(parts)]
+
+
+def setitem_unread(x: Tensor, index: Any, value: Any, is_unreadable: Callable[[Tensor], bool] = _is_unreadable) -> None:
+    """Write into a tensor without reading unreadable 0-d indices, beside which there are slices and numbers."""
+    parts = index if isinstance(index, tuple) else (index,)
+    scalars = [
+        isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS and is_unreadable(part)
+        for part in parts
+    ]
+    if not any(scalars) or not all(
+        is_scalar or part is None or type(part) in _BASIC for part, is_scalar in zip(parts, scalars, strict=True)
+    ):
+        x[index] = value
+        return
+    view = x[tuple(slice(None) if is_scalar else part for part, is_scalar in zip(parts, scalars, strict=True))]
+    places, axes = [place for place, is_scalar in enumerate(scalars) if is_scalar], []
+    for place in places:
+        before, after = (sum(type(part) is not int for part in side) for side in (parts[:place], parts[place + 1 :]))
+        axes.append(view.ndim - 1 - after if any(part is Ellipsis for part in parts[:place]) else before)
+    # Their axes come first: torch.func loses the order of axes elsewhere.
+    view.movedim(axes, list(range(len(axes))))[tuple(parts[place].unsqueeze(0) for place in places)] = value
 
 
 def _index_add(
@@ -247,6 +273,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.one_hot: _one_hot,
     F.embedding_bag: partial(embedding_bag, _embedding),
     Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: setitem_unread,
     **{add: partial(_index_add, add) for add in (torch.index_add, Tensor.index_add, Tensor.index_add_)},
     **{fill: partial(_index_fill, fill) for fill in (torch.index_fill, Tensor.index_fill, Tensor.index_fill_)},
     **dict.fromkeys((torch.index_select, Tensor.index_select), _index_select),

@@ -113,14 +113,14 @@ LOSSES = {
     clipped_ratios: "Tensor.mean",
     whitened: "Tensor.mean",
     std_of_one: "Tensor.std",
-    var_mean_of_one: "torch.var_mean",
+    var_mean_of_one: "var_mean",
     centred_outputs: "Tensor.mean",
     batch_norm_by_hand: "Tensor.mean",
-    softmax_over_the_batch: "torch.softmax",
+    softmax_over_the_batch: "softmax",
     info_nce: "Tensor.(__matmul__|matmul)",
     info_nce_by_hand: "Tensor.(__matmul__|matmul)",
-    covariance: "torch.cov",
-    pairs: "torch.(functional.)?cdist",
+    covariance: "cov",
+    pairs: "functional.cdist",
     ranking: "",
 }
 

@@ -8,7 +8,7 @@ from oracle import assert_trees_close, oracle
 from torch import nn
 from torch.func import functional_call
 
-from persample import Aux, LossError, Norm, per_sample_grads
+from persample import Aux, Gram, LossError, Norm, composite_grads, per_sample_grads
 
 F64 = torch.float64
 X = torch.randn(6, 5, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -96,9 +96,49 @@ def test_parameters_of_a_dict_of_each_sample_and_aux():
     assert_trees_close(found, expected, 1e-9)
 
 
+def residuals(m, x):
+    """Several outputs of a sample: the derivatives by its numbers, and one without a parameter."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    return torch.cat([slope * x, x[:1].detach()])
+
+
+def test_several_outputs():
+    wanted = (None, Norm(), Gram())
+    found, expected = (
+        per_sample_grads(residuals, critic(), X, wanted, outputs="rows", engine=engine) for engine in ("eager", "loop")
+    )
+    assert_trees_close(found, expected, 1e-9)
+
+
+def test_what_is_differentiated_itself_names_torch_func():
+    def slopes(m, x):
+        return penalty(m, x)[None]
+
+    params = {name: p.detach() for name, p in critic().named_parameters()}
+    loss = lambda params, x: penalty(lambda z: functional_call(critic(), params, (z,)), x)
+    calls = [
+        lambda: per_sample_grads(penalty, critic(), X, differentiable=True),
+        lambda: torch.func.grad(lambda params: per_sample_grads(loss, params, X, Norm()).sum())(params),
+        lambda: composite_grads(slopes, torch.sum, critic(), X),
+    ]
+    for call in calls:
+        with pytest.raises(
+            LossError, match=r"Use torch\.func\.grad.*without differentiable=True, transforms around it and composite"
+        ):
+            call()
+    found, expected = (
+        per_sample_grads(penalty, critic(), X, differentiable=engine == "loop", engine=engine)
+        for engine in ("loop", "eager")
+    )
+    assert_trees_close({name: g.detach() for name, g in found.items()}, expected, 1e-9)
+
+
 @pytest.mark.parametrize("engine", ["traced", "compiled"])
 def test_captures_are_refused(engine):
-    with pytest.raises(LossError, match=r"requires_grad_\(\).*engine='eager', which computes the same"):
+    with pytest.raises(
+        LossError, match=r"(requires_grad_\(\)|does not require grad).*engine='eager', which computes the same"
+    ):
         per_sample_grads(penalty, critic(), X, engine=engine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -288,12 +289,17 @@ def test_what_an_engine_refuses_is_a_row_of_the_table():
     assert found.runs[1].result == "as the loop"
 
 
-def test_what_the_loss_raises_is_part_of_the_result():
+class LostError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyError, LostError])
+def test_what_the_loss_raises_is_part_of_the_result(kind):
     def loss(w, x):
-        raise KeyError("lost")
+        raise kind("lost")
 
     found = check(loss, torch.ones(D), X)
-    assert re.search(r"keep_batch_dim=True fails: KeyError: 'lost', in loss \(.*raise KeyError", found.findings[1])
+    assert re.search(r"keep_batch_dim=True fails: (Key|Lost)Error: '?lost'?, in loss \(.*raise kind", found.findings[1])
     assert not found.runs
     assert found.storage is None
 
@@ -319,7 +325,50 @@ def test_dropout_random_numbers_and_weights_are_noted():
     assert noisy.ok
     assert "draws random numbers" in noisy.notes[0]
     tokens = check(*RIGHT["a mean over tokens"], engines=())
-    assert any("count with weights 0.0909, 0.182, 0.364, 0.364" in note for note in tokens.notes)
+    assert any("count with weights 0.0909, 0.182, 0.364, 0.364, first at Tensor" in note for note in tokens.notes)
+
+
+def test_weights_that_depend_on_the_batch_are_noted_with_their_line():
+    def hardest(m, x, y):
+        loss = (m(x) - y).square().squeeze(-1)
+        return (loss * loss.detach().softmax(0)).sum()
+
+    found = check(hardest, mlp(), (X, Y), engines=())
+    assert found.ok
+    assert any(re.search(r"count with weights .*first at Tensor.softmax, in hardest", note) for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["generator", "numpy", "state"])
+def test_losses_that_give_other_numbers_each_time_are_noted(kind):
+    generator, numbers, calls = torch.Generator(), np.random.default_rng(0), []
+
+    def loss(w, x):
+        if kind == "generator":
+            return (w * (x + torch.randn(D, generator=generator))).sum()
+        if kind == "numpy":
+            return (w * x).sum() * float(numbers.random())
+        calls.append(0)
+        return (w * x).sum() * len(calls)
+
+    found = check(loss, torch.ones(D), X, engines=("loop", "eager"), randomness="different")
+    assert found.ok, str(found)
+    assert any("Called twice with one sample, the loss gives other numbers" in note for note in found.notes)
+    assert {run.result for run in found.runs} == {"random"}
+
+
+def test_the_loop_runs_twice_for_each_setting():
+    calls = []
+
+    def loss(w, x):
+        calls.append(0)
+        return (w * x).square().sum()
+
+    check(loss, torch.ones(D), X, engines=())
+    readings, count = len(calls), 0
+    calls.clear()
+    check(loss, torch.ones(D), X, engines=("loop",))
+    count = len(calls) - readings
+    assert count == 2 * 2 * 4
 
 
 def test_nothing_is_changed():
@@ -384,3 +433,21 @@ def test_a_largest_sample_is_no_mean(seed):
     batch = torch.randn(B, D), torch.randn(B)
     found = check(lambda m, x, y: (m(x).squeeze(-1) - y).square().max(), mlp(), batch, keep_batch_dim=True, engines=())
     assert not found.ok
+
+
+def test_infinite_gradients_of_the_batch_alone_are_found():
+    def loss(m, x, y):
+        error = (m(x) - y).square()
+        return (error - error.min().detach() * (len(x) > 1)).sqrt().sum()
+
+    found = check(loss, mlp(), (X, Y), keep_batch_dim=True, engines=())
+    assert not found.ok
+    assert "first at" in found.findings[0]
+
+
+def test_losses_with_transforms_of_their_own():
+    def loss(m, x):
+        slopes = torch.func.vmap(torch.func.grad(lambda z: m(z).squeeze(-1)))(x)
+        return slopes.square().sum(-1).mean()
+
+    assert check(loss, mlp(), X, keep_batch_dim=True).ok

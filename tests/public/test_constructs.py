@@ -55,10 +55,8 @@ def until(version, refusal):
 VALUES = Refusal("values", r"reads values of a sample")
 CAPTURE = Refusal("capture", r"cannot be (traced|compiled)")
 WRITES = Refusal("writes", r"writes in place into its arguments, or into a tensor it closed over")
-WRITES_ROWS = Refusal("writes", r"writes per-sample values in place into a tensor that is the same for all samples")
 WROTE = Refusal("writes", r"wrote in place into")
 NO_RULE = Refusal("no rule", r"uses .*vmap cannot batch")
-IN_PLACE_NOISE = Refusal("no rule", r"draws random numbers in place")
 DERIVATIVES = Refusal("derivatives", r"sets requires_grad, or calls retain_grad\(\) or backward\(\) itself")
 STATISTICS = Refusal("statistics", r"does not update running statistics", ArgumentError)
 SPARSE_GRADIENTS = Refusal("sparse", r"expected dense gradients", ArgumentError)
@@ -171,6 +169,12 @@ def _(w, x):
 @flow("`if x.isnan().any():`, false for all samples", captured=CAPTURE)
 def _(w, x):
     return w.sum() if x.isnan().any() else (w @ x) ** 2
+
+
+@flow("`assert (x < 100).all()`, true of all samples", captured=CAPTURE)
+def _(w, x):
+    assert (x < 100).all()
+    return (w @ x) ** 2
 
 
 @flow("`torch.where`")
@@ -329,7 +333,7 @@ def _(w, x, a):
 writing = functools.partial(construct, "Writes in place")
 
 
-@writing("into `torch.zeros(…)`", eager=WRITES_ROWS)
+@writing("into `torch.zeros(…)`")
 def _(w, x):
     out = torch.zeros(3, dtype=F64)
     for t in range(3):
@@ -361,6 +365,15 @@ def _(w, x):
     out = x.new_zeros(3)
     for t in range(3):
         out[t] = w[t] * x[t]
+    return out.square().sum()
+
+
+@writing("at an index in the batch, `out[a] = 1`", batch=lambda: (rows(), torch.tensor([0, 2, 1, 2])))
+def _(w, x, a):
+    out = torch.zeros(2, 3, dtype=F64)
+    out[0, a] = w @ x
+    out[..., a] = out[:, a] + x[:2] * w[1]
+    out[a - 2, a] = w[2]
     return out.square().sum()
 
 
@@ -419,12 +432,7 @@ def squared_output(model, x):
 
 
 writing("into a buffer, the same for all samples (`calls += 1`)", params=lambda: Counting(count=True))(squared_output)
-writing(
-    "into a buffer, of the sample (`mean.copy_(x)`)",
-    eager=WRITES_ROWS,
-    captured=WRITES_ROWS,
-    params=lambda: Counting(mean=True),
-)(squared_output)
+writing("into a buffer, of the sample (`mean.copy_(x)`)", params=lambda: Counting(mean=True))(squared_output)
 
 
 # ---------------------------------------------------------------- random numbers
@@ -444,9 +452,7 @@ def _(w, x):
     return ((w + noise) * x).square().sum(), noise
 
 
-@random(
-    "`Normal(…).rsample()`", eager=IN_PLACE_NOISE, replay=lambda w, x, noise: (w * x + noise * w.exp()).square().sum()
-)
+@random("`Normal(…).rsample()`", replay=lambda w, x, noise: (w * x + noise * w.exp()).square().sum())
 def _(w, x):
     drawn = torch.distributions.Normal(w * x, w.exp()).rsample()
     return drawn.square().sum(), ((drawn - w * x) / w.exp()).detach()
@@ -542,6 +548,21 @@ class Again(torch.autograd.Function):
         with torch.enable_grad():
             x, w = (each.detach().requires_grad_() for each in ctx.saved_tensors)
             return torch.autograd.grad(torch.tanh(w * x), (x, w), grad)
+
+
+@autograd(
+    "a solver of fixed steps that checks its times, and writes into `torch.empty(…)` (`odeint`)", captured=CAPTURE
+)
+def _(w, x):
+    assert (TIMES[1:] > TIMES[:-1]).all()
+    found = torch.empty(len(TIMES), *x.shape, dtype=x.dtype)
+    found[0] = y = x
+    for i, step in enumerate(TIMES[1:] - TIMES[:-1]):
+        found[i + 1] = y = y + step * torch.tanh(w * y)
+    return found.square().sum()
+
+
+TIMES = torch.tensor([0.0, 0.5, 2.0])
 
 
 @autograd("a solver with an adjoint, whose backward pass calls `torch.autograd.grad`", eager=NO_RULE, captured=CAPTURE)
@@ -660,6 +681,11 @@ def _(w, x):
 @autograd("`autograd.Function` with `setup_context`")
 def _(w, x):
     return NewStyle.apply(w * x).square().sum()
+
+
+@autograd("`y.requires_grad_()` of an activation, as `model.enable_input_require_grads()` has it")
+def _(w, x):
+    return (w * (2 * x).requires_grad_()).square().sum()
 
 
 @autograd("`y.register_hook(…)`")
@@ -997,6 +1023,22 @@ def edges():
 models("a graph network (`index_add` over edges)", params=made(Graph), batch=lambda: (draw(B, 5, 3, seed=2), edges()))(
     lambda model, nodes, edges: model(nodes, edges).square().sum()
 )
+
+
+def degree(ends, w):
+    return w.new_zeros(3).scatter_add_(0, ends, w.new_ones(4))
+
+
+models(
+    "messages added up by `new_zeros(n).scatter_add_(…)`, of edges without weights (`GCNConv`)",
+    batch=lambda: (rows(), torch.tensor([[[0, 1, 2, 0], [1, 2, 0, 2]]]).expand(B, 2, 4)),
+)(lambda w, x, edges: (degree(edges[1], w) * w * x).square().sum())
+models(
+    "loops of nodes removed by a mask, `edges[:, mask]` (`GCNConv`, `GATConv`)",
+    eager=VALUES,
+    captured=VALUES,
+    batch=lambda: (rows(), torch.tensor([[[0, 1, 1, 0], [1, 2, 1, 2]]]).expand(B, 2, 4)),
+)(lambda w, x, edges: (w * x)[edges[:, edges[0] != edges[1]][0]].square().sum())
 
 
 def bags():

@@ -9,6 +9,7 @@ import minari
 import numpy as np
 import pytest
 import torch
+import torchdiffeq
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from minari.data_collector import EpisodeBuffer
 from oracle import assert_trees_close, oracle
@@ -22,7 +23,15 @@ from torch.utils import _pytree as pytree
 from torchrl.collectors import Collector
 from torchrl.data import Bounded, OneHot
 from torchrl.envs import GymEnv, SerialEnv
-from torchrl.modules import GRUModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator, set_recurrent_mode
+from torchrl.modules import (
+    GRUModule,
+    LSTMModule,
+    ProbabilisticActor,
+    QValueActor,
+    TanhNormal,
+    ValueOperator,
+    set_recurrent_mode,
+)
 from torchrl.objectives import ClipPPOLoss, DQNLoss, ReinforceLoss, SACLoss
 
 from persample import ClippedMean, FallbackWarning, LossError, Norm, per_sample_grads
@@ -177,37 +186,47 @@ class TestTorchRLLosses:
 
     def test_sac_draws_its_actions_in_place(self):
         module, data = torchrl_losses()["SAC"]
-        with pytest.raises(
-            LossError, match=r"draws random numbers in place .*Normal\(...\)\.rsample\(\) does.*engine='loop'"
-        ):
-            per_sample_grads(of_torchrl, module, data, Norm(), keep_batch_dim=True, randomness="different")
-        options = {"keep_batch_dim": True, "randomness": "same", "engine": "loop"}
-        torch.manual_seed(0)
-        found = per_sample_grads(of_torchrl, module, data, **options)
-        torch.manual_seed(0)
-        alone = torch.autograd.grad(of_torchrl(module, data[:1]), module.get_parameter("log_alpha"))
-        torch.testing.assert_close(found["log_alpha"][:1], alone[0][None])
+        with pytest.raises(LossError, match=r"draws random numbers, which randomness='error' refuses"):
+            per_sample_grads(of_torchrl, module, data, Norm(), keep_batch_dim=True)
+        for engine in ("eager", "loop"):
+            torch.manual_seed(0)
+            options = {"keep_batch_dim": True, "randomness": "same", "engine": engine}
+            found = per_sample_grads(of_torchrl, module, data, **options)
+            params = {name: module.get_parameter(name) for name in found}
+            for i in range(len(data)):
+                torch.manual_seed(0)
+                alone = torch.autograd.grad(of_torchrl(module, data[i : i + 1]), list(params.values()))
+                assert_trees_close(
+                    {name: g[i] for name, g in found.items()}, dict(zip(params, alone, strict=True)), 1e-4
+                )
 
-    def test_recurrent_modules_split_rows_at_resets(self):
-        """Their lengths depend on values: the loop takes them, and "auto" says so."""
-        module = GRUModule(input_size=3, hidden_size=5, in_keys=["obs", "h"], out_keys=["feat", ("next", "h")])
+    @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
+    def test_recurrent_modules_split_rows_at_resets(self, kind):
+        """Their lengths depend on values: the loop takes them, and "auto" says so. Rows of one trajectory are taken."""
+        states = ["h"] if kind is GRUModule else ["h", "c"]
+        keys = {"in_keys": ["obs", *states], "out_keys": ["feat", *(("next", state) for state in states)]}
+        module = kind(input_size=3, hidden_size=5, **keys)
         starts = torch.zeros(4, 6, 1, dtype=torch.bool)
-        starts[:, 0] = starts[1, 3] = starts[2, 2] = True
-        data = TensorDict({"obs": torch.randn(4, 6, 3), "is_init": starts, "h": torch.zeros(4, 6, 1, 5)}, [4, 6])
+        starts[:, 0] = True
+        zeros = {state: torch.zeros(4, 6, 1, 5) for state in states}
+        data = TensorDict({"obs": torch.randn(4, 6, 3), "is_init": starts, **zeros}, [4, 6])
 
         def loss(module, row):
             with set_recurrent_mode(True):
                 return module(row.clone())["feat"].square().sum()
 
+        def assert_found(engine):
+            found = per_sample_grads(loss, module, data, keep_batch_dim=True, engine=engine)
+            for i in range(4):
+                alone = torch.autograd.grad(loss(module, data[i : i + 1]), list(module.parameters()))
+                assert_trees_close([g[i] for g in found.values()], list(alone), 1e-4)
+
+        assert_found("eager")
+        starts[1, 3] = starts[2, 2] = True
         with pytest.raises(LossError, match=r"reads values of a sample.*_split_and_pad_for_reset.*engine='loop'"):
             per_sample_grads(loss, module, data, keep_batch_dim=True)
         with pytest.warns(FallbackWarning, match="engine='auto' computed 4 samples one after another"):
-            found = per_sample_grads(loss, module, data, keep_batch_dim=True, engine="auto")
-        weight = module.lstm.weight_ih_l0 if hasattr(module, "lstm") else module.gru.weight_ih_l0
-        (name,) = [name for name, p in module.named_parameters() if p is weight]
-        for i in range(4):
-            (alone,) = torch.autograd.grad(loss(module, data[i : i + 1]), weight)
-            torch.testing.assert_close(found[name][i], alone)
+            assert_found("auto")
 
     def test_networks_in_containers_of_parameters(self):
         """Nested ``TensorDictParams``, with a frozen one and one that is tied to a layer."""
@@ -227,6 +246,40 @@ class TestTorchRLLosses:
         found = per_sample_grads(lambda m, x: m(x), model, x, engine="eager")
         plain = [torch.autograd.grad(model(row), model.layer.weight)[0] for row in x]
         torch.testing.assert_close(found["layer.weight"], torch.stack(plain))
+
+
+class TestSolvers:
+    """``odeint`` writes the solution into a new tensor; its adjoint differentiates in a backward pass."""
+
+    def loss(self, method, step_size=None, adjoint=False):
+        times = torch.linspace(0, 1, 3, dtype=torch.float64)
+        options = {"method": method, "options": {"step_size": step_size} if step_size else None}
+
+        def loss(field, y):
+            if not adjoint:
+                return torchdiffeq.odeint(lambda t, y: field(y), y, times, **options)[-1].square().sum()
+            params = {"adjoint_params": tuple(field.parameters())}
+            return torchdiffeq.odeint_adjoint(lambda t, y: field(y), y, times, **options, **params)[-1].square().sum()
+
+        return loss
+
+    def assert_found(self, loss, engine):
+        torch.manual_seed(0)
+        field, y = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double(), torch.randn(4, 3).double()
+        found = per_sample_grads(loss, field, y, engine=engine)
+        assert_trees_close(list(found.values()), oracle(loss, field, (y,)).grads, 1e-9)
+
+    @ENGINES
+    @pytest.mark.parametrize("method", ["euler", "midpoint", "rk4"])
+    def test_steps_of_a_fixed_size(self, method, engine):
+        self.assert_found(self.loss(method, step_size=0.2), engine)
+
+    @pytest.mark.parametrize("adjoint", [False, True])
+    def test_adaptive_steps_and_adjoints_run_on_the_loop(self, adjoint):
+        loss = self.loss("dopri5", adjoint=adjoint)
+        self.assert_found(loss, "loop")
+        with pytest.raises(LossError, match=r"vmap cannot batch.*engine='loop'"):
+            self.assert_found(loss, "eager")
 
 
 class TestStableBaselines:

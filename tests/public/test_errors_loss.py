@@ -299,13 +299,13 @@ def nonzero(w, x):
 
 
 def write_augmented(w, x):
-    total = torch.zeros(3)
+    total = torch.linspace(0, 1, 3)
     total += x  # here
     return (w**2) @ total
 
 
 def write_item(w, x):
-    buffer = torch.zeros(3)
+    buffer = torch.linspace(0, 1, 3)
     buffer[1] = x[1]  # here
     return w @ buffer
 
@@ -423,11 +423,11 @@ def test_custom_functions_with_a_rule_work_everywhere():
 
 
 def scattered(w, x):
-    return w @ torch.zeros(3).scatter_(0, x.argmax()[None], x[:1])  # here
+    return w @ torch.linspace(0, 1, 3).scatter_(0, x.argmax()[None], x[:1])  # here
 
 
 def put(w, x):
-    return w @ torch.zeros(3).index_put_((x.argmax(),), x[0])  # here
+    return w @ torch.linspace(0, 1, 3).index_put_((x.argmax(),), x[0])  # here
 
 
 def equals(w, x):

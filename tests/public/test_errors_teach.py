@@ -79,6 +79,30 @@ def test_a_tree_of_parameters_is_no_model(params, kind, engine):
         per_sample_grads(classify, params, (IMAGES, CLASSES), engine=engine)
 
 
+@pytest.mark.parametrize("engine", ["eager", "traced", "loop"])
+def test_labels_in_a_list_are_no_tensor(engine):
+    with pytest.raises(TypeError, match=r"(?s)A list of numbers in the batch is not one tensor.*torch\.tensor"):
+        per_sample_grads(lambda m, x, y: m(x).sum() * y, MLP, (torch.ones(4, 3), [1.0, 2.0, 3.0, 4.0]), engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced", "loop"])
+def test_mappings_have_no_attributes(engine):
+    batch = UserDict(ids=torch.ones(4, 3))
+    with pytest.raises(AttributeError, match=r"comes as a dict: write \['ids'\] for \.ids"):
+        per_sample_grads(lambda m, batch: m(batch.ids).sum(), MLP, batch, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop"])
+def test_both_parts_of_a_complex_loss(engine):
+    w = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(LossError, match=r"view_as_real\(loss\), with outputs='rows'"):
+        per_sample_grads(lambda w, x: (w * x).sum(), w, torch.ones(4, 3), engine=engine)
+    rows = per_sample_grads(
+        lambda w, x: torch.view_as_real((w * x).sum()), w, torch.ones(4, 3), outputs="rows", engine=engine
+    )
+    assert rows.shape == (4, 2, 3)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("params", [{"w": torch.ones(2, 3)}, nn.Linear(3, 2)])
 def test_a_list_in_the_batch_is_a_tree(engine, params):

@@ -12,7 +12,7 @@ from oracle import assert_trees_close
 from torch import nn
 from torch.utils.data import DataLoader
 
-from persample import ClippedMean, FallbackWarning, Loss, Mean, Norm, Sum, accumulate, check, per_sample_grads
+from persample import ClippedMean, FallbackWarning, Loss, Mean, Norm, Sum, accumulate, check, explain, per_sample_grads
 
 V, T = 11, 6
 ATTENTION = ["eager", "sdpa"]
@@ -168,13 +168,17 @@ def test_models_take_masks_adapters_and_half_precision(name, variant):
         )
 
 
-@pytest.mark.parametrize("name", ["Llama", "BERT"])
-def test_masks_of_two_axes_in_a_program(name):
+SLOW = pytest.mark.slow
+COMPILED = [pytest.param(name, "compiled", marks=SLOW) for name in MODELS if name != "experts by batched products"]
+TRACED = [pytest.param(name, "traced", marks=() if name in {"Llama", "BERT"} else SLOW) for name in MODELS]
+
+
+@pytest.mark.parametrize(("name", "engine"), [*TRACED, *COMPILED])
+def test_masks_of_two_axes_in_a_program(name, engine):
     torch.manual_seed(0)
     model, options = MODELS[name][0]().double().eval(), {"keep_batch_dim": True}
     found, looped = (
-        per_sample_grads(loss_of, model, batch_of(name), Norm(), engine=engine, **options)
-        for engine in ("traced", "loop")
+        per_sample_grads(loss_of, model, batch_of(name), Norm(), engine=kind, **options) for kind in (engine, "loop")
     )
     torch.testing.assert_close(found, looped, rtol=1e-5, atol=1e-8)
 
@@ -213,10 +217,13 @@ def test_gradient_checkpointing_is_off_during_a_call(name):
     model = without_dropout(MODELS[name][0]().double()).train()
     expected = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for chunk_size in (None, 2):
-        with pytest.warns(FallbackWarning, match=r"gradient_checkpointing is off in the call\. Pass chunk_size="):
+    for chunk_size in (None, 1):
+        with pytest.warns(FallbackWarning, match=r"is off in the call\. Pass chunk_size=") as warned:
             found = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True, chunk_size=chunk_size)
+        assert len(warned) == 1
         torch.testing.assert_close(found, expected)
     assert model.is_gradient_checkpointing
+    with pytest.warns(FallbackWarning, match="is off in the call"):
+        assert explain(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True).rows
     looped = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True, engine="loop")
     torch.testing.assert_close(looped, expected, rtol=1e-5, atol=1e-8)

@@ -23,7 +23,8 @@ from persample._torch import (
     OPENS_LEVEL,
     storage_id,
 )
-from persample.utils.tracing import is_batched, is_wrapped
+from persample.utils.tracing import is_wrapped
+from persample.vmap_rules.effects import of_each
 
 _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
@@ -62,15 +63,8 @@ def _give_each_sample_its_own(graph: Graph) -> None:
         written.remove(memory)
         if node.op != "placeholder":
             with graph.inserting_after(node):
-                own = graph.call_function(_own, (node, sample))
+                own = graph.call_function(of_each, (node, sample))
             node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
-
-
-def _own(x: Tensor, sample: Tensor) -> Tensor:
-    if is_batched(x):
-        return x
-    each = sample.new_zeros((), dtype=torch.bool)  # under vmap, new_zeros has the batch axis of its tensor
-    return torch.where(each, x, x)
 
 
 def written_memory(graph: Graph) -> set[Any]:

@@ -45,7 +45,7 @@ from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
-from persample.vmap_rules.indexing import getitem_unread
+from persample.vmap_rules.indexing import getitem_unread, setitem_unread
 from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
@@ -210,13 +210,13 @@ _numbers = itertools.count()
 
 
 # What Dynamo says of a value that it would read; the last one since torch 2.15.
-_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols")
+_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", "requires_grad_()")
 
 
 class _Unread(TorchFunctionMode):
     """Lets a loss do what Dynamo refuses because torch would read a value, which the result does not need.
 
-    It may index with 0-d tensors that it computed, as in ``log_probs[t, action[t]]``, and call ``F.gaussian_nll_loss``,
+    It may index with 0-d tensors, as in ``log_probs[t, action[t]]``, also to write, and call ``F.gaussian_nll_loss``,
     which checks the sign of variances.
     """
 
@@ -225,6 +225,11 @@ class _Unread(TorchFunctionMode):
         if func is Tensor.__getitem__:
             x, index = args
             return getitem_unread(x, index, lambda _: True)
+        if func is Tensor.__setitem__:
+            x, index, value = args
+            return setitem_unread(x, index, value, lambda _: True)
+        if func is Tensor.requires_grad_:  # of activations, by hooks of transformers
+            return args[0]
         if func is F.gaussian_nll_loss:
             func = gaussian_nll_loss
         return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import resolve_name
 
 from persample._torch import (
     add_batch_dim,
@@ -38,7 +39,7 @@ from persample.utils.numerics import full_precision, in_single_precision, is_aut
 from persample.utils.origin import is_users
 from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
 from persample.utils.trees import tree_map
-from persample.vmap_rules import RULED, VmapRules
+from persample.vmap_rules import MAKERS, RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
 from persample.vmap_rules.levels import batched
 from persample.vmap_rules.nn_functional import REDUCTIONS
@@ -50,11 +51,6 @@ _SINGLE_PRECISION = {
 }
 _LOSSES: set[Any] = {F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 _OF_LOSSES = {"beta", "delta", "ignore_index"}  # options
-# Functions whose results have memory of their own: what a loss may write into, such as masks.
-_MAKERS = {
-    *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "eye", "arange", "clone", "triu", "tril"),
-}
 
 
 def _itself(x: Tensor, _: bool = True) -> Tensor:
@@ -103,7 +99,7 @@ class LayerGuard(VmapRules):
             if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise
-        if type(result) is Tensor and not is_wrapped(result) and getattr(func, "__name__", "") in _MAKERS:
+        if type(result) is Tensor and not is_wrapped(result) and getattr(func, "__name__", "") in MAKERS:
             self._made[storage_key(result)] = result
         return result
 
@@ -121,7 +117,8 @@ class LayerGuard(VmapRules):
         # nn.GRU on a GPU asks for the places of its weights.
         reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
         if reads or not all(map(self._is_computed, written)):
-            raise NotLayersError(f"the loss calls {func}, which reads a tensor's state or writes into a given tensor")
+            name = resolve_name(func) or func
+            raise NotLayersError(f"the loss calls {name}, which reads a tensor's state or writes into a given tensor")
 
     def _is_computed(self, x: Tensor) -> bool:
         """Return whether the loss computed a tensor itself, and not the caller or autograd."""
