@@ -12,7 +12,6 @@ bounded in units of what the factor takes: that is the layer's inputs and output
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -146,7 +145,7 @@ class Size(NamedTuple):
         terms, operands = self.num_terms, self.stored if self.operands is None else self.operands
         return (
             (products * rates.product + products64 * rates.product64) * terms * self.written
-            + inner * self._seconds_of_inner_products(rates, operands)
+            + (inner * self._seconds_of_inner_products(rates, operands) if inner else 0)
             + (written * self.written + stored * operands) * rates.number
         )
 
@@ -157,7 +156,6 @@ class Size(NamedTuple):
         return products * rates.product64 + _INNER_PASSES64 * read * rates.number
 
 
-@functools.lru_cache
 def inner_products_are_faster(size: Size) -> bool:
     """Return whether norms from inner products of terms take less time than blocks of written-out gradients."""
     return size.seconds(_INNER_PRODUCTS) < size.seconds(_OF_FACTORS[Op.squared_norms])
@@ -204,7 +202,7 @@ class Plan:
         if Op.squared_norms in ops and inner_products_are_faster(size):
             works[ops.index(Op.squared_norms)] = _INNER_PRODUCTS
         writing = [_WRITING, _IN_FRESH_MEMORY] if self._is_fresh(size) else [_WRITING]
-        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *(_OF_WRITTEN[op] for op in ops)))
+        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *map(_OF_WRITTEN.__getitem__, ops)))
 
     def _is_fresh(self, size: Size) -> bool:
         # Blocks of patches of convolutions take more time than is estimated, and more than fresh memory.
@@ -215,7 +213,6 @@ class Plan:
         """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
         return self.required_ops <= {Op.weighted_sum} or (num_terms == 1 and Op.materialize not in self.required_ops)
 
-    @functools.lru_cache  # noqa: B019 (plans are few numbers)
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""
         if Op.materialize in self.required_ops:

@@ -86,7 +86,7 @@ class Embedding(Factor):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
-        if self.num_terms == 1:
+        if self.num_terms == 1:  # no row is looked up twice
             return numerics.squared_norms_of_each([self.signals], len(self.sizes))[0]
         added, rows = self._distinct
         total = torch.zeros(self.sizes, dtype=torch.float64, device=added.device)

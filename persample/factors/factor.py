@@ -127,9 +127,14 @@ class Factor(ABC):
         return False
 
     @property
+    def product_operands(self) -> tuple[Tensor, ...]:
+        """Tensors ``[B, ...]`` whose inner products multiply to those of the gradients; empty for other factors."""
+        return ()
+
+    @property
     def norm_operands(self) -> tuple[Tensor, ...]:
         """Tensors ``[B, ...]`` whose squared norms multiply to those of the gradients; empty for other factors."""
-        return ()
+        return self.product_operands
 
     @property
     def term_operands(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -317,7 +322,7 @@ class Dense(Factor):
         return tuple(self.values.shape[1:])
 
     @property
-    def norm_operands(self) -> tuple[Tensor, ...]:
+    def product_operands(self) -> tuple[Tensor, ...]:
         """The gradients."""
         return (self.values,)
 

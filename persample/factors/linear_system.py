@@ -34,7 +34,7 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
     size = prod(factors[0].sizes)
     blocks = _blocks(size, factors[0].device, lower=lower)
     sums: list[Leaf] = [None] * len(blocks)
-    products = [() if factor.outputs else factor.norm_operands for factor in factors]
+    products = [() if factor.outputs else factor.product_operands for factor in factors]
     for operands in _operands(filter(None, products)):
         _add_products(sums, blocks, *operands)
     for factor, product in zip(factors, products, strict=True):

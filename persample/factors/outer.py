@@ -53,7 +53,7 @@ class Outer(Factor):
         return self.left.shape[-2]
 
     @property
-    def norm_operands(self) -> tuple[Tensor, ...]:
+    def product_operands(self) -> tuple[Tensor, ...]:
         """Signals and inputs, where T = G = 1."""
         return (self.left, self.right) if self.num_terms == self.left.shape[-3] == 1 else ()
 

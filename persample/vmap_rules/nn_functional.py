@@ -98,10 +98,14 @@ def _batch_norm(
     """
     axes, channels, places = (*samples, *range(2, input.ndim)), input.shape[1:2], (1,) * (input.ndim - 2)
     running = running_mean, running_var
-    fits = all(x is not None and (x.shape, x.dtype) == (channels, input.dtype) for x in running)
-    if not training and fits and running_mean is not None and running_var is not None:
-        mean, scale = (x.reshape(-1, *places) for x in (running_mean, (running_var + eps).rsqrt()))
-        return _scaled((input - mean) * scale, weight, bias, channels, places)
+    wide = accumulate_dtype(input.dtype)
+    known = all(
+        x is not None and x.shape == channels and x.dtype in {input.dtype, wide} and not x.requires_grad
+        for x in running
+    )
+    if not training and known and running_mean is not None and running_var is not None:
+        mean, scale = (x.reshape(-1, *places) for x in (running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()))
+        return _scaled((input.to(wide) - mean) * scale, weight, bias, channels, places).to(input.dtype)
     if by_kernel:
         return norm(input, *running, weight, bias, training, momentum, eps)
     has_several = math.prod(input.shape[axis] for axis in axes) > 1  # otherwise an error

@@ -12,9 +12,12 @@ from counting import Operations, operations
 from grid import REDUCTIONS
 from oracle import Rows, assert_trees_close
 from seams import blocks_of, float32_for_few_terms
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample import Norm, per_sample_grads
+from persample import ClippedMean, Norm, per_sample_grads
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, SumFactor, concatenate, cost_model, sum_factors
 from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 
@@ -95,6 +98,7 @@ FACTORS = {
     "conv2d-one-place": lambda: conv((1, 6, 1, 1), (1, 4, 3, 3), (6, 4, 3, 3)),
     "conv3d": lambda: conv((1, 6, 2, 2, 2), (1, 4, 4, 4, 4), (6, 4, 3, 3, 3)),
     "embedding": table,
+    "embedding-one-lookup": lambda: table(1),
     "embedding-repeated": lambda: table(20),
     "sum_factors": lambda: sum_factors([product((6, 1), (1, 4), 2), table()]),
     "tied": lambda: tied(3),
@@ -471,7 +475,7 @@ class Spy:
     def __getattr__(self, name):
         if name in ANNOUNCED:
             self.calls.add(name)
-        if name in {"norm_operands", "term_operands"}:  # norms are asked of the factor itself
+        if name in {"norm_operands", "product_operands", "term_operands"}:  # norms are asked of the factor itself
             return ()
         value = getattr(self.factor, name)
         if name in {"zero_rows", "scale_rows", "rows"}:
@@ -536,3 +540,32 @@ class Sizes(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and not out._is_view():
             self.seen.append(out.numel())
         return out
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_inner_products_and_norms_of_operands_multiply(name):
+    """Squared norms and Gram matrices of whole calls are computed from these operands."""
+    factor = FACTORS[name]()
+    if factor.outputs:
+        return
+    values = factor.materialize().flatten(1)
+    wanted = values @ values.T
+    for operands, found in ((factor.product_operands, wanted), (factor.norm_operands, wanted.diagonal())):
+        products = [x.flatten(1) @ x.flatten(1).T for x in operands]
+        if products:
+            product = torch.stack(products).prod(0)
+            torch.testing.assert_close(product if found.ndim > 1 else product.diagonal(), found)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_sizes_may_be_symbolic():
+    """As those of fake tensors that the caller makes."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    w, b, x = torch.randn(8, 8), torch.randn(8), torch.randn(5, 20, 8)
+    with mode:
+        params = {"w": mode.from_tensor(w, static_shapes=True), "b": mode.from_tensor(b, static_shapes=True)}
+        batch = mode.from_tensor(x)
+        loss = lambda p, x: F.linear(x, p["w"], p["b"]).square().sum()
+        found = per_sample_grads(loss, params, batch, {"norm": Norm(), "update": ClippedMean(1.0)})
+    assert found["norm"].shape[0] == batch.shape[0]
+    assert found["update"]["w"].shape == w.shape

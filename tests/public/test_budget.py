@@ -160,13 +160,13 @@ def dictionary():
 FUNCTIONS = {
     dictionary: 385,
     td: 385,
-    classes: 365,
-    images: 490,
+    classes: 375,
+    images: 515,
     q_learning: 320,
-    reinforce: 410,
+    reinforce: 450,
     running_statistics: 375,
     tables: 335,
-    transformer: 820,
+    transformer: 870,
 }
 
 

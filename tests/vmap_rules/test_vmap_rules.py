@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from vmap_rules_cases import B, check, check_module, draw
 
-from persample import Loss, Stack, per_sample_grads
+from persample import Loss, Stack, clear_cache, per_sample_grads
 from persample.vmap_rules import VmapRules
 
 
@@ -257,3 +257,22 @@ def test_gaussian_nll_loss(full, reduction):
 )
 def test_product_with_a_transpose_is_contiguous(loss):
     check(loss, torch.randn(4, 3, dtype=torch.float64), (draw(5, 3),))
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_running_statistics_of_any_magnitude(norm, dtype, engine):
+    """Computed in float32 at least: half of a float has neither so small an epsilon nor so large a difference."""
+    clear_cache()
+    params = {"w": torch.ones(3, dtype=dtype), "b": torch.zeros(3, dtype=dtype)}
+    x = torch.tensor([[30000.0, 1.0, -2.0], [-30000.0, 0.5, 1.0]], dtype=dtype)
+    mean, var = (torch.tensor(numbers, dtype=dtype) for numbers in ([-40000.0, 1.0, 0.0], [60000.0, 1e-4, 1.0]))
+
+    def loss(p, x):
+        out = norm(x[None, :, None], mean, var, p["w"], p["b"], False, 0.1, 1e-8)
+        return (out.float() / 100).tanh().sum()
+
+    found, expected = (per_sample_grads(loss, params, x, engine=name) for name in (engine, "loop"))
+    for name in params:
+        torch.testing.assert_close(found[name], expected[name], rtol=2e-2, atol=1e-5)

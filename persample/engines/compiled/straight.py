@@ -76,7 +76,8 @@ def simplify(module: GraphModule) -> None:
     changed = {owner(x) for node in graph.nodes for x in written(node)}
     views: dict[str, Node] = {}
     for node in graph.nodes:
-        _before_reshapes(node)
+        if node not in changed:
+            _before_reshapes(node)
         args: Any = node.args
         if node.target in _VIEWS and (known := views.setdefault(f"{node.target}{args}", node)) is not node:
             node.replace_all_uses_with(known)
@@ -106,11 +107,15 @@ def _before_reshapes(node: Node) -> None:
     if torch.Tag.pointwise not in getattr(target, "tags", ()) or len(shapes) != 1 or writes(node):
         return
     (shape,) = shapes
-    if shape is None or shape == _shape(node) or any(_shape(x) != _shape(node) for x in operands):
+    # Tensors of one element and no axis are promoted otherwise; a memory format is that of some number of axes.
+    is_alike = shape and shape != _shape(node) and all(_shape(x) == _shape(node) for x in operands)
+    if not is_alike or "memory_format" in node.kwargs:
         return
     if all(x.meta["val"].is_contiguous() for x in (node, *map(_root, operands))):
         with node.graph.inserting_before(node):
-            before = node.graph.call_function(target, map_arg(node.args, _root), node.kwargs)
+            before = node.graph.call_function(
+                target, map_arg(node.args, lambda x: _root(x) if x in operands else x), node.kwargs
+            )
         before.meta["val"] = result.view(shape)
         node.target, node.args, node.kwargs = _aten.view.default, (before, list(result.shape)), {}
 

@@ -344,6 +344,22 @@ def test_elementwise_operations_read_what_was_reshaped_alike():
     assert all(map(torch.equal, straight(graph)([x, w, b]), function(x, w, b)))
 
 
+def test_reshapes_stay_where_elements_are_written_or_promoted():
+    def function(x, number, one, half):
+        kept = torch.relu(x.unsqueeze(0))
+        same = kept * torch.ones(1, 4)
+        kept += 1
+        promoted = x.unsqueeze(0) * one.view(())  # not as by a tensor with an axis
+        wide = number.unsqueeze(0) * number.double().unsqueeze(0)
+        image = x.view(1, 1, 2, 2).clone(memory_format=torch.channels_last)
+        return [same, kept, promoted, wide, image, half.unsqueeze(0) * one.view(())]
+
+    inputs = torch.randn(4), torch.tensor(1.5), torch.tensor([2.0], dtype=torch.float64), torch.randn(4).half()
+    found, expected = straight(traced(function, *inputs))([*inputs]), function(*inputs)
+    assert all(map(torch.equal, found, expected))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+
+
 def test_an_operation_that_refuses_symbolic_sizes():
     """torch's decomposition for symbolic sizes lays the images out otherwise than the kernel: no view of them fits."""
 
