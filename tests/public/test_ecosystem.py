@@ -81,6 +81,7 @@ def plain(data):
 @pytest.fixture
 def collected():
     """What a torchrl collector gives for three environments: [3, 20]."""
+    torch.manual_seed(0)  # of the random actions
     envs = SerialEnv(3, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
     envs.set_seed(0)
     collector = Collector(envs, None, frames_per_batch=60, total_frames=60)

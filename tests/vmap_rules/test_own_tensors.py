@@ -12,7 +12,7 @@ from persample import LossError, Norm, per_sample_grads
 KEPT = torch.ones(3, dtype=torch.float64)
 MADE = {
     "zeros": lambda: torch.zeros(3, dtype=torch.float64),
-    "empty": lambda: torch.empty(3, dtype=torch.float64),
+    "empty": lambda: torch.empty(3, dtype=torch.float64).fill_(3.0),
     "full": lambda: torch.full((3,), 2.0, dtype=torch.float64),
     "tensor": lambda: torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
     "zeros_like": lambda: torch.zeros_like(KEPT),
@@ -29,7 +29,7 @@ def test_writes_are_those_of_the_loop(made, chunk_size):
     def loss(model, x):
         out = made()
         out[0] = model(x).sum()
-        out[1:].copy_(x[1:])
+        out[1:2].copy_(x[1:2])
         out.scatter_add_(0, x.argmax()[None], x[:1])
         return (out * model.bias[0]).square().sum()
 
