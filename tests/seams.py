@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from persample import vmap_rules
 from persample.engines import layers
-from persample.engines.compiled import capture
+from persample.engines.compiled import capture, sizes
 from persample.engines.layers import interceptor
 from persample.factors import Conv, contractions, cost_model
 from persample.streams.sink import folder
@@ -60,6 +60,13 @@ def inner_products_of(monkeypatch, pixels):
 def captures_at_most(monkeypatch, count):
     """Answer a loss eagerly that was captured so often."""
     monkeypatch.setattr(capture, "MOST_CAPTURES", count)
+
+
+def graphs_compared(monkeypatch):
+    """Return a list of the graphs, traced for a thousand samples, that one program for all sizes is made of."""
+    pairs = []
+    monkeypatch.setattr(sizes, "unified", lambda *graphs: pairs.append(graphs))
+    return pairs
 
 
 def commits_after_every_batch(monkeypatch):

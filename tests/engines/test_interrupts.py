@@ -284,7 +284,7 @@ def test_an_interrupt_at_any_moment_leaves_everything_whole(options):
     expected, whole, before = [*call().values()], state(), slots(model)
     with interrupted_at_moment() as moments:
         call()
-    for moment in range(1, len(moments), 13):
+    for moment in range(1, len(moments), 7):
         with pytest.raises(Interrupted), interrupted_at_moment(moment):
             call()
         assert state() == whole, moment

@@ -1045,9 +1045,9 @@ def test_losses_that_are_dropped_leave_nothing():
         return compilations(), len(capture.entries()), *counts
 
     counts = []
-    for scale in range(125):
+    for scale in range(85):
         per_sample_grads(new_loss(scale), W, X, ps.Sum(), engine="traced")
-        if scale in {99, 124}:
+        if scale in {69, 84}:
             counts.append(living())
     assert all(later <= earlier for earlier, later in zip(*counts, strict=True))  # earlier tests may leave some
     assert max(counts[1][:-1]) < 100
