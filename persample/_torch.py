@@ -132,6 +132,9 @@ get_dynamic_layer_stack_depth = private(
 )
 maybe_get_bdim = private("torch._C._functorch:maybe_get_bdim")  # the batch axis, if the outermost wrapper is vmap's; -1
 maybe_get_level = private("torch._C._functorch:maybe_get_level", _none)  # of the outermost wrapper; -1: none, -2: ended
+is_functorch_wrapped_tensor = private(  # by a level of any kind; asked fifty times a call, and in C
+    "torch._C._functorch:is_functorch_wrapped_tensor", lambda x: maybe_get_level(x) != -1
+)
 
 # Public vmap and vjp take functions; these wrap single tensors, and run code below all levels.
 add_batch_dim = private("torch._C._functorch:_add_batch_dim")
@@ -151,7 +154,7 @@ dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatc
 push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
-set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
+set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled", _unknown)
 top_saved_tensors_hooks: Any = functools.partial(  # of this thread, while no tracer runs; None if there are none
     private("torch._C._autograd:_top_saved_tensors_default_hooks", lambda _: None), True
 )

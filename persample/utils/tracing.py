@@ -27,6 +27,7 @@ from persample._torch import (
     fake_tensor_log,
     get_dispatch_mode_stack,
     inductor_log,
+    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     temporarily_clear_interpreter_stack,
@@ -101,9 +102,8 @@ unwrapped = torch.func.debug_unwrap  # the plain tensor inside of all wrappers, 
 unwrapped_once = partial(unwrapped, recurse=False)
 
 
-def is_wrapped(x: Tensor) -> bool:
-    """Return whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read."""
-    return bool(maybe_get_level(x) != -1)
+# Returns whether a tensor belongs to the caller's vmap or grad, so that its values cannot be read.
+is_wrapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
 
 def is_recorded(x: Tensor) -> bool:
