@@ -21,6 +21,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -153,16 +154,10 @@ dispatch_mode_state = private("torch.utils._python_dispatch:_get_current_dispatc
 push_dispatch_mode = private("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode = private("torch.utils._python_dispatch:_pop_mode")
 set_grad_enabled = private("torch._C:_set_grad_enabled", torch.set_grad_enabled)  # C, which no signal interrupts
-is_fwd_grad_enabled = private("torch._C:_is_fwd_grad_enabled", _unknown)
-set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled")
-saved_tensors_hooks_disabled_message = private(
-    "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message", _unknown
-)
+set_fwd_grad_enabled = private("torch._C:_set_fwd_grad_enabled", _unknown)
 top_saved_tensors_hooks: Any = functools.partial(  # of this thread, while no tracer runs; None if there are none
     private("torch._C._autograd:_top_saved_tensors_default_hooks", lambda _: None), True
 )
-pop_saved_tensors_hooks = private("torch._C._autograd:_pop_saved_tensors_default_hooks")
-saved_tensors_hooks_enable = private("torch._C._autograd:_saved_tensors_hooks_enable")
 
 _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
@@ -263,7 +258,7 @@ fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints t
 inductor_log = logging.getLogger("torch._inductor.ir")  # names each operation that compiled C++ calls through Python
 
 
-# --- One operation for many tensors.
+# One operation for many tensors.
 foreach_div_ = private("torch:_foreach_div_", lambda values, divisor: [x.div_(divisor) for x in values])
 
 
@@ -320,15 +315,9 @@ aten_attention_math = private("torch:ops.aten._scaled_dot_product_attention_math
 aten_attention_cpu = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
 aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 aten_efficientzerotensor = private("torch:ops.aten._efficientzerotensor.default")  # zeros without memory
-aten_local_scalar_dense = private("torch:ops.aten._local_scalar_dense.default")  # what .item() calls
-aten_sigmoid_backward = private("torch:ops.aten.sigmoid_backward.default")  # grad · σ(1 − σ), from σ
-aten_tanh_backward = private("torch:ops.aten.tanh_backward.default")
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
 aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
 aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
-aten_upsample_nearest = tuple(  # of 1-d, 2-d and 3-d images; "exact" reads the element at the middle
-    private(f"torch:ops.aten.{x}{n}d.default") for x in ("upsample_nearest", "_upsample_nearest_exact") for n in "123"
-)
 
 
 @functools.cache
@@ -568,7 +557,7 @@ def compile_graph(
     """
     config, guards = private("torch._inductor.config"), private("torch._guards")
     settings = {
-        "layout_optimization": config.layout_optimization and prefers_channels_last,
+        **({} if prefers_channels_last else {"layout_optimization": False}),
         "cpp_wrapper": calls_in_cpp,
         # The code that calls the kernels is compiled apart, for size: half the time of a large graph. A small one would
         # wait for a second precompiled header.
@@ -648,7 +637,7 @@ def _scheduler_pass(make: Callable[[], Any], change: Callable[[Any], Any]) -> An
             return [change(node) for node in nodes]
 
         def uuid(self) -> Any:  # in the key of Inductor's cache on disk
-            return passes.get_hash_for_files((__file__,))
+            return Path(__file__).read_bytes()
 
         def __reduce__(self) -> tuple[Any, ...]:  # the key has the settings, too
             return make, ()
@@ -692,6 +681,7 @@ def symbolic_size(mode: FakeTensorMode, size: int) -> Any:
         mode: the mode of the inputs, whose ``ShapeEnv`` keeps the symbol.
         size: an example of the size.
     """
-    shapes = private("torch.fx.experimental.symbolic_shapes")
-    context = shapes.StatelessSymbolicContext(dynamic_sizes=[shapes.DimDynamic.DYNAMIC])
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext  # half a second
+
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     return mode.from_tensor(torch.empty(size, device="cpu"), symbolic_context=context).shape[0]

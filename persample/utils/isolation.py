@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -212,12 +213,7 @@ def _set_stack(stack: Callable[[], Any], push: Callable[[Any], None], pop: Calla
 
 def _leave_saved_tensor_hooks(before: object) -> None:
     while _torch.top_saved_tensors_hooks() not in {None, before}:
-        _torch.pop_saved_tensors_hooks()
-
-
-def _enable_saved_tensor_hooks(message: str | None) -> None:
-    if message is None:  # else they stay disabled; what another message says is of no consequence
-        _torch.saved_tensors_hooks_enable()
+        saved_tensors_hooks(torch.clone, torch.clone).__exit__()  # takes the innermost pair off
 
 
 # The context of all modes; that of a class may do more.
@@ -233,10 +229,10 @@ _OWN: _States = [
     (_torch.get_dynamic_layer_stack_depth, _torch.pop_dynamic_layer_stack_and_undo_to_depth),
     *((modes[0], partial(_set_stack, *modes)) for modes in (_FUNCTION_MODES, _DISPATCH_MODES)),
     (torch.is_grad_enabled, _torch.set_grad_enabled),
-    (_torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
-    # Not read, but always written: they are allowed only while torch or a rule calls one.
+    # Not read, but always written: only inference mode forbids forward derivatives, and functions of a single level
+    # are allowed only while torch or a rule calls one.
+    (object, lambda _: _torch.set_fwd_grad_enabled(not torch.is_inference_mode_enabled())),
     (object, lambda _: _torch.allow_single_level_autograd_function(False)),
-    (_torch.saved_tensors_hooks_disabled_message, _enable_saved_tensor_hooks),
     (_torch.top_saved_tensors_hooks, _leave_saved_tensor_hooks),
     *(
         (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))

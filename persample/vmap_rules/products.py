@@ -117,13 +117,16 @@ def _einsum(equation: Any, *operands: Any) -> Tensor:
 def _composed_where_nested(function: Callable[..., Any], composition: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of square matrices that is a composition inside of forward derivatives and of two gradients.
 
-    A derivative of torch's forward derivative lacks a term (pytorch/pytorch#196695). Where another vmap batches the
-    backward pass, as ``torch.func.jacrev`` in a loss does, both may be arbitrary.
+    Until torch 2.15, and of ``lu_solve`` later, a derivative of a forward derivative lacks a term
+    (pytorch/pytorch#196695). Where another vmap batches the backward pass, as ``torch.func.jacrev`` in a loss does,
+    both may be arbitrary.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         levels = transforms()
-        is_nested = "jvp" in levels or levels.count("grad") > 1 or is_forward_mode()
+        is_mended = torch.__version__ >= "2.15" and function is not torch.linalg.lu_solve
+        is_forward = not is_mended and ("jvp" in levels or is_forward_mode())
+        is_nested = is_forward or levels.count("grad") > 1
         if not is_nested or kwargs.get("out") is not None:
             return function(*args, **kwargs)
         kwargs.pop("out", None)

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from persample._torch import aten_sigmoid_backward, aten_tanh_backward, scan
+from persample._torch import scan
 from persample.utils.tracing import current_trace
+
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.default  # (grad, σ) → grad · σ(1 − σ)
+_tanh_backward = torch.ops.aten.tanh_backward.default
 
 
 class Cell(NamedTuple):
@@ -48,8 +51,8 @@ def _gru(x: Tensor, a: Tensor, h: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, 
 
 def _gru_derivatives(h: Tensor, rz: Tensor, n: Tensor, a_n: Tensor) -> tuple[Tensor, ...]:
     r, z = rz.chunk(2, -1)
-    by_n = aten_tanh_backward(1 - z, n)
-    by_r, by_z = aten_sigmoid_backward(by_n * a_n, r), aten_sigmoid_backward(h - n, z)
+    by_n = _tanh_backward(1 - z, n)
+    by_r, by_z = _sigmoid_backward(by_n * a_n, r), _sigmoid_backward(h - n, z)
     return torch.stack([by_r, by_z, by_n * r, by_n], -2), z
 
 
@@ -73,8 +76,8 @@ def _lstm(gates: Tensor, _h: Tensor, c: Tensor) -> tuple[tuple[Tensor, Tensor], 
 
 def _lstm_derivatives(_h: Tensor, c: Tensor, ifgo: Tensor, g: Tensor, out: Tensor) -> tuple[Tensor, ...]:
     i, f, _, o = ifgo.chunk(4, -1)
-    by_i, by_f, by_o = map(aten_sigmoid_backward, (g, c, out), (i, f, o))
-    return torch.stack([by_i, by_f, aten_tanh_backward(i, g), by_o], -2), aten_tanh_backward(o, out), f
+    by_i, by_f, by_o = map(_sigmoid_backward, (g, c, out), (i, f, o))
+    return torch.stack([by_i, by_f, _tanh_backward(i, g), by_o], -2), _tanh_backward(o, out), f
 
 
 def _lstm_back(
@@ -96,7 +99,7 @@ def _rnn_back(own: Tensor, later: Sequence[Tensor], by_gates: Tensor) -> tuple[T
 
 GRU = Cell(_gru, _gru_derivatives, _gru_back, _gru_at_inputs)
 LSTM = Cell(_lstm, _lstm_derivatives, _lstm_back)
-RNN_TANH = Cell(partial(_rnn, torch.tanh), lambda _, h: (aten_tanh_backward(torch.ones_like(h), h),), _rnn_back)
+RNN_TANH = Cell(partial(_rnn, torch.tanh), lambda _, h: (_tanh_backward(torch.ones_like(h), h),), _rnn_back)
 RNN_RELU = Cell(partial(_rnn, torch.relu), lambda _, h: (h,), lambda own, g, h: (torch.where(h <= 0, 0, g[0]), (own,)))
 
 

@@ -8,17 +8,20 @@ rule with its row, as another test here says. ``issue`` is a number of github.co
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from paths import ROOT
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, linearize, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
-from persample.errors import KNOWN_TORCH_VERSIONS
+import persample as ps
+from persample.errors import KNOWN_TORCH_VERSIONS, CompilerWarning
 
 F64, PERSAMPLE = torch.float64, ROOT / "persample"
 Both = tuple[Callable[[], Any], Callable[[], Any]]  # computes what torch does; computes what it should
@@ -97,6 +100,47 @@ def beyond_a_table() -> Both:
             return torch.tensor(False)
 
     return reads, lambda: torch.tensor(False)
+
+
+def with_a_bias_of_float32() -> Both:
+    """Whether a product of another dtype than its bias is refused."""
+
+    def is_refused(function):
+        try:
+            return torch.tensor(not function(numbers(2, 1, 3), numbers(2, 3), numbers(2).float()).numel())
+        except RuntimeError:
+            return torch.tensor(True)
+
+    mapped_linear = vmap(F.linear, (0, None, None))
+    return lambda: is_refused(mapped_linear), lambda: is_refused(lambda x, *rest: F.linear(x[0], *rest))
+
+
+def without(rule, replacement, *args, **options) -> Both:
+    """Whether a compiled program without a rule differs from its graph, which is noticed at the first run."""
+
+    def differs():
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(f"persample.{rule}", replacement)
+            ps.clear_cache()
+            ps.per_sample_grads(*args, **options, engine="compiled")
+        ps.clear_cache()
+        return torch.tensor(any(issubclass(x.category, CompilerWarning) for x in caught))
+
+    return differs, lambda: torch.tensor(False)
+
+
+def of_complex_parts(w, x):
+    z = torch.complex(w * x[0], x[1])
+    part = torch.diagonal_scatter(z - z[:, None], torch.ones_like(z))
+    loss = (torch.complex(x, x.mT) / (1 + part)).abs().sum()
+    return loss, loss
+
+
+def of_gathered(params, x):
+    images = F.conv2d(x[None], params["kernel"], params["bias"], (2, 3), (0, 2), (1, 2))[0]
+    rows = images.gather(2, torch.zeros(2, 2, 2, dtype=torch.long)).flatten()
+    return F.softplus(params["head"] @ rows).sum()
 
 
 def of_nan_query() -> Both:
@@ -200,25 +244,79 @@ FAULTS = {
         "vmap_rules/products.py: _det", of_forward(torch.linalg.det, MATRIX), mended="2.15", issue=196695
     ),
     "layer_norm, forward": Fault(
-        "vmap_rules/nn_functional.py: _layer_norm", of_forward(lambda x: F.layer_norm(x, (3,), WEIGHTS), WEIGHTS.cos())
+        "vmap_rules/nn_functional.py: _layer_norm",
+        of_forward(lambda x: F.layer_norm(x, (3,), WEIGHTS), WEIGHTS.cos()),
+        issue=196700,
     ),
     "batch_norm, forward": Fault(
         "vmap_rules/nn_functional.py: _batch_norm",
         of_forward(lambda x: F.batch_norm(x, None, None, WEIGHTS, training=True), numbers(4, 3)),
+        issue=196699,
     ),
     "instance_norm, forward": Fault(
         "vmap_rules/nn_functional.py: _instance_norm",
         of_forward(lambda x: F.instance_norm(x, weight=WEIGHTS), numbers(1, 3, 4)),
+        issue=196699,
+    ),
+    "group_norm": Fault(
+        "vmap_rules/nn_functional.py: _by_copy",
+        mapped(lambda x: F.group_norm(x.repeat(2)[:6].reshape(1, 2, 3), 1), numbers(3, 6)),
+        mended="2.14",
+        issue=186414,
+    ),
+    "bias of another dtype": Fault("vmap_rules/products.py: _check_dtype", with_a_bias_of_float32()),
+    "linearize": Fault(
+        "vmap_rules/effects.py: _dual",
+        (
+            lambda: make_fx(lambda x: linearize(torch.sin, x)[1](x))(WEIGHTS)(SHARED[1]),
+            lambda: SHARED[1] * SHARED[1].cos(),
+        ),
     ),
     "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
     # Of Inductor.
     "avg_pool2d": Fault(
         "engines/compiled/kernels.py: _MEANS",
         compiled_gradient(lambda x: F.avg_pool2d(x, 2, ceil_mode=True).sum(), numbers(1, 1, 3, 3)),
+        issue=198119,
     ),
     "interpolate": Fault(
         "engines/compiled/kernels.py: _is_scaled",
         compiled(lambda x: F.interpolate(x, scale_factor=1.2), numbers(1, 1, 2, 4)),
+        issue=198201,
+    ),
+    "soft_margin_loss": Fault(
+        "engines/compiled/kernels.py: _ROUNDED",
+        compiled_gradient(lambda x: 1e16 * F.soft_margin_loss(x, torch.ones_like(x)), 36 + WEIGHTS[:1] * 0),
+    ),
+    "parts of complex matrices": Fault(
+        "engines/compiled/kernels.py: _WRITTEN",
+        without(
+            "engines.compiled.kernels._LEFT_TO_TORCH",
+            {},
+            of_complex_parts,
+            WEIGHTS[0],
+            numbers(3, 5, 5),
+            [ps.Stack(), ps.Aux()],
+        ),
+    ),
+    "index_put": Fault(
+        "engines/compiled/lower.py: _copy_overwritten",
+        compiled(lambda x: x[:1].sin().expand(3, 3).index_put((ONE,), x[0].cos()), numbers(3, 3)),
+        mended="2.14",
+    ),
+    "sums read before they are written": Fault(
+        "_torch.py: _after_writes",
+        without(
+            "_torch._after_writes",
+            lambda: None,
+            of_gathered,
+            {"kernel": numbers(2, 1, 4, 1) + 1, "bias": numbers(2), "head": numbers(2, 8)},
+            numbers(7, 1, 6, 5),
+            ps.ClippedSum(0.5),
+            weights=numbers(7) + 1.1,
+        ),
+        mended="2.14",
+        issue=185509,
     ),
     "multilabel_margin_loss": Fault(
         "engines/compiled/kernels.py: multilabel_margin_loss_forward",

@@ -5,6 +5,7 @@ Each index is clamped, and a flag records whether it was out of range; constants
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -14,15 +15,23 @@ from torch import Tensor
 
 from persample._torch import (
     FakeTensor,
+    OpOverload,
     TorchDispatchMode,
     aten_efficientzerotensor,
     aten_index_put_impl,
-    aten_local_scalar_dense,
+    schema,
 )
 from persample.utils.tracing import untraced
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
+
+
+@functools.cache
+def _returns_a_number(func: Any) -> bool:
+    """Return whether an operation returns a number of Python, as what ``Tensor.item`` calls does."""
+    returns = schema(func).returns if isinstance(func, OpOverload) else ()
+    return [str(x.type) for x in returns] == ["number"]
 
 
 class Bounds(TorchDispatchMode):
@@ -48,7 +57,7 @@ class Bounds(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation with its index in range, or read a value."""
-        if func is aten_local_scalar_dense and not isinstance(args[0], FakeTensor):
+        if _returns_a_number(func) and not isinstance(args[0], FakeTensor):
             with untraced():
                 return args[0].item()
         if func is aten_efficientzerotensor:

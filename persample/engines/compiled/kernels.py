@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._torch import aten_upsample_nearest, schema
+from persample._torch import OpOverload, schema
 from persample.utils import trees
 
 _aten = torch.ops.aten
@@ -48,12 +48,14 @@ def with_torch_kernels(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Cal
     table = {**table, _aten.tanh.default: tanh}
     if torch.__version__ < "2.15":
         table[_aten.pow.Scalar] = _power
-    return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in _LEFT_TO_TORCH}}
+    kept = [*_LEFT_TO_TORCH, *filter(_is_nearest, table)]
+    return {**table, **{x: functools.partial(_decomposed, x, table.get(x, _kept)) for x in kept}}
 
 
 def torch_kernel(operation: Any, args: Sequence[Any]) -> Any:
     """Return an operation that calls torch's kernel for traced arguments; None where Inductor computes the same."""
-    return _opaque(operation) if operation in _LEFT_TO_TORCH and _LEFT_TO_TORCH[operation](*args) else None
+    rule = _is_scaled if _is_nearest(operation) else _LEFT_TO_TORCH.get(operation)
+    return _opaque(operation) if rule is not None and rule(*args) else None
 
 
 def _decomposed(operation: Any, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +72,13 @@ def _power(base: Any, exponent: Tensor) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return NotImplemented
     return torch.full((), base, dtype=dtype, device=exponent.device) ** exponent
+
+
+@functools.cache
+def _is_nearest(operation: Any) -> bool:
+    """Return whether an operation resizes images to their nearest elements: to a size, by scales, and by no corners."""
+    names = [x.name for x in schema(operation).arguments] if isinstance(operation, OpOverload) else []
+    return names[1:2] == ["output_size"] and names[-1].startswith("scales") and "align_corners" not in names
 
 
 def _is_scaled(x: Tensor, sizes: Sequence[Any], *rest: Any) -> bool:
@@ -94,7 +103,6 @@ _LEFT_TO_TORCH: dict[Any, Callable[..., Any]] = {
     **{x.default: lambda x, *_: x.is_complex() for x in _WRITTEN},
     # Until torch 2.14, its decomposition counts what comes after -1.
     _aten.multilabel_margin_loss_forward.default: lambda *_: torch.__version__ < "2.14",
-    **dict.fromkeys((*aten_upsample_nearest, _aten.upsample_nearest2d_backward.default), _is_scaled),
 }
 
 

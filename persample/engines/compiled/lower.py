@@ -32,7 +32,7 @@ from persample.utils.tracing import without_warnings
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 _DRAWS = {_aten.rand.default, _aten.randn.default}
-# Inductor may overwrite the first argument of these with their result, even if its rows share memory (stride 0).
+# Until torch 2.14, Inductor may overwrite the first argument of these, even if its rows share memory (stride 0).
 _OVERWRITTEN = {
     *(_aten.index_put.default, aten_unsafe_index_put),
     *(_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default),
@@ -78,7 +78,8 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
             # Before views become reshapes: one that copies would lose writes through it.
             graph = make_fx(functionalize(Interpreter(graph).run))(*inputs)
         flat = make_fx(_Decomposable(graph).run, decomposition_table=table)(*inputs)
-        _copy_overwritten(flat.graph)
+        if torch.__version__ < "2.14":
+            _copy_overwritten(flat.graph)
     flat.graph.eliminate_dead_code()  # Inductor would keep the operations that gave placeholders their shapes
     flat.recompile()
     return flat
