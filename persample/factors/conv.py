@@ -64,13 +64,12 @@ class Conv(Factor):
         """The sizes by which the cost model estimates times, with inner products of pixels where these are fewer."""
         (signals, columns, *taps), count, terms = self._kernel, len(self), self.num_terms
         patches = count * terms * (signals + self.groups * columns * prod(taps))
-        size = super().size._replace(operands=patches)
         if not self._multiplies_pixels:
-            return size
+            return cost_model.Size(*super().size[:4], patches)
         pixels, images = _pixels(self.inputs, len(self.stride)), columns * self.groups
         products = terms**2 * signals + pixels**2 * images
         read = terms * signals + pixels * images + terms**2 * sum(taps) * self.groups
-        return size._replace(inner=(count * products, count * read))
+        return cost_model.Size(*super().size[:4], patches, (count * products, count * read))
 
     @property
     def _multiplies_pixels(self) -> bool:
