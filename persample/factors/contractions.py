@@ -54,8 +54,7 @@ def weighted_sum(values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> 
         return values.sum(0, dtype=dtype)
     if weights.ndim == 2:
         return torch.einsum("bk,bk...->k...", weights.to(dtype), values.to(dtype))
-    total = torch.mv(flat(values.to(dtype)).mT, weights.to(dtype))
-    return total if values.ndim == 2 else total.view(values.shape[1:])
+    return torch.mm(weights.to(dtype).unsqueeze(0), flat(values.to(dtype))).view(values.shape[1:])
 
 
 def second_moment(values: Tensor, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None) -> Tensor:
