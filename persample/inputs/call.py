@@ -306,7 +306,8 @@ def _check_signature(called: str, loss_fn: Tree, params: Tree, sample: Sequence[
     except TypeError as error:
         fix = (
             "The batch is passed as one argument; a plain tuple is unpacked into several: pass tuple(batch) of a "
-            "NamedTuple, tuple(batch.values()) of a dict. `accumulate` takes an iterable of batches: [batch] for one."
+            "NamedTuple, tuple(batch.values()) of a dict. "
+            "`accumulate` takes an iterable of batches: pass [batch] for one."
         )
         if unpacked:
             fix = (

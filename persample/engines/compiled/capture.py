@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
@@ -137,7 +137,10 @@ class Entry:
         except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and any(said in str(error) for said in _READS):
                 self._unread = _Unread
-                return self.capture(function, *args)
+                with (
+                    suppress(UncapturableError) if _MARKS in str(error) else nullcontext()
+                ):  # this loss may differentiate
+                    return self.capture(function, *args)
             raise UncapturableError(refusal(error)) from error
         return self._prepared(captured)
 
@@ -210,7 +213,8 @@ _numbers = itertools.count()
 
 
 # What Dynamo says of a value that it would read; the last one since torch 2.15.
-_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", "requires_grad_()")
+_MARKS = "requires_grad_()"
+_READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", _MARKS)
 
 
 class _Unread(TorchFunctionMode):

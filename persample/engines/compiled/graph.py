@@ -6,7 +6,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +23,7 @@ from persample.engines.compiled.batchable import (
 )
 from persample.inputs.modules import StandIn
 from persample.utils import trees
+from persample.utils.origin import OURS
 
 
 @dataclass(frozen=True)
@@ -288,9 +288,6 @@ def _is_marker(x: Any) -> bool:
     return isinstance(x, Marker)
 
 
-_TORCH = str(Path(torch.__file__).parent)
-
-
 def failed_guard(reason: str) -> str:
     """Return the guard that failed, and the code that it guards."""
     first = (reason.splitlines() or [""])[0].partition(": ")[2]
@@ -308,7 +305,7 @@ def refusal(error: BaseException) -> str:
 def users_line(stack: str) -> str:
     """Return the user's last line in a stack, as the end of a message."""
     frames = re.findall(r'^ *File "(.*)", line (\d+), in (.*)\n *(.*)$', stack, re.MULTILINE)
-    users = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    users = [frame for frame in frames if not frame[0].startswith(OURS)]
     if not frames:
         return ""
     path, line, name, code = (users or frames)[-1]
