@@ -137,10 +137,10 @@ class Entry:
         except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and any(said in str(error) for said in _READS):
                 self._unread = _Unread
-                with (
-                    suppress(UncapturableError) if _MARKS in str(error) else nullcontext()
-                ):  # this loss may differentiate
+                # Who marks a tensor to differentiate by it is told that, and not what stops the second attempt.
+                with suppress(UncapturableError) if _MARKS in str(error) else nullcontext():
                     return self.capture(function, *args)
+                self._unread = None
             raise UncapturableError(refusal(error)) from error
         return self._prepared(captured)
 
