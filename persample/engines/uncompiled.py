@@ -100,9 +100,15 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
             return inner_derivatives.gradients(call)
         except RuntimeError:  # which says less
             raise error from error.__cause__
-    if found is None:  # with the error of this attempt, which comes later in the loss
+    own = OwnTensors()
+    while found is None:
         go_back()
-        found = batched_gradients(call, OwnTensors())
+        before = len(own.written)
+        try:
+            found = batched_gradients(call, own)
+        except WritesError:
+            if len(own.written) == before:  # into what the loss did not make
+                raise
     grads, losses, aux, has_aux = found
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)
@@ -122,7 +128,7 @@ def batched_gradients(
     def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
         nonlocal has_aux, one_by_one
         if isinstance(forward_mode, OwnTensors):
-            forward_mode.like = next(filter(is_batched, (*leaves, *params)), None)
+            forward_mode.begin(next(filter(is_batched, (*leaves, *params)), None))
         with forward_mode:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss

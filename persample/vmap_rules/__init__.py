@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from persample._torch import missing
+from persample.utils.numerics import storage_key
 from persample.utils.tracing import is_batched
+from persample.utils.trees import flatten
 from persample.vmap_rules import attention, effects, indexing, nn_functional, products, recurrent
 from persample.vmap_rules.effects import is_pure, is_refusal, refuse_writes, swallowed
 from persample.vmap_rules.levels import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
@@ -35,7 +37,7 @@ MISSING = missing(_RULES)  # names of functions that the installed torch does no
 # Functions whose results have memory of their own: what a loss may write into, such as masks.
 MAKERS = {
     *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "tensor", "eye", "clone", "triu", "tril"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "tensor", "eye", "arange", "clone", "triu", "tril"),
 }
 RULED = _RULES.keys() | _FIRST_DERIVATIVE_RULES.keys()
 
@@ -50,6 +52,9 @@ class VmapRules(TorchFunctionMode):
     def __init__(self, *, differentiated_by: DifferentiatedBy = "torch.func") -> None:
         super().__init__()
         self._differentiated_by = differentiated_by
+        # Copies x[i] where one sample alone has views, with the memory of x; and that of each x which lacks a write.
+        self._rows: dict[int, tuple[Tensor, int]] = {}
+        self._stale: set[int] = set()
         self._refusal: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,6 +62,8 @@ class VmapRules(TorchFunctionMode):
         try:
             if kwargs or not is_pure(func):
                 refuse_writes(func, args, kwargs or {})
+            if self._rows:
+                self.check_rows(func, args, kwargs or {})
             return self.replaced(func, args, kwargs)
         except Exception as error:
             result = (
@@ -84,7 +91,20 @@ class VmapRules(TorchFunctionMode):
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
             return _FIRST_DERIVATIVE_RULES[func](*args, **(kwargs or {}))
-        return _RULES.get(func, func)(*args, **(kwargs or {}))
+        result = _RULES.get(func, func)(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and indexing.is_row(args[1]):
+            self._rows[storage_key(result)] = result, storage_key(args[0])
+        return result
+
+    def check_rows(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Refuse to read x after a write into x[i] that x has not got: one sample alone would have a view there."""
+        if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and storage_key(args[2]) in self._rows:
+            self._stale.discard(self._rows[storage_key(args[2])][1])  # as x[i] += 1 does in the end
+        if self._stale and any(storage_key(x) in self._stale for x in flatten((args, kwargs))[0] if is_batched(x)):
+            raise effects.lost_write()
+        for x in effects.written_tensors(func, args, kwargs):
+            if storage_key(x) in self._rows:
+                self._stale.add(self._rows[storage_key(x)][1])
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
@@ -92,18 +112,38 @@ class VmapRules(TorchFunctionMode):
 
 
 class OwnTensors(VmapRules):
-    """Gives every sample a tensor of its own where the loss makes one for all, so that the loss may write into it."""
+    """Gives every sample its own of a tensor that the loss makes for all samples, and then writes into.
+
+    What is written shows as an error of vmap: the loss runs again, until no other write fails. All other tensors stay
+    as the loss makes them, since it may keep them, and index by them.
+    """
 
     def __init__(self) -> None:
         super().__init__(differentiated_by="any")
-        self.like: Tensor | None = None  # one that differs between samples
+        self.written: set[int] = set()  # places among the tensors that the loss makes
+        self.begin(None)
+
+    def begin(self, like: Tensor | None) -> None:
+        """Begin a run of the loss; ``like`` is any tensor that differs between samples."""
+        self._like = like
+        self._made: list[Tensor] = []
+        self._places: dict[int, int] = {}  # by memory
 
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the rule of a function, or the function; what it made for all samples becomes one tensor for each."""
-        result = super().replaced(func, args, kwargs)
-        if self.like is None or getattr(func, "__name__", "") not in MAKERS:
+        """Call the rule of a function, or the function; note what it makes, and what it fails to write into."""
+        try:
+            result = super().replaced(func, args, kwargs)
+        except RuntimeError:
+            places = (self._places.get(storage_key(x)) for x in effects.written_tensors(func, args, kwargs or {}))
+            self.written.update(place for place in places if place is not None)
+            raise
+        is_made = getattr(func, "__name__", "") in MAKERS and not (kwargs and "out" in kwargs)
+        if self._like is None or not is_made or is_batched(result):
             return result
-        return effects.of_each(result, self.like)
+        place = len(self._made)
+        self._made.append(result)
+        self._places[storage_key(result)] = place
+        return effects.of_each(result, self._like) if place in self.written else result
 
 
 __all__ = ["MAKERS", "MISSING", "RULED", "OwnTensors", "SecondDerivativeError", "VmapRules"]

@@ -156,6 +156,14 @@ def refusal(name: str) -> LossError:
     return flags.refusal
 
 
+def lost_write() -> LossError:
+    """Return the error of a write into a row at an index of the sample's, which would be lost."""
+    return LossError(
+        f"{is_inside()} wrote in place into x[i], where i differs between samples: under vmap that is a copy, and x "
+        "did not change. Write x[i] = value, or pass engine='loop'."
+    )
+
+
 def wrote(called: str | None, what: str) -> str:
     """Return the message about a loss that writes into what it must leave alone."""
     return (

@@ -121,6 +121,14 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
     return getitem_unread(x, index, _is_unreadable)
 
 
+def is_row(index: Any) -> bool:
+    """Return whether an index gives a view of one sample, and a copy under vmap: 0-d tensors, numbers, slices."""
+    parts = index if isinstance(index, tuple) else (index,)
+    scalars = [isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS for part in parts]
+    known = all(scalar or part is None or type(part) in _BASIC for scalar, part in zip(scalars, parts, strict=True))
+    return known and any(scalar and _is_unreadable(part) for scalar, part in zip(scalars, parts, strict=True))
+
+
 def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
     """Index a tensor without reading the values of 0-d indices that are unreadable.
 
@@ -159,7 +167,9 @@ def setitem_unread(x: Tensor, index: Any, value: Any, is_unreadable: Callable[[T
         before, after = (sum(type(part) is not int for part in side) for side in (parts[:place], parts[place + 1 :]))
         axes.append(view.ndim - 1 - after if any(part is Ellipsis for part in parts[:place]) else before)
     # Their axes come first: torch.func loses the order of axes elsewhere.
-    view.movedim(axes, list(range(len(axes))))[tuple(parts[place].unsqueeze(0) for place in places)] = value
+    view.movedim(axes, list(range(len(axes))))[tuple(parts[place].unsqueeze(0) for place in places)] = (
+        value.to(x.dtype) if isinstance(value, Tensor) else value
+    )
 
 
 def _index_add(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from oracle import assert_trees_close, oracle
@@ -66,3 +68,97 @@ def test_random_numbers_of_the_second_attempt(randomness):
     draws = torch.func.vmap(lambda x: torch.randn(3, dtype=torch.float64) + 0 * x, randomness=randomness)(X)
     torch.testing.assert_close(norms[0], (2 * (KEPT + draws) * X**2).norm(dim=1))
     assert torch.equal(*norms)
+
+
+W = torch.arange(12.0, dtype=torch.float64).cos().view(4, 3)
+PLACES = torch.tensor([0, 2, -1])
+ENGINES = "eager", "traced"
+
+
+def at_a_made_place(w, x, _i):
+    place, z = torch.tensor(2), torch.zeros(4, 3, dtype=torch.float64)
+    z[0] = x * w[0]
+    z[place].copy_(x * w[1])
+    return z.square().sum()
+
+
+def into_out_of_a_maker(w, x, _i):
+    z = torch.empty(3, dtype=torch.float64)
+    torch.zeros(3, dtype=torch.float64, out=z)[0] = x[0]
+    return (z * w[0]).sum()
+
+
+def written_back(w, x, i):
+    z = w * x
+    z[i] *= 2
+    row = z[i, 1:]
+    row += 1
+    z[i, 1:] = row
+    return z.square().sum()
+
+
+def of_another_dtype(w, x, i):
+    z = w * x
+    z[i] = torch.arange(3)
+    return z.square().sum()
+
+
+RIGHT = [(at_a_made_place, "eager"), *((f, engine) for f in (written_back, of_another_dtype) for engine in ENGINES)]
+REFUSED = [(at_a_made_place, "traced"), *((into_out_of_a_maker, engine) for engine in ENGINES)]
+
+
+@pytest.mark.parametrize(("loss", "engine"), RIGHT)
+def test_rows_get_what_is_written(loss, engine):
+    batch = X[:3], PLACES
+    found, expected = (per_sample_grads(loss, W, batch, engine=name) for name in (engine, "loop"))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("loss", "engine"), REFUSED)
+def test_writes_that_would_be_lost_are_refused(loss, engine):
+    with pytest.raises(LossError, match=r"x\[i\]|cannot batch"):
+        per_sample_grads(loss, W, (X[:3], PLACES), engine=engine)
+
+
+CHANGES = [lambda z, i: z[i].add_(1), lambda z, i: z[i, 1:].mul_(2), lambda z, i: z[i].zero_()]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_writes_into_copies_of_rows_are_refused(change, engine):
+    """One sample alone would write into z: z[i] is a view there."""
+
+    def loss(w, x, i):
+        z = w * x
+        change(z, i)
+        return z.square().sum()
+
+    with pytest.raises(LossError, match=r"in place into x\[i\]"):
+        per_sample_grads(loss, W, (X[:3], PLACES), engine=engine)
+
+
+def test_tensors_that_the_loss_keeps_are_plain():
+    @functools.cache
+    def mask():
+        return torch.ones(2, 2).tril()
+
+    def loss(w, x):
+        z = torch.zeros(2)
+        z[0] = (w * x).sum()
+        return (mask() @ z).square().sum()
+
+    w, x = torch.ones(3), torch.ones(4, 3)
+    found = per_sample_grads(loss, w, x)
+    torch.testing.assert_close(found, per_sample_grads(loss, w, x, engine="loop"))
+    assert loss(w, x[0]) == 18
+
+
+def test_parameters_that_the_loss_freezes():
+    """Marks are dropped from captures where nothing changes; a loss that unmarks a parameter is refused."""
+
+    def loss(net, x):
+        net.weight.requires_grad_(False)
+        return net(x).square().sum()
+
+    with pytest.raises(LossError):
+        per_sample_grads(loss, nn.Linear(3, 2).double(), X, engine="traced")

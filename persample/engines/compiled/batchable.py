@@ -112,6 +112,24 @@ def refused_view(module: GraphModule) -> str | None:
     return None
 
 
+def lost_write(graph: Graph) -> str | None:
+    """Return why a graph computes something else: it reads x after a write into x[i], which is a copy there.
+
+    ``getitem_unread`` makes that copy, of an index whose value it does not read. ``VmapRules`` refuses the same.
+    """
+    rows, stale = dict[Any, Any](), set[Any]()  # by ``memory_of``: from copies to what they were taken from
+    for node in graph.nodes:
+        if node.target is operator.setitem and memory_of(node.args[2]) in rows:
+            stale.discard(rows[memory_of(node.args[2])])  # as x[i] += 1 does in the end
+        if any(memory_of(x) in stale for x in node.all_input_nodes) and memory_of(node) not in stale:  # and no view
+            return "it writes in place into x[i], a copy where i is not read, and then reads x: write x[i] = value"
+        if node.target is operator.getitem and any(x.target == "unsqueeze" for x in node.all_input_nodes[1:]):
+            rows[memory_of(node)] = memory_of(node.args[0])
+        elif writes(node) and (written := memory_of(node.all_input_nodes[0])) in rows:
+            stale.add(rows[written])
+    return None
+
+
 def _shift_levels(graph: Graph) -> None:
     """Replace the levels of inner transforms, which Dynamo counts from 1, by those that are opened here."""
     opened: list[Node] = []

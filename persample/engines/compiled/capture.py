@@ -232,8 +232,8 @@ class _Unread(TorchFunctionMode):
         if func is Tensor.__setitem__:
             x, index, value = args
             return setitem_unread(x, index, value, lambda _: True)
-        if func is Tensor.requires_grad_:  # of activations, by hooks of transformers
-            return args[0]
+        if func is Tensor.requires_grad_ and not (args[1:] or kwargs) and args[0].requires_grad:
+            return args[0]  # by hooks of transformers
         if func is F.gaussian_nll_loss:
             func = gaussian_nll_loss
         return func(*args, **(kwargs or {}))

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import get_function_mode_stack
 from persample.engines.compiled.batchable import (
+    lost_write,
     make_batchable,
     memory_of,
     name_of,
@@ -95,6 +96,7 @@ class Capture:
         if not self._prepared:
             sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
             self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_view(self.graph)
+            self.refusal = self.refusal or lost_write(self.graph.graph)
             make_batchable(self.graph)
             self.history = history
             self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)

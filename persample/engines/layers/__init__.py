@@ -71,6 +71,8 @@ class LayerGuard(VmapRules):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
+            if self._rows:
+                self.check_rows(func, args, kwargs)
             if not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
             params = self._interceptor.params
