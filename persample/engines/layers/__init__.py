@@ -71,9 +71,7 @@ class LayerGuard(VmapRules):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            if self._rows:
-                self.check_rows(func, args, kwargs)
-            if not is_pure(func) or kwargs:
+            if self._rows or not is_pure(func) or kwargs:
                 self._check_effects(func, args, kwargs)
             params = self._interceptor.params
             values = (*args, *kwargs.values()) if kwargs else args
@@ -115,6 +113,8 @@ class LayerGuard(VmapRules):
             raise NotLayersError("the loss caught a refusal") from error
 
     def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
+        if self._rows:
+            self.check_rows(func, args, kwargs)
         params, written = self._interceptor.params, written_tensors(func, args, kwargs)
         # nn.GRU on a GPU asks for the places of its weights.
         reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
