@@ -298,6 +298,7 @@ FAULTS = {
             numbers(3, 5, 5),
             [ps.Stack(), ps.Aux()],
         ),
+        mended="2.14",
     ),
     "index_put": Fault(
         "engines/compiled/lower.py: _copy_overwritten",
