@@ -459,3 +459,11 @@ def test_wrong_losses_are_found_with_module_or_line(name):
     loss, model, batch, place = WRONG[name]
     found = check(loss, model, batch, engines=())
     assert any(re.search(rf"first at .*({place})", line) for line in found.findings), str(found)
+
+
+def test_writes_into_the_batch():
+    """Every engine refuses them; the next call would see other samples."""
+    net, x = nn.Linear(3, 2), torch.randn(6, 3)
+    found = check(lambda net, x: net(x.mul_(2)).square().sum(), net, x, engines=("loop", "eager"))
+    assert not found.ok
+    assert re.search(r"engine='loop'.*wrote in place into batch", str(found))
