@@ -175,8 +175,9 @@ def weights(own: Sequence[Reading], whole: Reading) -> Tensor | None:
     losses = torch.stack([x.loss.double() for x in own])
     ways = [torch.ones(len(own)).double(), torch.full((len(own),), 1 / len(own)).double()]
     scales = [max(float(x.abs().max()), 1e-300) for x in (grads, losses)]
-    system = torch.cat([grads / scales[0], losses[None] / scales[1]])
-    target = torch.cat([whole.grads.double() / scales[0], whole.loss.double()[None] / scales[1]])
+    # The weights of samples without gradient and loss, and of dependent ones, follow from the sum of all alone.
+    system = torch.cat([grads / scales[0], losses[None] / scales[1], torch.ones_like(losses)[None]])
+    target = torch.cat([whole.grads.double() / scales[0], whole.loss.double()[None] / scales[1], losses.new_ones(1)])
     if bool(system.isfinite().all() and target.isfinite().all()):
         found = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0]
         ways += [found] if bool((found > _LEAST * found.max()).all()) and abs(float(found.sum()) - 1) < 1e-3 else []

@@ -467,3 +467,14 @@ def test_writes_into_the_batch():
     found = check(lambda net, x: net(x.mul_(2)).square().sum(), net, x, engines=("loop", "eager"))
     assert not found.ok
     assert re.search(r"engine='loop'.*wrote in place into batch", str(found))
+
+
+def test_weights_of_samples_without_loss():
+    """Their gradients say nothing of their weights, which sum to 1."""
+
+    def loss(w, x, m):
+        return (F.relu((w * x).sum(-1)) * m).sum() / m.sum()
+
+    x = torch.tensor([[1.0, 2, 3], [-1, -1, -1], [2, 1, 0], [1, 1, 1]])
+    batch = x, torch.tensor([1.0, 2, 3, 4])
+    assert check(loss, torch.ones(3), batch, engines=(), keep_batch_dim=True).ok
