@@ -127,6 +127,9 @@ def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
     pairs = zip(params, grads, strict=True)
     dense = [x.new_zeros((*value.shape, *x.shape)) if g is None else g for x, g in pairs]
     flat = torch.cat([(torch.view_as_real(g) if g.is_complex() else g).reshape(-1).cpu() for g in dense])
+    found = (x.dtype for step in recorder.steps for x in step.results)
+    if any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in found):  # autocast: no more digits are known
+        value, flat = (x if x.is_complex() else x.bfloat16() for x in (value, flat))
     return Reading(value.cpu(), flat, recorder.steps, rng.moved_since(start.torch), recorder.drops)
 
 

@@ -478,3 +478,16 @@ def test_weights_of_samples_without_loss():
     x = torch.tensor([[1.0, 2, 3], [-1, -1, -1], [2, 1, 0], [1, 1, 1]])
     batch = x, torch.tensor([1.0, 2, 3, 4])
     assert check(loss, torch.ones(3), batch, engines=(), keep_batch_dim=True).ok
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_under_autocast(seed):
+    def loss(net, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = net(x)
+        return out.float().square().mean()
+
+    torch.manual_seed(seed)
+    net, x = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(6, 8)
+    assert check(loss, net, x, engines=()).ok
+    assert not check(lambda net, x: loss(net, x - x.mean(0)), net, x, engines=(), keep_batch_dim=True).ok
