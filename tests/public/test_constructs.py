@@ -683,7 +683,7 @@ def _(w, x):
     return NewStyle.apply(w * x).square().sum()
 
 
-@autograd("`y.requires_grad_()` of an activation, as `model.enable_input_require_grads()` has it")
+@autograd("`y.requires_grad_()` of an activation, as `model.enable_input_require_grads()` has it", captured=CAPTURE)
 def _(w, x):
     return (w * (2 * x).requires_grad_()).square().sum()
 

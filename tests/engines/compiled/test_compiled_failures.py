@@ -21,7 +21,8 @@ from persample import per_sample_grads
 from persample.engines.compiled import clear_cache
 
 F64 = torch.float64
-W, X = torch.randn(3, dtype=F64), torch.randn(4, 3, dtype=F64)
+W, HALF = torch.randn(3, dtype=F64), torch.randn(2, 3, dtype=F64)
+X = torch.cat([HALF, -HALF])  # samples of which some are positive
 CLOSED = torch.ones(3, dtype=F64)
 ROOT = Path(ps.__file__).parents[1]
 
