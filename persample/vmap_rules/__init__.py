@@ -126,23 +126,21 @@ class OwnTensors(VmapRules):
     def begin(self, like: Tensor | None) -> None:
         """Begin a run of the loss; ``like`` is any tensor that differs between samples."""
         self._like = like
-        self._made: list[Tensor] = []
-        self._places: dict[int, int] = {}  # by memory
+        self._made: dict[int, tuple[Tensor, int]] = {}  # tensors, kept alive, with their places, by memory
 
     def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the rule of a function, or the function; note what it makes, and what it fails to write into."""
         try:
             result = super().replaced(func, args, kwargs)
         except RuntimeError:
-            places = (self._places.get(storage_key(x)) for x in effects.written_tensors(func, args, kwargs or {}))
-            self.written.update(place for place in places if place is not None)
+            keys = set(map(storage_key, effects.written_tensors(func, args, kwargs or {})))
+            self.written |= {place for key, (_, place) in self._made.items() if key in keys}
             raise
         is_made = getattr(func, "__name__", "") in MAKERS and not (kwargs and "out" in kwargs)
         if self._like is None or not is_made or is_batched(result):
             return result
         place = len(self._made)
-        self._made.append(result)
-        self._places[storage_key(result)] = place
+        self._made[storage_key(result)] = result, place
         return effects.of_each(result, self._like) if place in self.written else result
 
 

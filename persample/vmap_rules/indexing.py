@@ -124,9 +124,13 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
 def is_row(index: Any) -> bool:
     """Return whether an index gives a view of one sample, and a copy under vmap: 0-d tensors, numbers, slices."""
     parts = index if isinstance(index, tuple) else (index,)
-    scalars = [isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS for part in parts]
-    known = all(scalar or part is None or type(part) in _BASIC for scalar, part in zip(scalars, parts, strict=True))
-    return known and any(scalar and _is_unreadable(part) for scalar, part in zip(scalars, parts, strict=True))
+    scalars = list(filter(_is_row_number, parts))
+    known = sum(part is None or type(part) in _BASIC for part in parts)
+    return len(scalars) + known == len(parts) and any(map(_is_unreadable, scalars))
+
+
+def _is_row_number(part: Any) -> bool:
+    return isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS
 
 
 def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
@@ -152,10 +156,7 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
 def setitem_unread(x: Tensor, index: Any, value: Any, is_unreadable: Callable[[Tensor], bool] = _is_unreadable) -> None:
     """Write into a tensor without reading unreadable 0-d indices, beside which there are slices and numbers."""
     parts = index if isinstance(index, tuple) else (index,)
-    scalars = [
-        isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS and is_unreadable(part)
-        for part in parts
-    ]
+    scalars = [_is_row_number(part) and is_unreadable(part) for part in parts]
     if not any(scalars) or not all(
         is_scalar or part is None or type(part) in _BASIC for part, is_scalar in zip(parts, scalars, strict=True)
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,13 +97,17 @@ def writes(node: Node) -> bool:
     return is_in_place or node.target in _WRITES or node.kwargs.get("inplace") is True
 
 
+def _nodes(module: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph and of those that it calls."""
+    return itertools.chain.from_iterable(x.graph.nodes for x in module.modules() if isinstance(x, GraphModule))
+
+
 def refused_view(module: GraphModule) -> str | None:
     """Return why a graph cannot be differentiated: a view was taken of a tensor whose shape then changes in place.
 
     torch replays such views with the new shape, so their gradients have another shape.
     """
-    parts = (part for part in module.modules() if isinstance(part, GraphModule))
-    for node in itertools.chain.from_iterable(part.graph.nodes for part in parts):
+    for node in _nodes(module):
         name = name_of(node)
         if name in _CHANGES_SHAPE:
             users = node.all_input_nodes[0].users
@@ -112,13 +116,13 @@ def refused_view(module: GraphModule) -> str | None:
     return None
 
 
-def lost_write(graph: Graph) -> str | None:
+def lost_write(module: GraphModule) -> str | None:
     """Return why a graph computes something else: it reads x after a write into x[i], which is a copy there.
 
     ``getitem_unread`` makes that copy, of an index whose value it does not read. ``VmapRules`` refuses the same.
     """
     rows, stale = dict[Any, Any](), set[Any]()  # by ``memory_of``: from copies to what they were taken from
-    for node in graph.nodes:
+    for node in _nodes(module):
         if node.target is operator.setitem and memory_of(node.args[2]) in rows:
             stale.discard(rows[memory_of(node.args[2])])  # as x[i] += 1 does in the end
         if any(memory_of(x) in stale for x in node.all_input_nodes) and memory_of(node) not in stale:  # and no view

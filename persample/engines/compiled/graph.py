@@ -95,8 +95,8 @@ class Capture:
         """Rewrite the graph so that torch.func can batch it, unless that is done."""
         if not self._prepared:
             sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
-            self.refusal = "it gives other memory to a tensor (x.data = y)" if sets_data else refused_view(self.graph)
-            self.refusal = self.refusal or lost_write(self.graph.graph)
+            sets = "it gives other memory to a tensor (x.data = y)" if sets_data else None
+            self.refusal = sets or refused_view(self.graph) or lost_write(self.graph)
             make_batchable(self.graph)
             self.history = history
             self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)
