@@ -46,6 +46,7 @@ from persample.reductions import (
     SecondMoment,
     Stack,
     Sum,
+    UnitIds,
     Variance,
     WeightedSum,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "Stack",
     "Sum",
     "TorchVersionWarning",
+    "UnitIds",
     "Variance",
     "WeightedSum",
     "WrapperWarning",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from persample._torch import uncaptured
 from persample.inputs import Engine, Outputs, Randomness
+from persample.inputs.units import UnitReduce
 from persample.per_sample import per_sample_grads
 from persample.reductions.directions import FisherVectorProduct
 from persample.utils.trees import Tree
@@ -25,6 +26,8 @@ def fisher_vector_product(
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
+    unit: int | Tensor | Sequence[int] | None = None,
+    unit_reduce: UnitReduce = "sum",
     chunk_size: int | None = None,
     engine: Engine = "eager",
     out: Tree = None,
@@ -49,6 +52,8 @@ def fisher_vector_product(
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``; with "rows", F adds up over the K outputs of each sample, too.
+        unit: as in ``per_sample_grads``; gᵢ is then the gradient of a unit.
+        unit_reduce: as in ``per_sample_grads``.
         chunk_size: as in ``per_sample_grads``.
         engine: as in ``per_sample_grads``.
         out: as in ``per_sample_grads``.
@@ -80,6 +85,8 @@ def fisher_vector_product(
         keep_batch_dim=keep_batch_dim,
         randomness=randomness,
         outputs=outputs,
+        unit=unit,
+        unit_reduce=unit_reduce,
         chunk_size=chunk_size,
         engine=engine,
         out=out,

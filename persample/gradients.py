@@ -53,6 +53,9 @@ class Gradients:
         has_aux: whether the loss returns ``(value, aux)``.
         weights: ``[B]`` float64, or None for ones.
         connected: whether any of the losses depends on any of the parameters.
+        are_of_units: whether rows are units, each the sum of several samples: of all but ``aux``, whose rows are
+            samples.
+        unit_ids: the ids of the units, ``[B]``, or None.
     """
 
     factors: tuple[Factor, ...]
@@ -62,6 +65,8 @@ class Gradients:
     has_aux: bool = False
     weights: Tensor | None = None
     connected: bool = True
+    are_of_units: bool = False
+    unit_ids: Tensor | None = None
 
     @classmethod
     def dense(cls, values: Sequence[Tensor], *, losses: Tensor, **fields: Any) -> Gradients:

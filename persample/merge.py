@@ -155,6 +155,12 @@ class Stacked:
         rows: list[Leaf] = [self.rows, *self.tail]
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
+    def at(self, places: Tensor) -> Stacked:
+        """Return the rows at some places, in their order."""
+        rows = self.concatenated()
+        index = places.to(rows.device)
+        return Stacked(rows[index] if isinstance(rows, Tensor) else rows.rows(index), self.dtype)
+
     def fits(self, out: object) -> bool:
         """Return whether ``out`` is a tensor of the shape, dtype and device of the finished rows."""
         shape = _row_shape(self.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN
+from persample.inputs.units import UnitReduce, consecutive, reads_ids
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
@@ -38,6 +39,8 @@ def per_sample_grads(
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
+    unit: int | Tensor | Sequence[int] | None = None,
+    unit_reduce: UnitReduce = "sum",
     chunk_size: int | None = None,
     memory: int | Literal["low"] | None = None,
     engine: Engine = "eager",
@@ -78,6 +81,12 @@ def per_sample_grads(
         outputs: "scalar" if the loss of one sample is a number; "rows" if it is a vector ``[K]``: then a sample has K
             gradients: ``Stack`` gives ``[B, K, *shape]``, ``Norm`` ``[B, K]``, ``Gram`` ``[B, K, B, K]``, sums
             ``[K, *shape]``. The loss runs once for all K.
+        unit: what counts as one, where it is not a sample: a number k, for units of k consecutive samples; or the id of
+            each sample's unit (a user, a prompt, an image), integers ``[B]``. The gradient of a unit is the sum of those
+            of its samples, each times its weight. All reductions but ``Aux`` then speak of units, in the order of their
+            first samples: ``Norm`` gives ``[U]``, ``ClippedMean`` clips the gradient of each unit and divides by their
+            number. Each unit counts once, and one whose weights are all 0 is removed.
+        unit_reduce: "sum", or "mean" for the (weighted) mean of a unit's samples.
         chunk_size: the number of samples processed at a time, which bounds memory; None for all.
         memory: the bytes that gradients written out for speed may take together; ``"low"`` for none beyond what their
             factors take; None for 256 MiB, beyond which each may take twice its factors. Does not change results.
@@ -155,15 +164,27 @@ def per_sample_grads(
         {'jacobians': [2, 2, 2, 3], 'ntk': [2, 2, 2, 2]}
     """
     differentiated = inputs.is_differentiated("per_sample_grads", requested=differentiable)
-    inputs.check_options(engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs)
+    inputs.check_options(
+        engine=engine,
+        randomness=randomness,
+        chunk_size=chunk_size,
+        memory=memory,
+        outputs=outputs,
+        unit_reduce=unit_reduce,
+    )
     wanted, container = inputs.reductions(reduce)
     if type(batch) is not tuple or not PLAIN.issuperset(map(type, batch)):
         batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
-    options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory
+    has_ids = unit is not None and type(unit) is not int
+    if engine in PROGRAMS and has_ids and weights is None and in_dims == (None, 0) and not any(map(reads_ids, wanted)):
+        # As units of k samples, for which programs are remembered.
+        batch, unit = consecutive(batch, unit) or (batch, unit)
+        has_ids = type(unit) is not int
+    options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory, unit, unit_reduce
     asked = Asked(loss_fn, params, batch, wanted, container, out, options)
-    if engine in PROGRAMS and weights is None and (found := repeated(asked)) is not None:
+    if engine in PROGRAMS and weights is None and not has_ids and (found := repeated(asked)) is not None:
         return found[0]
 
     def compute() -> Tree:
@@ -181,6 +202,8 @@ def per_sample_grads(
             differentiated=differentiated,
             outputs=outputs,
             memory=memory,
+            unit=unit,
+            unit_reduce=unit_reduce,
         )
         into = out if out is not None and is_apart(out, call.tensors) else None
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)

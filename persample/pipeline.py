@@ -16,6 +16,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.merge import Stacked, merge_all
 from persample.reductions.base import Reductions
+from persample.units import in_first_order, of_units
 from persample.utils import rng, trees
 from persample.utils.numerics import full_precision, is_folded, memory
 from persample.utils.tracing import is_traced, is_wrapped
@@ -26,8 +27,14 @@ Lift: TypeAlias = Callable[[Call], Tree]  # from a chunk to the result of ``Redu
 
 
 def lift_by(engine: Engine, reductions: Reductions) -> Lift:
-    """Return the function that computes the gradients of a chunk and lifts them."""
-    return lambda chunk: reductions.lift(engine(chunk, reductions.required_ops))
+    """Return the function that computes the gradients of a chunk, of its units if it has some, and lifts them."""
+
+    def lift(chunk: Call) -> Tree:
+        if chunk.units is None:
+            return reductions.lift(engine(chunk, reductions.required_ops))
+        return merge_all(map(reductions.lift, of_units(chunk, engine, reductions.required_ops)))
+
+    return lift
 
 
 def lift_chunks(chunks: Iterable[Call], engine: Engine, reductions: Reductions) -> Tree:
@@ -48,7 +55,7 @@ def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) 
     chunks = call.chunks(chunk_size)
     if call.randomness == "same":
         chunks = rng.replayed(chunks)
-    return finish(call, merge_all(map(lift, chunks)), reductions)
+    return finish(call, in_first_order(call, merge_all(map(lift, chunks)), reductions), reductions)
 
 
 def owned(result: object, inputs: Sequence[Tensor]) -> Tree:

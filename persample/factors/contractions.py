@@ -107,6 +107,25 @@ def per_row(x: Tensor, like: Tensor) -> Tensor:
     return x.view(-1, *x.shape[1:], *[1] * (like.ndim - x.ndim))
 
 
+def split_rows(x: Tensor, count: int) -> Tensor:
+    """Return a view ``[B/count, count, ...]`` of ``x [B, ...]``."""
+    return x.unflatten(0, (len(x) // count, count))  # -1 is ambiguous where B = 0
+
+
+def terms_of_rows(x: Tensor, count: int, axis: int) -> Tensor:
+    """Return ``x [B, ...]`` with the terms of ``count`` rows beside each other along an axis, counted from the last."""
+    between = x.shape[1:axis]
+    if between.numel() == 1:  # a view
+        return x.reshape(len(x) // count, *between, count * x.shape[axis], *x.shape[x.ndim + axis + 1 :])
+    return split_rows(x, count).movedim(1, axis - 1).flatten(axis - 1, axis)
+
+
+def spread(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    """Return ``[rows, ...]`` with the rows of ``x [B, ...]`` at the given places ``[B]``, and zeros elsewhere."""
+    zeros = x.new_zeros(rows, *x.shape[1:])
+    return zeros.index_copy_(0, places, x) if are_plain([x]) else zeros.index_copy(0, places, x)
+
+
 def flat(values: Tensor) -> Tensor:
     """Return gradients ``[B, *shape]`` as rows, ``[B, P]``."""
     # A reshape takes as long as a small product; -1 is ambiguous where B = 0.

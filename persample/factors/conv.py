@@ -60,6 +60,11 @@ class Conv(Factor):
         return _pixels(self.signals, len(self.stride))
 
     @property
+    def _term_axes(self) -> tuple[int, int]:
+        images = -2 - len(self.stride)
+        return images, images
+
+    @property
     def size(self) -> cost_model.Size:
         """The sizes by which the cost model estimates times, with inner products of pixels where these are fewer."""
         (signals, columns, *taps), count, terms = self._kernel, len(self), self.num_terms

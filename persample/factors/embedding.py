@@ -45,6 +45,10 @@ class Embedding(Factor):
         return self.index.shape[-1]
 
     @property
+    def _term_axes(self) -> tuple[int, int]:
+        return -2, -1
+
+    @property
     def norm_operands(self) -> tuple[Tensor, ...]:
         """The signals, where no row is looked up twice by a sample: T = 1."""
         return (self.signals,) if self.num_terms == 1 else ()

@@ -180,6 +180,25 @@ class Factor(ABC):
         """Add the gradients to ``out [B, *shape]``."""
         out.add_(self.materialize())
 
+    def spread(self: F, places: Tensor, rows: int) -> F:
+        """Return the factor of ``rows`` samples, with the gradients at the given places ``[B]``, and zeros elsewhere."""
+        return self.with_tensors([contractions.spread(x, places, rows) for x in self.tensors])
+
+    def times(self, scale: float) -> Factor:
+        """Return the factor of s gᵢ, in which the first tensor is multiplied."""
+        first, *others = self.tensors
+        return self.with_tensors([first * scale, *others])
+
+    def joined_rows(self, count: int) -> Factor:
+        """Return the factor of the sums of ``count`` consecutive gradients each: their terms, side by side."""
+        places = zip(self.tensors, self._term_axes, strict=True)
+        return self.with_tensors([contractions.terms_of_rows(x, count, axis) for x, axis in places])
+
+    @property
+    def _term_axes(self) -> Sequence[int]:
+        """The axis of each tensor along which the terms lie whose sum is one gradient."""
+        raise NotImplementedError
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         return self._of_blocks(numerics.squared_norms)
@@ -337,6 +356,11 @@ class Dense(Factor):
         values = self.values.clone(memory_format=torch.contiguous_format)
         other.add_to(values)
         return replace(self, values=values)
+
+    def joined_rows(self, count: int) -> Dense:
+        """Return the factor of the sums of ``count`` consecutive gradients each, in float32 at least."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        return replace(self, values=contractions.split_rows(self.values, count).sum(1, dtype=dtype))
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""

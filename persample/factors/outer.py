@@ -53,6 +53,10 @@ class Outer(Factor):
         return self.left.shape[-2]
 
     @property
+    def _term_axes(self) -> tuple[int, int]:
+        return -2, -2
+
+    @property
     def product_operands(self) -> tuple[Tensor, ...]:
         """Signals and inputs, where T = G = 1."""
         return (self.left, self.right) if self.num_terms == self.left.shape[-3] == 1 else ()

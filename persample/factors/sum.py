@@ -89,6 +89,14 @@ class SumFactor(Factor):
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         return replace(self, parts=tuple(part.scale_rows(scale) for part in self.parts))
 
+    def times(self, scale: float) -> SumFactor:
+        """Return the factor of s gᵢ."""
+        return replace(self, parts=tuple(part.times(scale) for part in self.parts))
+
+    def joined_rows(self, count: int) -> SumFactor:
+        """Return the factor of the sums of ``count`` consecutive gradients each."""
+        return replace(self, parts=tuple(part.joined_rows(count) for part in self.parts))
+
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)

@@ -20,6 +20,7 @@ from persample.inputs.batch import as_tensors, batch_axes_first, dims_of_leaves,
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
+from persample.inputs.units import Order, UnitReduce, Units, units_of, weights_of_samples
 from persample.reductions import Reduction
 from persample.utils import trees
 from persample.utils.tracing import inside, is_recorded
@@ -146,6 +147,9 @@ class Call:
         differentiated: whether the caller differentiates the results.
         memory: the bytes that written-out gradients may take, "low" or None.
         planned: the budget that a program was made with, in place of ``memory``, or None.
+        units: which consecutive samples are a unit; None if each sample is one.
+        order: how the samples were sorted to be those of units, one after the other; None if they were not.
+        unit_weights: ``[U]``, 0 for units that are left out, else 1; None for ones.
     """
 
     loss: SampleLoss
@@ -159,6 +163,14 @@ class Call:
     differentiated: bool = False
     memory: cost_model.Memory = None
     planned: cost_model.Budget | None = None
+    units: Units | None = None
+    order: Order | None = None
+    unit_weights: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """B, or U of units: the number of gradients that reductions see."""
+        return self.size if self.units is None else self.units.count(self.size)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -174,7 +186,7 @@ class Call:
             return cost_model.budget(self.memory, math.inf)
         written_out = 0
         for x, split in zip(self.params, self.params_batched, strict=True):
-            written_out += x.nbytes * (1 if split else self.size)
+            written_out += x.nbytes * (1 if split else self.count)
         return cost_model.budget(self.memory, written_out)
 
     def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
@@ -188,20 +200,24 @@ class Call:
         has_recorded_weights = self.weights is not None and is_recorded(self.weights)
         if step >= self.size or has_recorded_weights:
             yield self
-            return
-        for start in range(0, self.size, step):
-            yield self._chunk(slice(start, min(start + step, self.size)))
+        elif self.units is not None:
+            for rows, units in self.units.split(self.size, step):
+                yield replace(self._chunk(rows), units=units)
+        else:
+            for start in range(0, self.size, step):
+                yield self._chunk(slice(start, min(start + step, self.size)))
 
     def none(self) -> Call:
         """Return the chunk without samples."""
-        return self._chunk(slice(0, 0))
+        units = self.units and replace(self.units, sizes=1, ids=None if self.units.ids is None else self.units.ids[:0])
+        return replace(self._chunk(slice(0, 0)), units=units, unit_weights=None)
 
     def _chunk(self, rows: slice) -> Call:
         params, leaves = self.at(rows)
         weights = None if self.weights is None else self.weights[rows]
         return replace(self, size=rows.stop - rows.start, params=params, leaves=leaves, weights=weights)
 
-    def at(self, index: int | slice) -> tuple[tuple[Tensor, ...], tuple[Leaf, ...]]:
+    def at(self, index: int | slice | Tensor) -> tuple[tuple[Tensor, ...], tuple[Leaf, ...]]:
         """Return the parameters and the leaves of one sample, or of a range of samples."""
 
         def pick(values: tuple[Leaf, ...], batched: tuple[bool, ...]) -> tuple[Leaf, ...]:
@@ -227,6 +243,8 @@ def normalize(
     batch_statistics: bool = False,
     is_part: bool = False,
     differentiated: bool = False,
+    unit: Tree = None,
+    unit_reduce: UnitReduce = "sum",
 ) -> Call:
     """Return the call in the form that engines take; reject invalid arguments.
 
@@ -263,10 +281,7 @@ def normalize(
     for reduction in wanted:
         reduction.check(spec)
     weights = check_weights(weights, size, keep_graph=differentiated)
-    if not is_part:
-        check_averages(wanted, weights, size)
-    weights = None if weights is None else weights.to(values[0].device)
-    return Call(
+    call = Call(
         loss,
         size,
         values[:count],
@@ -278,6 +293,23 @@ def normalize(
         differentiated,
         memory,
     )
+    if unit is not None:
+        call = _of_units(call, unit, unit_reduce, keep_ids=any(one.returns_ids for one in wanted))
+    if not is_part:
+        check_averages(wanted, weights if call.units is None else call.unit_weights, call.count)
+    return call if call.weights is None else replace(call, weights=call.weights.to(values[0].device))
+
+
+def _of_units(call: Call, unit: Tree, reduce: UnitReduce, *, keep_ids: bool) -> Call:
+    """Return the call whose samples are sorted by their units."""
+    units, order = units_of(unit, call.size, keep_ids=keep_ids)
+    params, leaves, weights = call.params, call.leaves, call.weights
+    if order is not None:
+        index = order.samples.to(params[0].device)
+        params, leaves = call.at(index)
+        weights = None if weights is None else weights[order.samples]
+    weights, units, of_units = weights_of_samples(weights, units, call.size, reduce)
+    return replace(call, params=params, leaves=leaves, weights=weights, units=units, order=order, unit_weights=of_units)
 
 
 def _check_parametrizations(called: str) -> None:

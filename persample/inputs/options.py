@@ -15,6 +15,7 @@ from persample._torch import transforms
 from persample.errors import ArgumentError
 from persample.factors.cost_model import Memory
 from persample.inputs.batch import as_tensors, check_kind
+from persample.inputs.units import UnitReduce
 from persample.reductions import Reduction, Stack
 from persample.utils import trees
 from persample.utils.tracing import is_batched, is_inside
@@ -22,14 +23,21 @@ from persample.utils.tracing import is_batched, is_inside
 Engine: TypeAlias = Literal["eager", "traced", "compiled", "loop", "auto"]
 Randomness: TypeAlias = Literal["error", "same", "different"]
 Outputs: TypeAlias = Literal["scalar", "rows"]
-_ENGINES, _RANDOMNESS, _OUTPUTS = (get_args(x) for x in (Engine, Randomness, Outputs))
+_ENGINES, _RANDOMNESS, _OUTPUTS, _UNIT_REDUCE = (get_args(x) for x in (Engine, Randomness, Outputs, UnitReduce))
 
 
 def check_options(
-    *, engine: str, randomness: str, chunk_size: int | None, memory: Memory = None, outputs: str = "scalar"
+    *,
+    engine: str,
+    randomness: str,
+    chunk_size: int | None,
+    memory: Memory = None,
+    outputs: str = "scalar",
+    unit_reduce: str = "sum",
 ) -> None:
     """Reject invalid options."""
     check_choices(engine=(engine, _ENGINES), randomness=(randomness, _RANDOMNESS), outputs=(outputs, _OUTPUTS))
+    check_choices(unit_reduce=(unit_reduce, _UNIT_REDUCE))
     check_loop(engine)
     check_chunk_size(chunk_size)
     is_word = memory is None or (isinstance(memory, str) and memory == "low")

@@ -4,7 +4,7 @@ from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
-from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack
+from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack, UnitIds
 from persample.reductions.second_order import Leverage, NaturalGradient
 from persample.reductions.sums import ClippedMean, ClippedSum, Mean, Sum, WeightedSum
 
@@ -29,6 +29,7 @@ __all__ = [
     "SecondMoment",
     "Stack",
     "Sum",
+    "UnitIds",
     "Variance",
     "WeightedSum",
 ]

@@ -35,6 +35,8 @@ class Reduction:
             What else a field refers to must be hashable, and must not change.
         divides_by_weight: whether the result is an average. A call is then rejected, before anything is computed, if a
             weight is negative or if the weights sum to ``needs_more_than`` or less.
+        rows_of_samples: whether rows are those of samples, and not those of units.
+        returns_ids: whether the result has the ids of units.
         returns_rows: whether ``finish`` only finishes ``Stacked`` leaves, which ``out=`` can then take directly.
     """
 
@@ -42,6 +44,8 @@ class Reduction:
     live: ClassVar[tuple[str, ...]] = ()
     functions_of_a_norm: ClassVar[tuple[str, ...]] = ()
     divides_by_weight = False
+    rows_of_samples = False
+    returns_ids = False
     returns_rows = False
 
     @property

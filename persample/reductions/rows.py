@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from persample.errors import LossError
+from persample.errors import ArgumentError, LossError
 from persample.factors import Op
 from persample.gradients import Gradients
 from persample.merge import Stacked
@@ -119,7 +119,7 @@ class Loss(PerSample):
 class Aux(PerSample):
     """The auxiliary outputs that the loss returns beside its value, stacked: leaves ``[B, *]``.
 
-    With ``keep_batch_dim``, a leading axis of 1 of the loss's aux is left out.
+    With ``keep_batch_dim``, a leading axis of 1 of the loss's aux is left out. With ``unit``, rows remain samples.
 
     Raises:
         LossError: (when used) if the loss returns no aux.
@@ -132,9 +132,37 @@ class Aux(PerSample):
     """
 
     uses: ClassVar[frozenset[Op]] = frozenset()
+    rows_of_samples = True
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the stacked aux."""
         if not gradients.has_aux:
             raise LossError("Aux(): expected loss_fn to return (loss, aux), received a loss alone. Return both.")
         return tree_map(Stacked, gradients.aux)
+
+
+@dataclass(frozen=True)
+class UnitIds(PerSample):
+    """The ids of the units, ``[U]`` int64, in the order in which other reductions return units: of first appearance.
+
+    Raises:
+        ArgumentError: (when used) if the call has no ids: ``unit`` is None or a number.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> user, x = torch.tensor([7, 3, 7]), torch.tensor([1.0, 2.0, 4.0])
+        >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), x, (UnitIds(), Norm()), unit=user)
+        (tensor([7, 3]), tensor([5., 2.]))
+    """
+
+    uses: ClassVar[frozenset[Op]] = frozenset()
+    returns_ids = True
+
+    def lift(self, gradients: Gradients) -> Tree:
+        """Return the ids."""
+        if gradients.unit_ids is None:
+            raise ArgumentError.about(
+                "unit", expected="ids [B] for UnitIds()", received="none", fix="Pass unit=ids, one id for each sample."
+            )
+        return Stacked(gradients.unit_ids)

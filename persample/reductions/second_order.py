@@ -125,6 +125,9 @@ class NaturalGradient(_Solve):
                 "NaturalGradient(targets): expected loss_fn to return (loss, aux), from which the function reads the "
                 "targets, received a loss alone. Return both."
             )
+        if gradients.are_of_units:
+            expected = "one number for each unit, as aux are of samples"
+            raise self._rejected(expected, "a function of aux")
         device = gradients.losses.device
         targets = torch.vmap(lambda aux: torch.as_tensor(self.targets(aux), device=device))(gradients.aux)  # type: ignore[operator, misc]
         if targets.shape == gradients.losses.shape[:1] and gradients.losses.shape[1:].numel() == 1:  # aux lost its axis

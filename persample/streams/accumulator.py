@@ -195,9 +195,7 @@ def sorted_rows(merged: object, places: Tensor | None) -> Tree:
     def in_order(leaf: object) -> Tree:
         if not isinstance(leaf, Stacked):
             return leaf
-        rows = leaf.concatenated()
-        index = places.to(rows.device)
-        return Stacked(rows[index] if isinstance(rows, Tensor) else rows.rows(index), leaf.dtype)
+        return leaf.at(places)
 
     return trees.tree_map(in_order, merged)
 

@@ -32,7 +32,7 @@ def compiled(
     By ``asked``, the next call like this one is recognized. ``out`` shares no memory with the inputs; if the program
     wrote into its tensors, these are the results.
     """
-    if call.size > (chunk_size or call.size):
+    if call.size > (chunk_size or call.size) or call.order is not None or _is_irregular(call):
         lift = functools.partial(lift_compiled, reductions=reductions, engine=engine)
         return pipeline.run(call, lift, reductions, chunk_size)
     container = cast("trees.TreeSpec", asked.container)
@@ -42,7 +42,15 @@ def compiled(
 
 def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> Any:
     """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines."""
+    if _is_irregular(call):
+        return pipeline.lift_by(eager, reductions)(call)
     return _computed(Task(reductions, call, finishes=False, engine=engine))
+
+
+def _is_irregular(call: Call) -> bool:
+    """Return whether units differ in size, or exceed a chunk: each such call would be a program of its own."""
+    units = call.units
+    return units is not None and (not isinstance(units.sizes, int) or units.sizes > (units.most or units.sizes))
 
 
 def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[Any]:

@@ -129,7 +129,8 @@ def _compiled(family: Family, task: Task, formats: list[Format]) -> Program:
 
 def _axes(family: Family, task: Task, formats: list[Format]) -> Axes | None:
     """Return the axes of the batch size if several sizes were seen, so that one program for all of them pays."""
-    if task.call.size < 2 or not family.takes_any_size:  # torch's symbolic sizes exclude 0 and 1
+    # torch's symbolic sizes exclude 0 and 1; a number of units is no formula a + b · B.
+    if task.call.size < 2 or not family.takes_any_size or task.call.units is not None:
         return None
     if not family.seen:
         varies = task.loss.capture is not None and len(task.loss.capture.history.batch_sizes) > 1

@@ -78,7 +78,12 @@ class Task:
         """The tensors that the program reads."""
         leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
         weights = [] if self.call.weights is None else [self.call.weights]
-        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._live[0], *self._total]
+        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._ids, *self._live[0], *self._total]
+
+    @property
+    def _ids(self) -> list[Tensor]:
+        units = self.call.units
+        return [] if units is None or units.ids is None else [units.ids]
 
     @property
     def _total(self) -> list[Tensor]:
@@ -100,7 +105,8 @@ class Task:
         leaves = zip(self.call.leaves, self.call.leaves_batched, strict=True)
         split = [*self.call.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
         weights = [] if self.call.weights is None else [True]
-        return [*split, *weights, *(False for _ in (*self._live[0], *self._total)), *(True for _ in self.written)]
+        others = (*self._ids, *self._live[0], *self._total)
+        return [*split, *weights, *(False for _ in others), *(True for _ in self.written)]
 
     @property
     def _graphs(self) -> Hashable:
@@ -120,6 +126,7 @@ class Task:
             (loss.fn, tuple(map(_key, self.reductions.reductions)), self._graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
+            call.units and (call.units.sizes, call.units.scale, call.units.ids is None),
             (call.randomness, call.budget.allowance, self.finishes, self.engine, self._live[1]),
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
@@ -130,6 +137,7 @@ class Task:
         params = tuple(next(given) for _ in self.call.params)
         leaves = tuple(next(given) if isinstance(x, Tensor) else x for x in self.call.leaves)
         weights = None if self.call.weights is None else next(given)
+        units = self.call.units and replace(self.call.units, ids=next(given) if self._ids else None)
         fields = outline.filled([next(given) for _ in live])
         total = self.total and replace(self.total, tensors=[next(given) for _ in self._total])
         new = zip(self.reductions.reductions, *fields, self.functions, strict=True)
@@ -140,7 +148,7 @@ class Task:
         # So the bound on elements grows with the number of samples in the trace.
         allowance, in_fresh_memory, kept = self.call.budget
         budget = Budget(allowance, in_fresh_memory, kept * size / self.call.size)
-        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, planned=budget)
+        call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, planned=budget, units=units)
         lifted = pipeline.lift_chunks([call], eager, reductions)
         try:
             results = replace(self, call=call, reductions=reductions, total=total).last_step(lifted)
