@@ -18,9 +18,12 @@ from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, SumFactor
 from persample.factors.cost_model import Estimate, Plan
 from persample.factors.factor import is_zeros
+from persample.gradients import Gradients
 from persample.inputs import Call, Outputs, Randomness
+from persample.pipeline import Engine
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
+from persample.units import of_units
 from persample.utils import rng
 from persample.utils.isolation import isolated
 from persample.utils.trees import Tree
@@ -123,6 +126,7 @@ def explain(
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
+    unit: int | Tensor | Sequence[int] | None = None,
     memory: int | Literal["low"] | None = None,
     engine: Literal["eager", "traced", "compiled"] = "eager",
 ) -> Explanation:
@@ -140,6 +144,7 @@ def explain(
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``.
+        unit: as in ``per_sample_grads``: the rows are those of the gradients of units.
         memory: as in ``per_sample_grads``.
         engine: "eager" (also for what "auto" stores), or "traced" or "compiled" to list the engine's programs: their
             seconds are what the first calls took, which later calls have to save.
@@ -183,6 +188,7 @@ def explain(
             randomness=randomness,
             outputs=outputs,
             memory=memory,
+            unit=unit,
         )
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
@@ -200,13 +206,27 @@ def explain(
 def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor], Sequence[Factor], list[str]]:
     """Return the factors that could be stored, those that the engine stores, and the reasons for written-out ones."""
     start = rng.snapshot()
-    found, why = factored(call, frozenset())
+    why = ""
+
+    def keeping(chunk: Call, ops: frozenset[str]) -> Gradients:
+        nonlocal why
+        found, why = factored(chunk, ops)
+        return found
+
+    could = _of_call(call, keeping, frozenset())
     rng.rewind(start)
-    stored = eager(call, required_ops).factors
+    stored, plan = _of_call(call, eager, required_ops), call.plan(required_ops)
     rng.rewind(start)
-    could, plan = found.factors, call.plan(required_ops)
     reasons = [why or _NO_LAYER if isinstance(x, Dense) else x.reason_to_write_out(plan) for x in could]
     return could, stored, [_UNUSED if is_zeros(x) else reason for x, reason in zip(could, reasons, strict=True)]
+
+
+def _of_call(call: Call, engine: Engine, ops: frozenset[str]) -> Sequence[Factor]:
+    """Return the factors of samples, or of units; of units of several sizes those of the largest, which come last."""
+    if call.units is None:
+        return engine(call, ops).factors
+    *_, last = of_units(call, engine, ops)
+    return last.factors
 
 
 def _times(factor: Factor, plan: Plan) -> Estimate | None:

@@ -17,7 +17,7 @@ from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN
-from persample.inputs.units import UnitReduce, consecutive, reads_ids
+from persample.inputs.units import UnitReduce, consecutive, is_count, reads_ids
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
@@ -81,8 +81,8 @@ def per_sample_grads(
         outputs: "scalar" if the loss of one sample is a number; "rows" if it is a vector ``[K]``: then a sample has K
             gradients: ``Stack`` gives ``[B, K, *shape]``, ``Norm`` ``[B, K]``, ``Gram`` ``[B, K, B, K]``, sums
             ``[K, *shape]``. The loss runs once for all K.
-        unit: what counts as one, where it is not a sample: a number k, for units of k consecutive samples; or the id of
-            each sample's unit (a user, a prompt, an image), integers ``[B]``. The gradient of a unit is the sum of those
+        unit: what counts as one, where it is not a sample: a number k, for units of k consecutive samples; or the ids
+            of the samples' units (users, prompts, images), integers ``[B]``. The gradient of a unit is the sum of those
             of its samples, each times its weight. All reductions but ``Aux`` then speak of units, in the order of their
             first samples: ``Norm`` gives ``[U]``, ``ClippedMean`` clips the gradient of each unit and divides by their
             number. Each unit counts once, and one whose weights are all 0 is removed.
@@ -177,11 +177,11 @@ def per_sample_grads(
         batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
-    has_ids = unit is not None and type(unit) is not int
+    has_ids = unit is not None and not is_count(unit)
     if engine in PROGRAMS and has_ids and weights is None and in_dims == (None, 0) and not any(map(reads_ids, wanted)):
         # As units of k samples, for which programs are remembered.
         batch, unit = consecutive(batch, unit) or (batch, unit)
-        has_ids = type(unit) is not int
+        has_ids = not is_count(unit)
     options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory, unit, unit_reduce
     asked = Asked(loss_fn, params, batch, wanted, container, out, options)
     if engine in PROGRAMS and weights is None and not has_ids and (found := repeated(asked)) is not None:

@@ -129,7 +129,7 @@ def _rows(gradients: Gradients, index: slice | Tensor) -> Gradients:
 
 
 def in_first_order(chunked: Call, merged: Tree, reductions: Reductions) -> Tree:
-    """Return merged leaves with rows of units in the order of their first samples, rows of samples in that of the batch."""
+    """Return merged leaves in the order of the batch: rows of samples, and rows of units by their first samples."""
     if chunked.order is None:
         return merged
     leaves, connected = merged

@@ -19,11 +19,13 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from persample import Loss, NoiseScale, Norm, Project, accumulate
+from persample import Loss, NoiseScale, Norm, Project, UnitIds, accumulate
 from persample.cli.figures import save_statistics
 from persample.cli.output import check_counts, console, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
+from persample.streams.accumulator import Order
+from persample.utils.trees import Tree
 
 QUANTILES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
@@ -63,10 +65,12 @@ def statistics(
     dim: int,
     engine: Engine,
     group: dist.ProcessGroup | None = None,
+    unit: Tree = None,
 ) -> tuple[Statistics, Tensor, Tensor]:
     """Compute the statistics in one pass, and return them with all norms and leverages, ``[n]`` each.
 
-    Leverages are estimated from ``dim`` random projections of each gradient.
+    Leverages are estimated from ``dim`` random projections of each gradient. With ``unit``, as ``accumulate`` takes it,
+    samples are units, and their indices are the ids of the units.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018): the critical batch size is about the
     noise scale.
@@ -78,14 +82,22 @@ def statistics(
         (1, tensor([1., 5.]))
     """
     wanted = {"norms": Norm(), "losses": Loss(), "noise": NoiseScale(), "projected": Project(dim, seed=0)}
-    found = accumulate(loss_fn, params, batches, wanted, engine=engine, group=group, progress=True)
+    has_ids = unit is not None and not isinstance(unit, int)
+    reduce = {**wanted, "ids": UnitIds()} if has_ids else wanted
+    order: Order = "interleaved" if unit is None else "contiguous"
+    found = accumulate(
+        loss_fn, params, batches, reduce, engine=engine, group=group, progress=True, unit=unit, order=order
+    )
     norms, losses, projected = (found[name].cpu() for name in ("norms", "losses", "projected"))
     trace, squared_mean, scale = (x.item() for x in found["noise"])
     scores = leverages(projected)
 
     def highest(values: Tensor) -> list[Sample]:
         order = values.argsort(descending=True, stable=True)[:top].tolist()
-        return [Sample(i, norms[i].item(), scores[i].item(), losses[i].item()) for i in order]
+        return [
+            Sample(int(found["ids"][i]) if has_ids else i, norms[i].item(), scores[i].item(), losses[i].item())
+            for i in order
+        ]
 
     # torch.quantile refuses more than 16 million elements
     quantiles = norms.double().sort().values[[round(share * (len(norms) - 1)) for share in QUANTILES]]
@@ -140,19 +152,22 @@ def stats(
 
     Quantiles of their norms, the noise scale with the batch size that it suggests, and the samples with the largest
     norms and the highest leverages. FUNCTION(rank, world) returns (loss_fn, params, batches): the batches hold samples
-    rank, rank + world, … Alone: FUNCTION(0, 1). On several processes: torchrun --nproc-per-node 2 -m persample stats
-    MODULE:FUNCTION.
+    rank, rank + world, … Or (loss_fn, params, batches, unit), where unit is a number of samples, or a function from a
+    batch to the ids of its samples' units, for statistics of units, all of one process each. Alone: FUNCTION(0, 1). On
+    several processes: torchrun --nproc-per-node 2 -m persample stats MODULE:FUNCTION.
     """
     check_counts(0, top=top)
     function = _function(source)
     directory = None if output is None else writable(output, "stats.json", "stats.png")
     with _processes() as (rank, world, group):
         returned = function(rank, world)
-        if not isinstance(returned, tuple) or len(returned) != 3:
+        if not isinstance(returned, tuple) or len(returned) not in {3, 4}:
             fix = "Return the loss of one sample, what it differentiates, and an iterable of batches."
-            expected = "a function that returns (loss_fn, params, batches)"
+            expected = "a function that returns (loss_fn, params, batches), or (loss_fn, params, batches, unit)"
             raise ArgumentError.about(source, expected=expected, received=type(returned).__name__, fix=fix)
-        found, norms, scores = statistics(*returned, top=top, dim=dim, engine=engine, group=group)
+        loss_fn, params, batches, *unit = returned
+        options = {"top": top, "dim": dim, "engine": engine, "group": group, "unit": (*unit, None)[0]}
+        found, norms, scores = statistics(loss_fn, params, batches, **options)
     if rank:
         return
     out = console()

@@ -181,8 +181,16 @@ class Factor(ABC):
         out.add_(self.materialize())
 
     def spread(self: F, places: Tensor, rows: int) -> F:
-        """Return the factor of ``rows`` samples, with the gradients at the given places ``[B]``, and zeros elsewhere."""
+        """Return the factor of ``rows`` samples, the gradients at places ``[B]``, and zeros elsewhere."""
         return self.with_tensors([contractions.spread(x, places, rows) for x in self.tensors])
+
+    def times_elements(self, scale: Tensor) -> Factor:
+        """Return the factor of s ⊙ gᵢ for ``scale`` of the shape of one gradient, in float32 at least."""
+        return Scaled(self, scale.to(numerics.accumulate_dtype(self.dtype)), outputs=self.outputs)
+
+    def times_rank_one(self, rows: Tensor, columns: Tensor) -> Factor:
+        """Return the factor of s ⊙ gᵢ for s = rows columnsᵀ, ``rows [o]`` and ``columns [*rest]``."""
+        return self.times_elements(rows.view(-1, *[1] * columns.ndim) * columns)
 
     def times(self, scale: float) -> Factor:
         """Return the factor of s gᵢ, in which the first tensor is multiplied."""
@@ -357,6 +365,10 @@ class Dense(Factor):
         other.add_to(values)
         return replace(self, values=values)
 
+    def times_elements(self, scale: Tensor) -> Dense:
+        """Return the factor of s ⊙ gᵢ for ``scale`` of the shape of one gradient, in float32 at least."""
+        return replace(self, values=self.values * scale.to(numerics.accumulate_dtype(self.dtype)))
+
     def joined_rows(self, count: int) -> Dense:
         """Return the factor of the sums of ``count`` consecutive gradients each, in float32 at least."""
         dtype = numerics.accumulate_dtype(self.dtype)
@@ -368,6 +380,54 @@ class Dense(Factor):
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.values
+
+
+@dataclass(frozen=True)
+class Scaled(Factor):
+    """The gradients of another factor times the same tensor, elementwise; written out a few samples at a time.
+
+    Args:
+        factor: the factor of the gᵢ.
+        scale: s, of the shape of one gradient, without the axis of outputs.
+    """
+
+    factor: Factor
+    scale: Tensor
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the other factor."""
+        return self.factor.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scaled gradients."""
+        return self.scale.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one gradient."""
+        return self.factor.shape
+
+    @property
+    def num_terms(self) -> int:
+        """T of the other factor."""
+        return self.factor.num_terms
+
+    def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> Scaled:
+        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
+        factor = self.factor.with_tensors(tensors, outputs)
+        return replace(self, factor=factor, outputs=factor.outputs)
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        values = self.factor.materialize() * self.scale
+        return values if out is None else out.copy_(values)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[Scaled]) -> Scaled:
+        """Return the factor of the samples of all, which have one scale."""
+        return replace(factors[0], factor=concatenate([one.factor for one in factors]))
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:

@@ -132,6 +132,14 @@ class Outer(Factor):
         left, right = (x.double() * contractions.per_row(s, x) for x, s in ((self.left, left), (self.right, right)))
         return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
 
+    def times_rank_one(self, rows: Tensor, columns: Tensor) -> Factor:
+        """Return the factor of s ⊙ gᵢ for s = rows columnsᵀ: signals and inputs are multiplied."""
+        if not self.has_rows:
+            return super().times_rank_one(rows, columns)
+        dtype = numerics.accumulate_dtype(self.dtype)
+        left, right = (x.double() * scale.flatten() for x, scale in ((self.left, rows), (self.right, columns)))
+        return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:

@@ -89,6 +89,12 @@ class SumFactor(Factor):
         """Return the factor of sᵢ gᵢ for ``scale [B]``, in float32 at least."""
         return replace(self, parts=tuple(part.scale_rows(scale) for part in self.parts))
 
+    def times_rank_one(self, rows: Tensor, columns: Tensor) -> Factor:
+        """Return the factor of s ⊙ gᵢ for s = rows columnsᵀ."""
+        if not self.has_rows or not all(isinstance(part, Outer) for part in self.parts):
+            return super().times_rank_one(rows, columns)
+        return replace(self, parts=tuple(part.times_rank_one(rows, columns) for part in self.parts))
+
     def times(self, scale: float) -> SumFactor:
         """Return the factor of s gᵢ."""
         return replace(self, parts=tuple(part.times(scale) for part in self.parts))

@@ -172,6 +172,11 @@ class Call:
         """B, or U of units: the number of gradients that reductions see."""
         return self.size if self.units is None else self.units.count(self.size)
 
+    @property
+    def counted(self) -> tuple[int, Tensor | None]:
+        """The number of gradients that reductions see, and their weights."""
+        return (self.size, self.weights) if self.units is None else (self.count, self.unit_weights)
+
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that the loss is called with."""
@@ -294,22 +299,30 @@ def normalize(
         memory,
     )
     if unit is not None:
-        call = _of_units(call, unit, unit_reduce, keep_ids=any(one.returns_ids for one in wanted))
+        call = with_units(call, unit, unit_reduce, wanted)
     if not is_part:
-        check_averages(wanted, weights if call.units is None else call.unit_weights, call.count)
+        check_averages(wanted, call.counted[1], call.count)
     return call if call.weights is None else replace(call, weights=call.weights.to(values[0].device))
 
 
-def _of_units(call: Call, unit: Tree, reduce: UnitReduce, *, keep_ids: bool) -> Call:
+def with_units(call: Call, unit: Leaf, reduce: UnitReduce, wanted: Sequence[Reduction]) -> Call:
     """Return the call whose samples are sorted by their units."""
-    units, order = units_of(unit, call.size, keep_ids=keep_ids)
-    params, leaves, weights = call.params, call.leaves, call.weights
+    units, order = units_of(unit, call.size, keep_ids=any(one.returns_ids for one in wanted))
+    params, leaves, weights = call.params, call.leaves, None if call.weights is None else call.weights.cpu()
+    device = params[0].device
     if order is not None:
-        index = order.samples.to(params[0].device)
-        params, leaves = call.at(index)
+        params, leaves = call.at(order.samples.to(device))
         weights = None if weights is None else weights[order.samples]
     weights, units, of_units = weights_of_samples(weights, units, call.size, reduce)
-    return replace(call, params=params, leaves=leaves, weights=weights, units=units, order=order, unit_weights=of_units)
+    return replace(
+        call,
+        params=params,
+        leaves=leaves,
+        weights=None if weights is None else weights.to(device),
+        units=units,
+        order=order,
+        unit_weights=of_units,
+    )
 
 
 def _check_parametrizations(called: str) -> None:

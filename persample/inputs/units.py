@@ -107,7 +107,7 @@ def units_of(unit: Leaf, size: int, *, keep_ids: bool) -> tuple[Units, Order | N
         size: B.
         keep_ids: whether a reduction returns the ids.
     """
-    if isinstance(unit, int) and not isinstance(unit, bool):
+    if is_count(unit):
         if unit < 1 or size % unit:
             fix = "Pass a divisor of the number of samples, or the id of each sample's unit, [B]."
             expected = f"a positive int that divides B = {size}"
@@ -149,6 +149,11 @@ def consecutive(batch: Tree, unit: Leaf) -> tuple[Tree, int] | None:
         return None
     index = torch.from_numpy(samples).to(leaves[0].device)
     return trees.unflatten([x.index_select(0, index) for x in leaves], structure), count
+
+
+def is_count(unit: Leaf) -> bool:
+    """Return whether units are given by the number of their samples, and not by ids."""
+    return type(unit) is int
 
 
 def reads_ids(reduction: Reduction) -> bool:

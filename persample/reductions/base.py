@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from persample.clipping import Rule
+from persample.errors import ArgumentError
 from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import AnyOf, Summed, divided
@@ -60,6 +62,38 @@ class Reduction:
             spec: the structure, names, shapes and dtypes of the parameters.
         """
 
+    def sensitivity(
+        self,
+        adjacency: Adjacency = "add-remove",  # noqa: ARG002 (as subclasses have)
+        *,
+        size: int | None = None,  # noqa: ARG002
+        num_params: int | Mapping[str, int] | None = None,  # noqa: ARG002
+    ) -> float:
+        """Return the L2 sensitivity: how far one unit (a sample, or what ``unit`` says) can move the result.
+
+        The noise of a Gaussian mechanism has this standard deviation times the noise multiplier. Weights are at most 1
+        in size, gradients finite. In another ``metric`` D it is C √(max D), in the Euclidean norm.
+
+        Source: Dwork, Roth, "The Algorithmic Foundations of Differential Privacy" (2014), definition 3.8.
+
+        Args:
+            adjacency: "add-remove" if neighbouring batches differ by one more unit, "replace-one" if one unit is
+                another.
+            size: the number of units in a mean.
+            num_params: with ``per_param``, the number of parameter tensors, or that of each name.
+
+        Raises:
+            ArgumentError: if no bound is known, or an argument is missing.
+
+        Examples:
+            >>> from persample import ClippedSum
+            >>> ClippedSum(0.5).sensitivity("add-remove"), ClippedSum(0.5).sensitivity("replace-one")
+            (0.5, 1.0)
+        """
+        fix = "Use ClippedSum(C), or WeightedSum with a rule of persample.clipping."
+        received = f"{type(self).__name__}, which one unit may move by any amount"
+        raise ArgumentError.about("sensitivity", expected="a clipped sum or mean", received=received, fix=fix)
+
     def lift(self, gradients: Gradients) -> Tree:
         """Return the mergeable leaves of one chunk.
 
@@ -77,6 +111,7 @@ class Reduction:
         raise NotImplementedError
 
 
+Adjacency: TypeAlias = Literal["add-remove", "replace-one"]
 # The argument ``reduce`` of one call. Lists are invariant in Python's types, hence list[Leaf].
 Reduce: TypeAlias = "Reduction | Mapping[Any, Reduce] | tuple[Reduce, ...] | list[Leaf] | None"
 
@@ -151,8 +186,8 @@ def described(reductions: Sequence[Reduction], container: trees.TreeSpec) -> str
     return str(trees.unflatten(list(map(in_words, reductions)), container))
 
 
-def in_words(reduction: Reduction) -> str:
-    """Return the class and options of a reduction; functions by their names alone."""
+def in_words(reduction: Reduction | Rule) -> str:
+    """Return the class and options of a reduction, or of a rule; functions by their names alone."""
     given: dict[str, Any] = (
         {one.name: getattr(reduction, one.name) for one in fields(reduction)} if is_dataclass(reduction) else {}
     )
@@ -161,6 +196,10 @@ def in_words(reduction: Reduction) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return f"{{{', '.join(f'{name!r}: {_value(x)}' for name, x in value.items())}}}"
+    if isinstance(value, Rule):
+        return in_words(value)
     if callable(value) and not isinstance(value, nn.Module):
         return name_of(value)
     if value is None or isinstance(value, int | float | str):

@@ -15,6 +15,7 @@ from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
+from persample.reductions.metric import check_metric, in_metric, scaled_by_metric
 from persample.utils.numerics import root
 from persample.utils.trees import Tree, flatten, leaves_like, on_one_line, structure
 
@@ -30,9 +31,10 @@ class Gram(Reduction):
 
     Args:
         other: the hⱼ, as ``Factored()`` returns them for the same parameters; None for the gⱼ.
+        metric: D as in ``Norm``: the inner products are gᵢᵀ D⁻¹ gⱼ.
 
     Raises:
-        ArgumentError: (when used) if ``other`` is not a tree of factors like the parameters.
+        ArgumentError: (when used) if ``other`` or ``metric`` is not like the parameters, or ``metric`` not positive.
 
     Examples:
         >>> import torch
@@ -50,11 +52,13 @@ class Gram(Reduction):
     """
 
     other: Tree = None
+    metric: Tree = None
     uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
-    live: ClassVar[tuple[str, ...]] = ("other",)
+    live: ClassVar[tuple[str, ...]] = ("other", "metric")
 
     def check(self, spec: ParamSpec) -> None:
         """Raise an error if ``other`` are not factors of gradients of the parameters."""
+        check_metric(self.metric, spec)
         if self.other is None:
             return
         leaves = leaves_like(self.other, spec.structure)
@@ -75,7 +79,8 @@ class Gram(Reduction):
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the factors."""
-        return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
+        pairs = zip(in_metric(gradients, self.metric).factors, gradients.spec.dtypes, strict=True)
+        return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
 
     def finish(self, merged: object) -> Tensor:
         """Return the inner products, summed over the parameters."""
@@ -100,7 +105,8 @@ class Gram(Reduction):
             return None
         mine, structure = flatten(merged)
         others = leaves_like(self.other, structure) or []
-        return [other.to(leaf.rows.device) for other, leaf in zip(others, mine, strict=True)]
+        others = [other.to(leaf.rows.device) for other, leaf in zip(others, mine, strict=True)]
+        return scaled_by_metric(others, self.metric, structure, [leaf.dtype for leaf in mine])
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +117,10 @@ class CosineSimilarity(Gram):
 
     Args:
         other: the hⱼ, as ``Factored()`` returns them for the same parameters; None for the gⱼ.
+        metric: D as in ``Norm``: the cosines of the D⁻¹ᐟ² gᵢ.
 
     Raises:
-        ArgumentError: (when used) if ``other`` is not a tree of factors like the parameters.
+        ArgumentError: (when used) if ``other`` or ``metric`` is not like the parameters, or ``metric`` not positive.
 
     Examples:
         >>> import torch
@@ -129,7 +136,8 @@ class CosineSimilarity(Gram):
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the factors, and the norms."""
-        return {"factors": super().lift(gradients), "norms": Stacked(gradients.norms)}
+        norms = in_metric(gradients, self.metric).norms
+        return {"factors": super().lift(gradients), "norms": Stacked(norms)}
 
     def factors(self, merged: Tree) -> list[Factor]:
         """Return the factors of the gradients scaled to length 1, because products of small ones may underflow."""

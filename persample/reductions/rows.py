@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from persample.errors import ArgumentError, LossError
 from persample.factors import Op
-from persample.gradients import Gradients
+from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
+from persample.reductions.metric import check_metric, in_metric
 from persample.utils.numerics import accumulate_dtype, widest
 from persample.utils.trees import Tree, tree_map
 
@@ -77,20 +78,36 @@ class Norm(PerSample):
 
     Args:
         per_param: return a tree like the parameters instead, with the norms ``[B]`` of each parameter.
+        metric: D, a tree like the parameters of positive tensors that broadcast with them, such as Adam's second
+            moments plus a small number: the norms are ‖D⁻¹ᐟ² gᵢ‖. Of one row, one column or one number, and of a pair
+            (r, c) for D = r cᵀ (``r [o]``, ``c [*rest]``), gradients stay factors; else they are written out a few
+            samples at a time.
+
+    Raises:
+        ArgumentError: (when used) if ``metric`` is not like the parameters, or not positive.
 
     Examples:
         >>> import torch
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]), Norm())
         tensor([5., 0.])
+        >>> x, metric = torch.tensor([[3.0, 4.0]]), torch.tensor([9.0, 4.0])
+        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, Norm(metric=metric))  # (1, 2)
+        tensor([2.2361])
     """
 
     per_param: bool = False
+    metric: Tree = None
     uses: ClassVar[frozenset[Op]] = frozenset({Op.squared_norms})
+    live: ClassVar[tuple[str, ...]] = ("metric",)
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if the metric is not like the parameters."""
+        check_metric(self.metric, spec)
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the norms."""
-        dtypes = gradients.spec.dtypes
+        dtypes, gradients = gradients.spec.dtypes, in_metric(gradients, self.metric)
         if not self.per_param:
             return Stacked(gradients.norms, widest(dtypes))
         pairs = zip(gradients.norms_per_param, dtypes, strict=True)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from persample.clipping import Bound, Rule, check_bound
 from persample.errors import ArgumentError
 from persample.factors import Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
-from persample.reductions.base import Average, SumOverSamples
-from persample.utils.numerics import accumulate_dtype, root
-from persample.utils.tracing import are_plain, is_batched
-from persample.utils.trees import Tree
+from persample.reductions.base import Adjacency, Average, SumOverSamples
+from persample.reductions.groups import group_names, scales_of_groups
+from persample.reductions.metric import check_metric, in_metric
+from persample.utils.numerics import accumulate_dtype
+from persample.utils.tracing import are_plain
+from persample.utils.trees import Tree, flatten
+
+S = TypeVar("S")
 
 
 class _ScaledSum(SumOverSamples):
@@ -39,22 +43,31 @@ class _ScaledSum(SumOverSamples):
 
 @dataclass(frozen=True)
 class _Clipped(_ScaledSum):
-    max_norm: Bound | Mapping[str, Bound]
+    max_norm: Bound | Rule | Mapping[str, Bound | Rule]
     per_param: bool = False
+    metric: Tree = None
     uses: ClassVar[frozenset[Op]] = frozenset({Op.weighted_sum, Op.squared_norms})
-    live: ClassVar[tuple[str, ...]] = ("max_norm",)
+    live: ClassVar[tuple[str, ...]] = ("max_norm", "metric")
 
     def __post_init__(self) -> None:
         check_bounds(self.max_norm)
 
     def check(self, spec: ParamSpec) -> None:
-        """Raise an error if bounds by name do not name every parameter."""
+        """Raise an error if bounds by name do not name every parameter, or the metric is not like the parameters."""
         if isinstance(self.max_norm, Mapping):
             group_names(list(self.max_norm), spec.paths)
+        check_metric(self.metric, spec)
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Return min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped."""
-        return clip_scales(gradients, self.max_norm, per_param=self.per_param)
+        """Return what the rule returns for ‖gᵢ‖, or min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped."""
+        measured = in_metric(gradients, self.metric)
+        return scales_of_groups(measured, self.max_norm, clip_scale, "max_norm", per_param=self.per_param)
+
+    def _largest(self, num_params: int | Mapping[str, int] | None) -> float:
+        """Return the largest Euclidean norm that a unit's part of the sum may have."""
+        largest = largest_norm(self.max_norm, num_params, per_param=self.per_param)
+        parts = [math.prod(float(x.max()) for x in leaf) for leaf in _pairs(self.metric)]
+        return largest * math.sqrt(max(parts, default=1.0))
 
 
 @dataclass(frozen=True)
@@ -99,10 +112,12 @@ class ClippedSum(_Clipped):
     Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
 
     Args:
-        max_norm: the bound C, a number or 0-d tensor in [0, ∞]; or bounds by name, such as ``{"head": 0.1, "": 1.0}``.
-            A name stands for a parameter or for a module (or subtree) with all its parameters, whose gradients are
-            clipped together; "" for all that no other name has; the longest name decides.
+        max_norm: the bound C, a number or 0-d tensor in [0, ∞]; or a rule of ``persample.clipping``; or these by name,
+            such as ``{"head": 0.1, "": 1.0}``. A name stands for a parameter or for a module (or subtree) with all its
+            parameters, whose gradients are clipped together; "" for all that no other name has; the longest decides.
         per_param: clip the gradient of each parameter to C by itself, instead of all of them together.
+        metric: D, a tree like the parameters of positive tensors that broadcast with them: then ‖gᵢ‖ is
+            ‖D⁻¹ᐟ² gᵢ‖, and the sum remains that of the gᵢ. See ``Norm``.
 
     Raises:
         ArgumentError: if ``max_norm`` is negative or NaN, or (when used) if names and parameters do not match.
@@ -116,7 +131,19 @@ class ClippedSum(_Clipped):
         >>> by_name = ClippedSum({"body": 5.0, "head": 0.5})  # gradients (3, 4) and 1
         >>> per_sample_grads(lambda p, x: p["body"] @ x + p["head"], params, x, by_name)
         {'body': tensor([3., 4.]), 'head': tensor(0.5000)}
+        >>> ClippedSum({"body": 3.0, "head": 4.0}).sensitivity("replace-one")
+        10.0
     """
+
+    def sensitivity(
+        self,
+        adjacency: Adjacency = "add-remove",
+        *,
+        size: int | None = None,  # noqa: ARG002 (a sum has no divisor)
+        num_params: int | Mapping[str, int] | None = None,
+    ) -> float:
+        """Return C, or 2C if a unit is replaced: see ``Reduction.sensitivity``."""
+        return self._largest(num_params) * _changes(adjacency)
 
 
 @dataclass(frozen=True)
@@ -126,10 +153,12 @@ class ClippedMean(_Clipped, Average):
     Returns a tree like the parameters. The bounds are those of ClippedSum, the rules for weights those of Mean.
 
     Args:
-        max_norm: the bound C, a number or 0-d tensor in [0, ∞]; or bounds by name, such as ``{"head": 0.1, "": 1.0}``.
-            A name stands for a parameter or for a module (or subtree) with all its parameters, whose gradients are
-            clipped together; "" for all that no other name has; the longest name decides.
+        max_norm: the bound C, a number or 0-d tensor in [0, ∞]; or a rule of ``persample.clipping``; or these by name,
+            such as ``{"head": 0.1, "": 1.0}``. A name stands for a parameter or for a module (or subtree) with all its
+            parameters, whose gradients are clipped together; "" for all that no other name has; the longest decides.
         per_param: clip the gradient of each parameter to C by itself, instead of all of them together.
+        metric: D, a tree like the parameters of positive tensors that broadcast with them: then ‖gᵢ‖ is
+            ‖D⁻¹ᐟ² gᵢ‖, and the sum remains that of the gᵢ. See ``Norm``.
 
     Raises:
         ArgumentError: if ``max_norm`` is negative or NaN, or (when used) if names and parameters do not match.
@@ -139,7 +168,31 @@ class ClippedMean(_Clipped, Average):
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedMean(1.0))
         tensor(0.7500)
+        >>> ClippedMean(1.0).sensitivity("replace-one", size=100)
+        0.02
     """
+
+    def sensitivity(
+        self,
+        adjacency: Adjacency = "add-remove",
+        *,
+        size: int | None = None,
+        num_params: int | Mapping[str, int] | None = None,
+    ) -> float:
+        """Return 2C/n if one of n units is replaced: see ``Reduction.sensitivity``."""
+        if _changes(adjacency) == 1:
+            expected, fix = (
+                "'replace-one' for a mean",
+                "A unit changes the divisor, too: use ClippedSum and divide by n.",
+            )
+            raise ArgumentError.about("adjacency", expected=expected, received="'add-remove'", fix=fix)
+        if not isinstance(size, int) or size < 1:
+            fix = "Pass the number of units (samples) in the mean."
+            raise ArgumentError.about("size", expected="a positive int for a mean", received=repr(size), fix=fix)
+        return 2 * self._largest(num_params) / size
+
+
+Scale = Rule | Callable[[Tensor], Tensor | float]
 
 
 @dataclass(frozen=True)
@@ -150,10 +203,13 @@ class WeightedSum(_ScaledSum):
     result does not depend on the chunks.
 
     Args:
-        weight_fn: f, from a 0-d norm to a 0-d scale, without data-dependent control flow (use ``torch.where``).
+        weight_fn: f, from a 0-d norm to a 0-d scale, without data-dependent control flow (use ``torch.where``); or a
+            rule of ``persample.clipping``; or these by name, as in ``ClippedSum``.
+        per_param: scale the gradient of each parameter by its own norm, instead of all of them together.
 
     Raises:
-        ArgumentError: if ``weight_fn`` is not callable, fails, or returns anything but one number per norm.
+        ArgumentError: if ``weight_fn`` is not callable, fails, or returns anything but one number per norm; or (when
+            used) if names and parameters do not match.
 
     Examples:
         >>> import torch
@@ -163,107 +219,129 @@ class WeightedSum(_ScaledSum):
         tensor(2.)
     """
 
-    weight_fn: Callable[[Tensor], Tensor | float]
+    weight_fn: Scale | Mapping[str, Scale]
+    per_param: bool = False
     uses: ClassVar[frozenset[Op]] = frozenset({Op.weighted_sum, Op.squared_norms})
+    live: ClassVar[tuple[str, ...]] = ("weight_fn",)
     functions_of_a_norm: ClassVar[tuple[str, ...]] = ("weight_fn",)
 
     def __post_init__(self) -> None:
-        if not callable(self.weight_fn):
-            raise self._rejected(repr(self.weight_fn))
+        for argument, scale in _named("weight_fn", self.weight_fn):
+            if not isinstance(scale, Rule) and not callable(scale):
+                raise _rejected(argument, repr(scale))
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if functions by name do not name every parameter."""
+        if isinstance(self.weight_fn, Mapping):
+            group_names(list(self.weight_fn), spec.paths, "weight_fn")
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return f(‖gᵢ‖)."""
-        norms = gradients.norms.flatten()
-        if len(norms) == 0:  # vmap rejects an empty batch
-            return [gradients.norms] * len(gradients.factors)
-        try:
-            scale = torch.vmap(lambda norm: torch.as_tensor(self.weight_fn(norm), device=norm.device))(norms)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise self._rejected(f"a function that fails: {error}") from error
-        if scale.shape != norms.shape or scale.is_complex():
-            raise self._rejected(f"a function that returns shape {list(scale.shape[1:])}, {scale.dtype}")
-        return [scale.to(norms).view_as(gradients.norms)] * len(gradients.factors)
+        return scales_of_groups(gradients, self.weight_fn, _scale_of, "weight_fn", per_param=self.per_param)
 
-    @staticmethod
-    def _rejected(received: str) -> ArgumentError:
-        return ArgumentError.about(
-            "weight_fn",
-            expected="a function from one 0-d norm to one 0-d scale",
-            received=received,
-            fix="Compute the scale from the norm with torch operations, torch.where instead of if.",
-        )
+    def sensitivity(
+        self,
+        adjacency: Adjacency = "add-remove",
+        *,
+        size: int | None = None,
+        num_params: int | Mapping[str, int] | None = None,
+    ) -> float:
+        """Return C, or 2C if a unit is replaced, of rules: see ``Reduction.sensitivity``."""
+        named = self.weight_fn if isinstance(self.weight_fn, Mapping) else {"": self.weight_fn}
+        rules = {name: scale for name, scale in named.items() if isinstance(scale, Rule)}
+        if len(rules) < len(named):
+            return super().sensitivity(adjacency, size=size, num_params=num_params)
+        bounds = rules if isinstance(self.weight_fn, Mapping) else rules[""]
+        return largest_norm(bounds, num_params, per_param=self.per_param) * _changes(adjacency)
 
 
-Bound = float | Tensor
-# Of a path such as params['fc.weight'] or params.layers[0].
-_KEY = re.compile(r"""\[(?:'(.*?)'|"(.*?)"|(.*?))\]|\.(\w+)""")
+def _scale_of(norms: Tensor, scale: Scale) -> Tensor:
+    """Return f of each norm."""
+    if isinstance(scale, Rule):
+        return scale.scale(norms)
+    if norms.numel() == 0:  # vmap rejects an empty batch
+        return norms
+    try:
+        found = torch.vmap(lambda norm: torch.as_tensor(scale(norm), device=norm.device))(norms.flatten())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _rejected("weight_fn", f"a function that fails: {error}") from error
+    if found.shape != (norms.numel(),) or found.is_complex():
+        raise _rejected("weight_fn", f"a function that returns shape {list(found.shape[1:])}, {found.dtype}")
+    return found.to(norms).view_as(norms)
 
 
-def check_bounds(max_norm: Bound | Mapping[str, Bound]) -> None:
-    """Check that bounds are numbers from 0 to ∞."""
-    named = isinstance(max_norm, Mapping)
-    for name, bound in max_norm.items() if isinstance(max_norm, Mapping) else [("", max_norm)]:
-        if named and not isinstance(name, str):
+def _rejected(argument: str, received: str) -> ArgumentError:
+    return ArgumentError.about(
+        argument,
+        expected="a function from one 0-d norm to one 0-d scale",
+        received=received,
+        fix="Compute the scale from the norm with torch operations, torch.where instead of if.",
+    )
+
+
+def _changes(adjacency: Adjacency) -> int:
+    """Return how many units' parts differ in neighbouring batches."""
+    if adjacency not in ("add-remove", "replace-one"):
+        expected = "'add-remove' or 'replace-one'"
+        raise ArgumentError.about("adjacency", expected=expected, received=repr(adjacency), fix="Pick one of them.")
+    return 1 if adjacency == "add-remove" else 2
+
+
+def largest_norm(
+    bounds: Bound | Rule | Mapping[str, Bound | Rule],
+    num_params: int | Mapping[str, int] | None,
+    *,
+    per_param: bool,
+) -> float:
+    """Return the root of the sum of the squared bounds of all groups of parameters, each of which counts once."""
+    squares = 0.0
+    for name, bound in bounds.items() if isinstance(bounds, Mapping) else [("", bounds)]:
+        own = num_params.get(name) if isinstance(num_params, Mapping) else num_params
+        if per_param and not (
+            isinstance(own, int) and own > 0 and isinstance(num_params, Mapping) == isinstance(bounds, Mapping)
+        ):
+            expected = "the number of parameter tensors" + (" of each name" * isinstance(bounds, Mapping))
+            fix = "Each of them is clipped by itself: pass for example len(list(model.parameters()))."
+            raise ArgumentError.about("num_params", expected=expected, received=repr(num_params), fix=fix)
+        number = float(bound.max_norm if isinstance(bound, Rule) else bound)
+        squares += number**2 * (own if per_param and own else 1)
+    if not squares < math.inf:
+        fix = "Pass a finite bound."
+        raise ArgumentError.about("max_norm", expected="a bound on every gradient", received="inf", fix=fix)
+    return math.sqrt(squares)
+
+
+def _pairs(metric: Tree) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors of each parameter's metric: its elements, or rows and columns."""
+    leaves, _ = flatten(metric, is_leaf=lambda x: isinstance(x, tuple))
+    for leaf in leaves:
+        if leaf is not None:
+            yield leaf if isinstance(leaf, tuple) else (leaf,)
+
+
+def check_bounds(max_norm: Bound | Rule | Mapping[str, Bound | Rule]) -> None:
+    """Check that bounds are rules, or numbers from 0 to ∞."""
+    for argument, bound in _named("max_norm", max_norm):
+        if not isinstance(bound, Rule):
+            check_bound(argument, bound)
+
+
+def _named(argument: str, given: S | Mapping[str, S]) -> Iterator[tuple[str, S]]:
+    """Yield the single values of an argument that may be by name, with their names in messages."""
+    if not isinstance(given, Mapping):
+        yield argument, given
+        return
+    for name, value in given.items():
+        if not isinstance(name, str):
             fix = "Name parameters as in 'layers.0.weight'; '' stands for all that no other name has."
-            raise ArgumentError.about("max_norm", expected="names as keys", received=repr(name), fix=fix)
-        number = (isinstance(bound, Real) and not isinstance(bound, bool)) or (
-            isinstance(bound, Tensor) and bound.ndim == 0
-        )
-        if not number or not (is_batched(bound) or bound >= 0):
-            fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
-            argument = f"max_norm[{name!r}]" if named else "max_norm"
-            raise ArgumentError.about(argument, expected="a number >= 0", received=repr(bound), fix=fix)
+            raise ArgumentError.about(argument, expected="names as keys", received=repr(name), fix=fix)
+        yield f"{argument}[{name!r}]", value
 
 
-def group_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Return the longest of the given names that each parameter belongs to.
-
-    Examples:
-        >>> group_names(["body", "body.bias", ""], ["params['body.weight']", "params['body.bias']", "params['scale']"])
-        ['body', 'body.bias', '']
-    """
-    dotted = [".".join(map("".join, _KEY.findall(path))) for path in paths]
-    found = [max((name for name in names if _contains(name, own)), key=len, default=None) for own in dotted]
-    missing = [own for own, name in zip(dotted, found, strict=True) if name is None]
-    unknown = sorted({*names} - {*found})
-    if missing or unknown:
-        faults = [f"no bound for {missing}"] if missing else []
-        faults += [f"bounds for {unknown}, which name no parameter"] if unknown else []
-        received = ", and ".join(faults)
-        fix = f"The parameters are {dotted}; '' stands for all that no other name has, inf clips nothing."
-        raise ArgumentError.about("max_norm", expected="bounds by parameter or module", received=received, fix=fix)
-    return [name for name in found if name is not None]
-
-
-def clip_scales(gradients: Gradients, max_norm: Bound | Mapping[str, Bound], *, per_param: bool) -> list[Tensor]:
-    """Return min(1, C/‖gᵢ‖) of each parameter's group, exactly 1 where nothing is clipped (C = ∞, or a zero gradient).
-
-    Args:
-        gradients: the gradients of a chunk.
-        max_norm: one bound for all parameters together, or bounds by name.
-        per_param: whether each parameter is a group of its own.
-
-    Returns:
-        The scales of each parameter, ``[B]`` float64; of one group the same tensor.
-    """
-    if not isinstance(max_norm, Mapping) and not per_param:
-        return [_scale(gradients.norms, max_norm)] * len(gradients.factors)
-    bounds = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    names = group_names(list(bounds), gradients.spec.paths)
-    if per_param:
-        return [_scale(norms, bounds[name]) for norms, name in zip(gradients.norms_per_param, names, strict=True)]
-    squared: dict[str, list[Tensor]] = {name: [] for name in bounds}
-    for name, one in zip(names, gradients.squared_norms_per_param, strict=True):
-        squared[name].append(one)
-    scales = {name: _scale(root(torch.stack(own).sum(0)), bounds[name]) for name, own in squared.items()}
-    return [scales[name] for name in names]
-
-
-def _contains(name: str, own: str) -> bool:
-    return name in ("", own) or own.startswith(f"{name}.")
-
-
-def _scale(norms: Tensor, bound: Bound) -> Tensor:
+def clip_scale(norms: Tensor, bound: Bound | Rule) -> Tensor:
+    """Return what a rule returns; of a number C min(1, C/‖gᵢ‖), exactly 1 for C = ∞ and for zero gradients."""
+    if isinstance(bound, Rule):
+        return bound.scale(norms)
     limit = bound.to(norms) if isinstance(bound, Tensor) else float(bound)
     kept = norms <= limit
     if are_plain([norms]) and not isinstance(bound, Tensor):

@@ -15,6 +15,7 @@ from persample._torch import transforms, uncaptured
 from persample.engines.compiled import PROGRAMS
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
+from persample.inputs.units import UnitReduce, is_count
 from persample.pipeline import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Reduce
@@ -24,6 +25,7 @@ from persample.streams.batches import numbered, shown
 from persample.streams.lift import BatchLift, RandomStream
 from persample.streams.sink import SinkRun
 from persample.streams.stream import Stream
+from persample.streams.units import UnitStream
 from persample.utils import trees
 from persample.utils.isolation import isolated
 from persample.utils.trees import Leaf, Tree
@@ -41,6 +43,8 @@ def accumulate(
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
     outputs: Outputs = "scalar",
+    unit: int | Callable[[Leaf], Leaf] | Iterable[Leaf] | None = None,
+    unit_reduce: UnitReduce = "sum",
     chunk_size: int | None = None,
     memory: int | Literal["low"] | None = None,
     engine: Engine = "eager",
@@ -73,6 +77,11 @@ def accumulate(
         randomness: as in ``per_sample_grads``; "same" means the same numbers for the samples of all batches. The losses
             draw from a stream of their own, which torch's global generator seeds once.
         outputs: as in ``per_sample_grads``.
+        unit: as in ``per_sample_grads``: a number; or a function from a batch to the ids of its samples' units, or an
+            iterable with ids for each batch. The last unit of a batch may continue in the next one (with ``sink``, none
+            may). An id that comes again later is an error: sort the samples by their units. Each unit has all its
+            samples on one process, and ``order`` is that of units.
+        unit_reduce: as in ``per_sample_grads``.
         chunk_size: the number of samples processed at a time; None for a whole batch.
         memory: as in ``per_sample_grads``, for the samples of one chunk.
         engine: as in ``per_sample_grads``.
@@ -121,7 +130,12 @@ def accumulate(
     def prepare() -> tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]:
         check_constant(differentiable=differentiable)
         inputs.check_options(
-            engine=engine, randomness=randomness, chunk_size=chunk_size, memory=memory, outputs=outputs
+            engine=engine,
+            randomness=randomness,
+            chunk_size=chunk_size,
+            memory=memory,
+            outputs=outputs,
+            unit_reduce=unit_reduce,
         )
         inputs.check_choices(order=(order, ORDERS))
         wanted, container = inputs.reductions(reduce)
@@ -132,9 +146,16 @@ def accumulate(
             "outputs": outputs,
             "memory": memory,
         }
-        merges = engine in PROGRAMS and sink is None  # a folder takes rows, and the numbers of its sums, by batch
-        lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges)
+        has_ids = unit is not None and not is_count(unit)
+        # A folder takes rows, and the numbers of its sums, by batch; rows of units by ids are sorted by batch.
+        merges = engine in PROGRAMS and sink is None and not has_ids
+        units = UnitStream(unit_reduce, wanted, waits=sink is None)
+        lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges, units)
         processes = Processes(group, lift.device, "accumulate")
+        if unit is not None and group is not None and order == "interleaved" and any(r.rows_of_samples for r in wanted):
+            expected = "'contiguous' for rows of samples (Aux) beside units"
+            fix = "Give each process one piece of the data set."
+            raise ArgumentError.about("order", expected=expected, received="'interleaved'", fix=fix)
         if sink is None:
             return lift, container, processes, None
         run = SinkRun(sink, lift, container, order, processes, resume=bool(resume))
@@ -142,15 +163,15 @@ def accumulate(
 
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
         lift, container, *_ = prepared
-        options = {"order": order, "randomness": randomness, "sink": repr(sink)}
+        options = {"order": order, "randomness": randomness, "sink": repr(sink), "unit_reduce": unit_reduce}
         return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
 
     lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)
     if run is not None and run.is_finished:
-        return run.of_finished(numbered(batches, weights))
+        return run.of_finished(numbered(batches, weights, unit))
     stream = Stream(lift, order, processes, run)
     with shown(batches, wanted=progress and processes.rank == 0) as advance:
-        stream.through(batches, weights, advance)
+        stream.through(numbered(batches, weights, unit), advance)
 
     def finish() -> Tree:
         total = stream.merged()

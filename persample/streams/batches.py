@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from persample.errors import ArgumentError, LossError
 from persample.inputs import as_dicts
+from persample.inputs.units import is_count
 from persample.utils.trees import Leaf, Tree
 
 _END = object()
@@ -29,11 +30,13 @@ class Batch(NamedTuple):
         number: how many came before it.
         content: what the iterable gave.
         weights: the weights of its samples, or None.
+        unit: the number of samples in each unit, or the ids of their units, or None.
     """
 
     number: int
     content: Tree
     weights: Tree
+    unit: Tree = None
 
     @property
     def name(self) -> str:
@@ -41,52 +44,53 @@ class Batch(NamedTuple):
         return f"batches[{self.number}]"
 
 
-def numbered(batches: object, weights: object) -> Iterator[Batch]:
-    """Yield the batches with their numbers and weights."""
+def numbered(batches: object, weights: object, unit: object = None) -> Iterator[Batch]:
+    """Yield the batches with their numbers, weights and units."""
     if isinstance(batches, Tensor | nn.Module | Mapping | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
         raise ArgumentError.about("batches", expected=expected, received=type(batches).__name__, fix=fix)
     source = iter(batches)
-    weights_of = _weights(weights)
+    weights_of = _entries("weights", weights)
+    unit_of = (lambda _: unit) if is_count(unit) else _entries("unit", unit)
     number = 0
     while True:
         with InBatch(f"batches[{number}]"):
             content = next(source, _END)
-            entry = weights_of(content)
+            entry, units = weights_of(content), unit_of(content)
         if content is _END:
             return
-        yield Batch(number, as_dicts(content), entry)
+        yield Batch(number, as_dicts(content), entry, units)
         number += 1
 
 
-def _weights(weights: object) -> Callable[[Leaf], Leaf]:
-    """Return the function from one batch after the other to their weights."""
-    if weights is None:
+def _entries(argument: str, given: object) -> Callable[[Leaf], Leaf]:
+    """Return the function from one batch after the other to their weights, or to their units."""
+    if given is None:
         return lambda _: None
-    if callable(weights):
-        _check_takes_a_batch(weights)
-        return lambda content: None if content is _END else weights(content)
-    if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
-        fix = "Pass a list of one [B] for each batch, or a function such as lambda batch: batch['weight']."
+    if callable(given):
+        _check_takes_a_batch(argument, given)
+        return lambda content: None if content is _END else given(content)
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+        fix = f"Pass a list of one [B] for each batch, or a function such as lambda batch: batch['{argument}']."
         expected = "a function of a batch, or an iterable with one entry for each batch"
-        raise ArgumentError.about("weights", expected=expected, received=type(weights).__name__, fix=fix)
-    entries = iter(weights)
+        raise ArgumentError.about(argument, expected=expected, received=type(given).__name__, fix=fix)
+    entries = iter(given)
 
     def entry(content: object) -> Tree:
         found = next(entries, _END)
         if (found is _END) != (content is _END):
             fewer = "fewer entries than batches" if found is _END else "more entries than batches"
             fix = "Pass None for a batch whose samples count once."
-            raise ArgumentError.about("weights", expected="one entry for each batch", received=fewer, fix=fix)
+            raise ArgumentError.about(argument, expected="one entry for each batch", received=fewer, fix=fix)
         return found
 
     return entry
 
 
-def _check_takes_a_batch(weights: Callable[..., Tree]) -> None:
+def _check_takes_a_batch(argument: str, given: Callable[..., Tree]) -> None:
     try:
-        signature = inspect.signature(weights)
+        signature = inspect.signature(given)
     except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
@@ -94,7 +98,7 @@ def _check_takes_a_batch(weights: Callable[..., Tree]) -> None:
     except TypeError as error:
         fix = "It is called with the whole batch: lambda batch: batch[1] for the second entry of a tuple."
         received = f"{signature} ({error})"
-        raise ArgumentError.about("weights", expected="a function of a batch", received=received, fix=fix) from error
+        raise ArgumentError.about(argument, expected="a function of a batch", received=received, fix=fix) from error
 
 
 class InBatch:

@@ -17,11 +17,13 @@ from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Call
-from persample.merge import AnyOf
+from persample.merge import AnyOf, merge_all
 from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.streams.batches import Batch, InBatch
+from persample.streams.units import UnitStream
+from persample.units import in_first_order
 from persample.utils import rng
 from persample.utils.isolation import isolated
 from persample.utils.trees import Leaf, Tree
@@ -78,6 +80,7 @@ class BatchLift:
         engine: the name of the engine.
         random: the random numbers that the loss draws.
         merges: whether programs merge the leaves into a total.
+        units: the units of the stream.
     """
 
     loss_fn: Callable[..., Tree]
@@ -88,6 +91,7 @@ class BatchLift:
     engine: str
     random: RandomStream
     merges: bool
+    units: UnitStream
 
     def __call__(
         self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
@@ -100,15 +104,39 @@ class BatchLift:
 
         def compute() -> Call:
             call = self._normalized(batch)
-            with unwritten(call):
-                for chunk in call.chunks(self.chunk_size):
-                    with self.random.drawing():
-                        found = self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
-                    receive(found, chunk)
+            self._compute(call, batch, total, receive)
             return call
 
         with InBatch(batch.name):
             return isolated(self.params, compute)
+
+    def rest(self, batch: Batch, receive: Callable[[Tree, Call], object]) -> Call | None:
+        """Compute the samples that wait after the last batch."""
+        call = self.units.rest()
+        if call is not None:
+            with InBatch(batch.name):
+                isolated(self.params, lambda: self._compute(call, batch, lambda: None, receive))
+        return call
+
+    def _compute(
+        self, call: Call, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
+    ) -> None:
+        with unwritten(call):
+            if call.order is not None:  # rows are sorted when all of them are known
+                lifted = merge_all([self._drawn(chunk) for chunk in call.chunks(self.chunk_size)])
+                receive(in_first_order(call, lifted, Reductions(self.wanted)), call)
+                return
+            for chunk in call.chunks(self.chunk_size):
+                if self.merges:
+                    with self.random.drawing():
+                        found: Tree = self._merged(chunk, batch, total())
+                else:
+                    found = self._drawn(chunk)
+                receive(found, chunk)
+
+    def _drawn(self, chunk: Call) -> Tree:
+        with self.random.drawing():
+            return self._lifted(chunk)
 
     def repeated(self, batch: Batch, total: Total | None) -> tuple[Tree, int] | None:
         """Merge a batch by the compiled program of an earlier one like it.
@@ -121,7 +149,7 @@ class BatchLift:
             What ``receive`` is called with, which shares no memory with the batch, and the number of samples; None
             where there is no such program.
         """
-        if not self.merges or batch.weights is not None:
+        if not self.merges or batch.weights is not None or not self.units.is_whole(batch):
             return None
         with InBatch(batch.name), self.random.drawing():
             found = repeated(self._asked(batch, total))
@@ -137,7 +165,7 @@ class BatchLift:
             self.wanted,
             container=None,
             out=None,
-            options=(self.engine, *self.options.values(), self.chunk_size),
+            options=(self.engine, *self.options.values(), self.chunk_size, batch.unit),
             total=total,
             flat_params=self._flat_params,
         )
@@ -159,7 +187,7 @@ class BatchLift:
             return isolated(self.params, lambda: self._normalized(batch))
 
     def _normalized(self, batch: Batch) -> Call:
-        return inputs.normalize(
+        call = inputs.normalize(
             self.loss_fn,
             self.params,
             batch.content,
@@ -169,6 +197,7 @@ class BatchLift:
             is_part=True,
             **self.options,
         )
+        return self.units.whole(call, batch.unit)
 
     def without_samples(self, call: Call) -> Tree:
         """Return the leaves of an empty batch, which have the form of any batch's leaves."""

@@ -12,7 +12,7 @@ from persample.inputs import Call, check_params
 from persample.inputs.call import NotConnectedError
 from persample.processes import Processes
 from persample.streams.accumulator import Accumulator, Order, Partial, merge_ranks
-from persample.streams.batches import Batch, no_batch, numbered
+from persample.streams.batches import Batch, no_batch
 from persample.streams.lift import BatchLift
 from persample.streams.sink import SinkRun
 from persample.utils.trees import Tree
@@ -26,12 +26,13 @@ class Stream:
     def __init__(self, lift: BatchLift, order: Order, processes: Processes, run: SinkRun | None) -> None:
         self.lift, self.order, self.processes, self.run = lift, order, processes, run
         self.accumulator = Accumulator()
+        self._batch: Batch | None = None
 
-    def through(self, batches: object, weights: object, advance: Callable[[int], object]) -> None:
+    def through(self, batches: Iterator[Batch], advance: Callable[[int], object]) -> None:
         """Go through the batches of this process."""
         self.lift.random.seed(self.processes)
         try:
-            self._add_all(batches, weights, advance)
+            self._add_all(batches, advance)
             self.processes.together(self._end)
         finally:
             if self.run is not None:
@@ -39,6 +40,7 @@ class Stream:
 
     def merged(self) -> Partial:
         """Merge the results of all processes."""
+        self.lift.units.check_ranks(self.processes)
         own = self.accumulator.partial()
         with self.processes.answered():
             total = merge_ranks(own, self.lift.wanted, self.order, self.processes)
@@ -50,18 +52,22 @@ class Stream:
             raise NotConnectedError
         return total
 
-    def _add_all(self, batches: object, weights: object, advance: Callable[[int], object]) -> None:
+    def _add_all(self, batches: Iterator[Batch], advance: Callable[[int], object]) -> None:
         lockstep = Lockstep(self.processes)
         try:
-            for batch in lockstep.through(numbered(batches, weights)):
+            for batch in lockstep.through(batches):
                 before = self.accumulator.samples
                 self._add(batch)
+                self._batch = batch
                 advance(self.accumulator.samples - before)
         except Exception as error:
             lockstep.fail(error)
             raise
 
     def _end(self) -> None:
+        call = self._batch and self.lift.rest(self._batch, self._receive)
+        if call is not None:
+            self.accumulator.count(*call.counted)
         if self.run is not None:
             self.run.end(self.accumulator)
 
@@ -78,7 +84,7 @@ class Stream:
         if batch.number == 0:  # here, where errors do not name the batch
             check_params(self.lift.params)
         call = self.lift(batch, lambda: self.accumulator.total, self._receive)
-        self.accumulator.count(call.size, call.weights)
+        self.accumulator.count(*call.counted)
         if self.run is not None:
             self.run.commit(batch, call, self.accumulator)
 

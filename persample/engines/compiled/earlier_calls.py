@@ -135,7 +135,7 @@ class EarlierCall:
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
         live: the numbers and tensors of reductions that may change.
         total: the formats of the total that the leaves are merged into, and where they belong.
-        size: the number of samples.
+        size: the number of samples, or of units.
         program: the program.
     """
 
@@ -241,7 +241,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         [inputs.index(place) for place in sorted(kept)],
         live_inputs(asked.wanted, flat.params[0].device),
         form_of(total.tensors, total.outline),
-        call.size,
+        call.count,
         program,
     )
     entry.calls = [earlier, *entry.calls][:_MOST]

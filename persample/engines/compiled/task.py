@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from persample import pipeline
+from persample.clipping import Rule
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
 from persample.engines.compiled.packing import Outline, Total, pack
 from persample.engines.compiled.trace import Format
@@ -24,6 +25,13 @@ from persample.pipeline import write_into
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.utils import trees
+
+
+class FunctionKey(NamedTuple):
+    """Where a reduction has a function of a norm: its field, and there the name of a group of parameters, or None."""
+
+    field: str
+    group: str | None
 
 
 class UnfinishedError(Exception):
@@ -52,13 +60,13 @@ class Task:
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
     out: Any = None
     total: Total | None = None
-    functions: Sequence[Mapping[str, tuple[GraphFunction, list[Tensor]]]] = ()
+    functions: Sequence[Mapping[FunctionKey, tuple[GraphFunction, list[Tensor]]]] = ()
 
     def captured(self) -> Task:
         """Return the same task with the loss, and the functions of reductions, captured as graphs."""
         device = self.call.params[0].device
         functions = [
-            {name: captured_function_of_a_norm(getattr(r, name), device) for name in r.functions_of_a_norm}
+            {key: captured_function_of_a_norm(function, device) for key, function in _functions_of_a_norm(r).items()}
             for r in self.reductions.reductions
         ]
         return replace(self, call=captured_call(self.call), functions=functions)
@@ -172,6 +180,8 @@ def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline
 
 
 def _as_input(x: Any, device: torch.device) -> Any:
+    if isinstance(x, Rule):
+        return replace(x, max_norm=_as_input(x.max_norm, device))
     if isinstance(x, Tensor):
         return x.detach().to(device)
     return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
@@ -228,15 +238,32 @@ def _key(reduction: Reduction) -> Hashable:
 
 
 def _live_fields(reduction: Reduction) -> dict[str, Any]:
-    return {name: x for name in reduction.live if (x := getattr(reduction, name)) is not None and not callable(x)}
+    found = {name: getattr(reduction, name) for name in reduction.live}
+    return {name: x for name, x in found.items() if x is not None and not any(map(callable, trees.flatten(x)[0]))}
+
+
+def _functions_of_a_norm(reduction: Reduction) -> dict[FunctionKey, Callable[[Tensor], Any]]:
+    """Return the functions of a norm by their fields, and by their names in it where it has several."""
+    found: dict[FunctionKey, Callable[[Tensor], Any]] = {}
+    for field_name in set(reduction.functions_of_a_norm) - _live_fields(reduction).keys():
+        given = getattr(reduction, field_name)
+        for name, x in given.items() if isinstance(given, Mapping) else [(None, given)]:
+            found[FunctionKey(field_name, name)] = x.scale if isinstance(x, Rule) else x
+    return found
 
 
 def _changed(
-    reduction: Reduction, numbers: Mapping[str, Any], kept: Mapping[str, Any], functions: Mapping[str, Any]
+    reduction: Reduction,
+    numbers: Mapping[str, Any],
+    kept: Mapping[FunctionKey, Any],
+    functions: Mapping[FunctionKey, Any],
 ) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
-    graphs = {name: _of_norm(graph, kept[name]) for name, (graph, _) in functions.items()}
-    for name, value in {**numbers, **graphs}.items():
+    fields = dict(numbers)
+    for key, (graph, _) in functions.items():
+        one = _of_norm(graph, kept[key])
+        fields[key.field] = one if key.group is None else {**fields.get(key.field, {}), key.group: one}
+    for name, value in fields.items():
         object.__setattr__(changed, name, value)
     return changed
 

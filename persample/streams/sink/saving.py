@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from persample.errors import ArgumentError
@@ -72,7 +73,7 @@ class SinkRun:
 
     def _pass_over(self, batch: Batch, accumulator: Accumulator) -> Call:
         call = self.lift.normalized(batch)
-        accumulator.count(call.size, call.weights)
+        accumulator.count(*call.counted)
         self._last = batch, call
         return call
 
@@ -179,7 +180,8 @@ class SinkRun:
 
 def _facts(batch: Batch, call: Call) -> tuple[int, str]:
     """Return the number of batches up to this one, and its checksum."""
-    return batch.number + 1, digest((batch.content, call.weights))
+    unit = () if batch.unit is None else np.asarray(batch.unit)
+    return batch.number + 1, digest((batch.content, call.weights, unit))
 
 
 def _has_rows(reduction: Reduction) -> bool:
@@ -196,5 +198,5 @@ def description(lift: BatchLift, names: list[str]) -> Record:
         "loss_fn": name_of(lift.loss_fn),
         "params": digest([dict(zip(tree.paths, tree.tensors, strict=True)), state]),
         "reduce": reduce,
-        "options": {**options, "chunk_size": lift.chunk_size, "engine": lift.engine},
+        "options": {**options, "chunk_size": lift.chunk_size, "engine": lift.engine, "unit_reduce": lift.units.reduce},
     }

@@ -1,0 +1,137 @@
+"""Units in a stream: the last unit of a batch waits, as the next batch may have more of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample.errors import ArgumentError
+from persample.inputs.call import Call, with_units
+from persample.inputs.units import Ids, UnitReduce, as_ids, is_count
+from persample.processes import Processes
+from persample.reductions import Reduction
+from persample.streams.batches import Batch
+from persample.utils import trees
+from persample.utils.trees import Leaf
+
+
+class UnitStream:
+    """The units of one call of ``accumulate``.
+
+    Args:
+        reduce: "sum" or "mean".
+        wanted: the reductions.
+        waits: whether the last unit of a batch may continue in the next one.
+    """
+
+    def __init__(self, reduce: UnitReduce, wanted: Sequence[Reduction], *, waits: bool) -> None:
+        self.reduce, self.wanted, self.waits = reduce, wanted, waits
+        self.done: set[int] = set()
+        self._held: tuple[Call, Leaf] | None = None
+
+    def is_whole(self, batch: Batch) -> bool:
+        """Return whether a batch has no units, or whole ones, and no samples wait for it."""
+        if batch.unit is None:
+            return True
+        leaves = [x for x in trees.flatten(batch.content)[0] if isinstance(x, Tensor) and x.ndim]
+        return self._held is None and is_count(batch.unit) and all(len(x) % batch.unit == 0 for x in leaves)
+
+    def whole(self, call: Call, unit: Leaf) -> Call:
+        """Return the samples of whole units among those that wait and those of a batch."""
+        if unit is None or (is_count(unit) and not self.waits):
+            return call if unit is None else with_units(call, unit, self.reduce, self.wanted)
+        ids = unit if is_count(unit) else as_ids(unit, call.size)
+        if self._held is not None:
+            before, of_before = self._held
+            call = _joined(before, call)
+            ids = unit if is_count(unit) else np.concatenate([of_before, ids])
+        waiting = self._unfinished(ids, call.size)
+        self._held = _some(call, ids, waiting) if waiting.any() else None
+        return with_units(*_some(call, ids, ~waiting), self.reduce, self.wanted)
+
+    def rest(self) -> Call | None:
+        """Return the samples of the last unit."""
+        if self._held is None:
+            return None
+        call, ids = self._held
+        return with_units(call, ids, self.reduce, self.wanted)
+
+    def check_ranks(self, processes: Processes) -> None:
+        """Reject units whose samples several processes have."""
+        if processes.group is None:
+            return
+        owners: dict[int, int] = {}
+        for rank, ids in enumerate(processes.gather_objects(self.done)):
+            shared = sorted(ids & owners.keys())
+            if shared:
+                received = f"id {shared[0]} on ranks {owners[shared[0]]} and {rank}"
+                fix = "Give each process the samples of its own units."
+                raise ArgumentError.about("unit", expected="units of one process each", received=received, fix=fix)
+            owners |= dict.fromkeys(ids, rank)
+
+    def _unfinished(self, unit: int | Ids, size: int) -> Tensor:
+        """Return which samples wait, ``[B]`` bool; remember the units of the others."""
+        if isinstance(unit, int):
+            return torch.arange(size, device="cpu") >= size - size % unit
+        found, first = np.unique(unit, return_index=True)
+        waiting = np.zeros(size, dtype=np.bool_)
+        if self.waits and size:
+            waiting = np.equal(unit, unit[first.max()])
+        finished = {int(x) for x in np.unique(unit[~waiting])}
+        again = sorted(self.done & {int(x) for x in found})
+        if again:
+            expected = "all samples of a unit in one batch" + (
+                ", or in consecutive ones, as its last unit" * self.waits
+            )
+            received = f"id {again[0]} again, after other units"
+            fix = "Sort the samples by their units."
+            raise ArgumentError.about("unit", expected=expected, received=received, fix=fix)
+        self.done |= finished
+        return torch.from_numpy(waiting)
+
+
+def _some(call: Call, unit: int | Ids, chosen: Tensor) -> tuple[Call, int | Ids]:
+    """Return some samples, in memory of their own, and their units."""
+    if chosen.all():
+        return call, unit
+    index = chosen.nonzero()[:, 0].to(call.params[0].device)
+    params, leaves = call.at(index)
+    weights = None if call.weights is None else call.weights[index]
+    call = replace(call, size=len(index), params=params, leaves=leaves, weights=weights)
+    return call, unit if isinstance(unit, int) else unit[chosen.numpy()]
+
+
+def _joined(before: Call, call: Call) -> Call:
+    """Return the samples of both."""
+    if (before.weights is None) != (call.weights is None):
+        fix = "Pass weights for all batches, or for none."
+        expected = "weights of all samples of a unit, or of none"
+        raise ArgumentError.about("weights", expected=expected, received="some", fix=fix)
+
+    def both(one: Sequence[Leaf], other: Sequence[Leaf], batched: Sequence[bool]) -> tuple[Leaf, ...]:
+        return tuple(
+            torch.cat([x, y]) if split else _same(x, y) for x, y, split in zip(one, other, batched, strict=True)
+        )
+
+    weights = [x.weights for x in (before, call) if x.weights is not None]
+    return replace(
+        call,
+        size=before.size + call.size,
+        params=both(before.params, call.params, call.params_batched),
+        leaves=both(before.leaves, call.leaves, call.leaves_batched),
+        weights=torch.cat(weights) if weights else None,
+    )
+
+
+def _same(one: Leaf, other: Leaf) -> Leaf:
+    """Return what all samples share, which must be the same in the batches of a unit."""
+    alike = one is other or (torch.equal(one, other) if isinstance(one, Tensor) else one == other)
+    if not alike:
+        fix = "Begin a batch with a new unit where it changes."
+        expected = "what all samples share to be the same in all batches of a unit"
+        raise ArgumentError.about("unit", expected=expected, received="another value", fix=fix)
+    return other
