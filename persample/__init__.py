@@ -6,7 +6,7 @@
 tensor([-1., -1.])
 """
 
-from persample import losses, naive
+from persample import clipping, losses, naive
 from persample.checkup import check
 from persample.composite import composite_grads
 from persample.engines.compiled import clear_cache
@@ -91,6 +91,7 @@ __all__ = [
     "accumulate",
     "check",
     "clear_cache",
+    "clipping",
     "composite_grads",
     "explain",
     "fisher_vector_product",

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
 
-import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
@@ -139,18 +138,11 @@ class PerSampleAdaptive(Rule):
         return _bound_like(self.max_norm, norm) / (norm + self.r / (norm + self.r))
 
 
-def next_bound(
-    max_norm: float,
-    norms: Tensor,
-    quantile: float = 0.5,
-    rate: float = 0.2,
-    *,
-    noise: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> float:
+def next_bound(max_norm: float, norms: Tensor, quantile: float = 0.5, rate: float = 0.2) -> float:
     """Return C exp(−η (b − γ)), b the share of norms that are at most C: the bound of the next step.
 
-    C moves to the γ-quantile of the norms. Within a call C is given.
+    C moves to the γ-quantile of the norms. Within a call C is given. The result is not private: for privacy, b needs
+    noise, which takes a part of the budget.
 
     Source: Andrew, Thakkar, McMahan, Ramaswamy, "Differentially Private Learning with Adaptive Clipping" (2021),
     Algorithm 1.
@@ -160,9 +152,6 @@ def next_bound(
         norms: the norms of this step's samples or units, ``[B]``, as ``Norm()`` returns them.
         quantile: γ, from 0 to 1.
         rate: the learning rate η > 0.
-        noise: the standard deviation of the normal noise on the number of norms that are at most C, for privacy; it
-            takes a part of the budget.
-        generator: where the noise is drawn from; None for torch's global one.
 
     Raises:
         ArgumentError: if a number is out of its range, or ``norms`` is no ``[B]`` with B > 0.
@@ -177,17 +166,12 @@ def next_bound(
     if not (isinstance(quantile, Real) and 0 <= quantile <= 1):
         fix = "Pass the share of gradients that are not to be clipped."
         raise ArgumentError.about("quantile", expected="a number from 0 to 1", received=repr(quantile), fix=fix)
-    if not (isinstance(noise, Real) and 0 <= noise < math.inf):
-        fix = "Pass the standard deviation of the noise on the count."
-        raise ArgumentError.about("noise", expected="a number >= 0", received=repr(noise), fix=fix)
     if not isinstance(norms, Tensor) or norms.ndim != 1 or not len(norms):
         received = f"shape {list(norms.shape)}" if isinstance(norms, Tensor) else type(norms).__name__
         fix = "Ask for Norm() beside the clipped sum."
         raise ArgumentError.about("norms", expected="norms [B], at least one", received=received, fix=fix)
-    count = float((norms <= max_norm).sum())
-    if noise:
-        count += noise * float(torch.randn((), generator=generator, dtype=torch.float64))
-    return float(max_norm) * math.exp(-rate * (count / len(norms) - quantile))
+    share = float((norms <= max_norm).double().mean())
+    return float(max_norm) * math.exp(-rate * (share - quantile))
 
 
 def check_bound(argument: str, bound: Leaf) -> None:

@@ -2,6 +2,7 @@
 
 from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project
+from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
 from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack, UnitIds
@@ -24,6 +25,7 @@ __all__ = [
     "NoiseScaleEstimate",
     "Norm",
     "Project",
+    "RankOne",
     "Reduce",
     "Reduction",
     "SecondMoment",

@@ -64,32 +64,53 @@ class Reduction:
 
     def sensitivity(
         self,
-        adjacency: Adjacency = "add-remove",  # noqa: ARG002 (as subclasses have)
+        adjacency: Adjacency = "add-remove",
         *,
-        size: int | None = None,  # noqa: ARG002
-        num_params: int | Mapping[str, int] | None = None,  # noqa: ARG002
+        size: int | None = None,
+        num_params: int | Mapping[str, int] | None = None,
     ) -> float:
         """Return the L2 sensitivity: how far one unit (a sample, or what ``unit`` says) can move the result.
 
-        The noise of a Gaussian mechanism has this standard deviation times the noise multiplier. Weights are at most 1
-        in size, gradients finite. In another ``metric`` D it is C √(max D), in the Euclidean norm.
+        It is C for a sum of parts of norm C, 2C if a unit is replaced, and 2C/n for a mean of n. The noise of a
+        Gaussian mechanism has this standard deviation times the noise multiplier. Gradients are finite; samples without
+        units have weights of at most 1 in size, and none in a mean. In another ``metric`` D, C is C √(max D), in the
+        Euclidean norm.
 
         Source: Dwork, Roth, "The Algorithmic Foundations of Differential Privacy" (2014), definition 3.8.
 
         Args:
             adjacency: "add-remove" if neighbouring batches differ by one more unit, "replace-one" if one unit is
                 another.
-            size: the number of units in a mean.
+            size: n, the number of units in a mean.
             num_params: with ``per_param``, the number of parameter tensors, or that of each name.
 
         Raises:
-            ArgumentError: if no bound is known, or an argument is missing.
+            ArgumentError: if no bound is known, as of a mean under "add-remove", or an argument is missing.
 
         Examples:
-            >>> from persample import ClippedSum
+            >>> from persample import ClippedMean, ClippedSum
             >>> ClippedSum(0.5).sensitivity("add-remove"), ClippedSum(0.5).sensitivity("replace-one")
             (0.5, 1.0)
+            >>> ClippedMean(0.5).sensitivity("replace-one", size=100)
+            0.01
         """
+        if adjacency not in ("add-remove", "replace-one"):
+            expected = "'add-remove' or 'replace-one'"
+            raise ArgumentError.about("adjacency", expected=expected, received=repr(adjacency), fix="Pick one of them.")
+        largest = self.largest_part(num_params)
+        if not self.divides_by_weight:
+            return largest if adjacency == "add-remove" else 2 * largest
+        if adjacency == "add-remove":
+            expected = "'replace-one' for a mean, whose divisor changes with a unit"
+            fix = "Use the sum, such as ClippedSum, and divide by a public number."
+            raise ArgumentError.about("adjacency", expected=expected, received="'add-remove'", fix=fix)
+        if not isinstance(size, int) or size < 1:
+            fix = "Pass the number of units (samples) in the mean."
+            raise ArgumentError.about("size", expected="a positive int for a mean", received=repr(size), fix=fix)
+        return 2 * largest / size
+
+    def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:  # noqa: ARG002 (as subclasses have)
+        """Return C, the largest norm of one unit's part of the sum."""
         fix = "Use ClippedSum(C), or WeightedSum with a rule of persample.clipping."
         received = f"{type(self).__name__}, which one unit may move by any amount"
         raise ArgumentError.about("sensitivity", expected="a clipped sum or mean", received=received, fix=fix)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +14,24 @@ from persample.errors import ArgumentError
 from persample.factors import Factor
 from persample.gradients import Gradients, ParamSpec
 from persample.utils.tracing import is_batched, is_traced
-from persample.utils.trees import Leaf, Tree, TreeSpec, leaves_like, on_one_line
+from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, on_one_line
 from persample.utils.trees import structure as structure_of
 
 
+class RankOne(NamedTuple):
+    """A metric of one parameter that is a product, D = r cᵀ: under it, gradients stay factors.
+
+    Attributes:
+        rows: r, positive, ``[o]``, the first axis of the parameter.
+        columns: c, positive, ``[*rest]``, all others.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
 def check_metric(metric: Tree, spec: ParamSpec) -> None:
-    """Reject a metric that is no tree like the parameters of positive tensors, or of pairs of them."""
+    """Reject a metric that is no tree like the parameters of positive tensors, or of products of them."""
     if metric is None:
         return
     leaves = leaves_like(metric, spec.structure)
@@ -25,9 +39,9 @@ def check_metric(metric: Tree, spec: ParamSpec) -> None:
         raise _rejected("metric", f"the structure {on_one_line(spec.structure)}", on_one_line(structure_of(metric)))
     for path, shape, leaf in zip(spec.paths, spec.shapes, leaves, strict=True):
         name = path.replace("params", "metric", 1)
-        parts = leaf if isinstance(leaf, tuple) else (leaf,)
-        expected = f"a positive real tensor that broadcasts to {list(shape)}, or a pair (rows, columns) of such"
-        for part, wanted in zip(parts, _shapes(leaf, shape), strict=False):
+        parts: tuple[Leaf, ...] = leaf if isinstance(leaf, RankOne) else (leaf,)
+        expected = f"a positive real tensor that broadcasts to {list(shape)}, or RankOne(rows, columns)"
+        for part, wanted in zip(parts, _shapes(leaf, shape), strict=True):
             if not isinstance(part, Tensor) or part.is_complex() or not _broadcasts(part.shape, wanted):
                 received = (
                     f"shape {list(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
@@ -35,8 +49,6 @@ def check_metric(metric: Tree, spec: ParamSpec) -> None:
                 raise _rejected(name, expected, received)
             if not (is_batched(part) or is_traced(part)) and part.numel() and not bool((part > 0).all()):
                 raise _rejected(name, expected, f"{float(part.min()):g} among its numbers")
-        if len(parts) != len(_shapes(leaf, shape)):
-            raise _rejected(name, expected, f"a tuple of {len(parts)}")
 
 
 def _rejected(name: str, expected: str, received: str) -> ArgumentError:
@@ -45,7 +57,7 @@ def _rejected(name: str, expected: str, received: str) -> ArgumentError:
 
 
 def _shapes(leaf: Leaf, shape: torch.Size) -> list[torch.Size]:
-    return [shape[:1], shape[1:]] if isinstance(leaf, tuple) else [shape]
+    return [shape[:1], shape[1:]] if isinstance(leaf, RankOne) else [shape]
 
 
 def _broadcasts(shape: torch.Size, wanted: torch.Size) -> bool:
@@ -76,7 +88,7 @@ def _scaled(factor: Factor, metric: Leaf, dtype: torch.dtype) -> Factor:
     """Return the factor of D⁻¹ᐟ² gᵢ, which stays one of products where D = r cᵀ, also of one row or column."""
     shape = torch.Size(factor.shape[len(factor.outputs) :])
     shape = shape[:-1] if dtype.is_complex else shape
-    pair = metric if isinstance(metric, tuple) else _as_pair(metric, len(shape))
+    pair = metric if isinstance(metric, RankOne) else _as_pair(metric, len(shape))
 
     def roots(x: Tensor, wanted: torch.Size) -> Tensor:
         return x.to(device=factor.device, dtype=torch.float64).rsqrt().expand(wanted)
@@ -88,11 +100,18 @@ def _scaled(factor: Factor, metric: Leaf, dtype: torch.dtype) -> Factor:
     return factor.times_rank_one(rows, columns.unsqueeze(-1).expand(*shape[1:], 2) if dtype.is_complex else columns)
 
 
-def _as_pair(metric: Tensor, axes: int) -> tuple[Tensor, Tensor] | None:
+def _as_pair(metric: Tensor, axes: int) -> RankOne | None:
     """Return rows and columns whose product is the metric, as its shape shows; None if it does not."""
     whole = metric[(None,) * (axes - metric.ndim)]
     if axes < 2:
         return None
     if whole.shape[1:].numel() == 1:
-        return whole.flatten(), whole.new_ones(())
-    return (whole.new_ones(()), whole[0]) if len(whole) == 1 else None
+        return RankOne(whole.flatten(), whole.new_ones(()))
+    return RankOne(whole.new_ones(()), whole[0]) if len(whole) == 1 else None
+
+
+def largest_root(metric: Tree) -> float:
+    """Return √(max D), of all parameters; 1 without a metric."""
+    leaves, _ = flatten(metric, is_leaf=lambda x: isinstance(x, RankOne))
+    parts = [leaf if isinstance(leaf, RankOne) else (leaf,) for leaf in leaves if leaf is not None]
+    return math.sqrt(max((math.prod(float(x.max()) for x in part) for part in parts), default=1.0))

@@ -79,8 +79,8 @@ class Norm(PerSample):
     Args:
         per_param: return a tree like the parameters instead, with the norms ``[B]`` of each parameter.
         metric: D, a tree like the parameters of positive tensors that broadcast with them, such as Adam's second
-            moments plus a small number: the norms are ‖D⁻¹ᐟ² gᵢ‖. Of one row, one column or one number, and of a pair
-            (r, c) for D = r cᵀ (``r [o]``, ``c [*rest]``), gradients stay factors; else they are written out a few
+            moments plus a small number: the norms are ‖D⁻¹ᐟ² gᵢ‖. Of one row, one column or one number, and of
+            ``persample.reductions.RankOne(rows, columns)``, gradients stay factors; else they are written out a few
             samples at a time.
 
     Raises:

@@ -15,12 +15,12 @@ from persample.errors import ArgumentError
 from persample.factors import Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
-from persample.reductions.base import Adjacency, Average, SumOverSamples
+from persample.reductions.base import Average, SumOverSamples
 from persample.reductions.groups import group_names, scales_of_groups
-from persample.reductions.metric import check_metric, in_metric
+from persample.reductions.metric import check_metric, in_metric, largest_root
 from persample.utils.numerics import accumulate_dtype
 from persample.utils.tracing import are_plain
-from persample.utils.trees import Tree, flatten
+from persample.utils.trees import Tree
 
 S = TypeVar("S")
 
@@ -63,11 +63,9 @@ class _Clipped(_ScaledSum):
         measured = in_metric(gradients, self.metric)
         return scales_of_groups(measured, self.max_norm, clip_scale, "max_norm", per_param=self.per_param)
 
-    def _largest(self, num_params: int | Mapping[str, int] | None) -> float:
+    def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:
         """Return the largest Euclidean norm that a unit's part of the sum may have."""
-        largest = largest_norm(self.max_norm, num_params, per_param=self.per_param)
-        parts = [math.prod(float(x.max()) for x in leaf) for leaf in _pairs(self.metric)]
-        return largest * math.sqrt(max(parts, default=1.0))
+        return largest_norm(self.max_norm, num_params, per_param=self.per_param) * largest_root(self.metric)
 
 
 @dataclass(frozen=True)
@@ -131,19 +129,7 @@ class ClippedSum(_Clipped):
         >>> by_name = ClippedSum({"body": 5.0, "head": 0.5})  # gradients (3, 4) and 1
         >>> per_sample_grads(lambda p, x: p["body"] @ x + p["head"], params, x, by_name)
         {'body': tensor([3., 4.]), 'head': tensor(0.5000)}
-        >>> ClippedSum({"body": 3.0, "head": 4.0}).sensitivity("replace-one")
-        10.0
     """
-
-    def sensitivity(
-        self,
-        adjacency: Adjacency = "add-remove",
-        *,
-        size: int | None = None,  # noqa: ARG002 (a sum has no divisor)
-        num_params: int | Mapping[str, int] | None = None,
-    ) -> float:
-        """Return C, or 2C if a unit is replaced: see ``Reduction.sensitivity``."""
-        return self._largest(num_params) * _changes(adjacency)
 
 
 @dataclass(frozen=True)
@@ -168,28 +154,7 @@ class ClippedMean(_Clipped, Average):
         >>> from persample import per_sample_grads
         >>> per_sample_grads(lambda w, x: w * x, torch.tensor(1.0), torch.tensor([0.5, 9.0]), ClippedMean(1.0))
         tensor(0.7500)
-        >>> ClippedMean(1.0).sensitivity("replace-one", size=100)
-        0.02
     """
-
-    def sensitivity(
-        self,
-        adjacency: Adjacency = "add-remove",
-        *,
-        size: int | None = None,
-        num_params: int | Mapping[str, int] | None = None,
-    ) -> float:
-        """Return 2C/n if one of n units is replaced: see ``Reduction.sensitivity``."""
-        if _changes(adjacency) == 1:
-            expected, fix = (
-                "'replace-one' for a mean",
-                "A unit changes the divisor, too: use ClippedSum and divide by n.",
-            )
-            raise ArgumentError.about("adjacency", expected=expected, received="'add-remove'", fix=fix)
-        if not isinstance(size, int) or size < 1:
-            fix = "Pass the number of units (samples) in the mean."
-            raise ArgumentError.about("size", expected="a positive int for a mean", received=repr(size), fix=fix)
-        return 2 * self._largest(num_params) / size
 
 
 Scale = Rule | Callable[[Tensor], Tensor | float]
@@ -239,20 +204,13 @@ class WeightedSum(_ScaledSum):
         """Return f(‖gᵢ‖)."""
         return scales_of_groups(gradients, self.weight_fn, _scale_of, "weight_fn", per_param=self.per_param)
 
-    def sensitivity(
-        self,
-        adjacency: Adjacency = "add-remove",
-        *,
-        size: int | None = None,
-        num_params: int | Mapping[str, int] | None = None,
-    ) -> float:
-        """Return C, or 2C if a unit is replaced, of rules: see ``Reduction.sensitivity``."""
-        named = self.weight_fn if isinstance(self.weight_fn, Mapping) else {"": self.weight_fn}
-        rules = {name: scale for name, scale in named.items() if isinstance(scale, Rule)}
-        if len(rules) < len(named):
-            return super().sensitivity(adjacency, size=size, num_params=num_params)
-        bounds = rules if isinstance(self.weight_fn, Mapping) else rules[""]
-        return largest_norm(bounds, num_params, per_param=self.per_param) * _changes(adjacency)
+    def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:
+        """Return the largest norm of a unit's part of the sum, of rules."""
+        given = self.weight_fn if isinstance(self.weight_fn, Mapping) else {"": self.weight_fn}
+        rules = {name: scale for name, scale in given.items() if isinstance(scale, Rule)}
+        if len(rules) < len(given):
+            return super().largest_part(num_params)
+        return largest_norm(rules if given is self.weight_fn else rules[""], num_params, per_param=self.per_param)
 
 
 def _scale_of(norms: Tensor, scale: Scale) -> Tensor:
@@ -279,14 +237,6 @@ def _rejected(argument: str, received: str) -> ArgumentError:
     )
 
 
-def _changes(adjacency: Adjacency) -> int:
-    """Return how many units' parts differ in neighbouring batches."""
-    if adjacency not in ("add-remove", "replace-one"):
-        expected = "'add-remove' or 'replace-one'"
-        raise ArgumentError.about("adjacency", expected=expected, received=repr(adjacency), fix="Pick one of them.")
-    return 1 if adjacency == "add-remove" else 2
-
-
 def largest_norm(
     bounds: Bound | Rule | Mapping[str, Bound | Rule],
     num_params: int | Mapping[str, int] | None,
@@ -309,14 +259,6 @@ def largest_norm(
         fix = "Pass a finite bound."
         raise ArgumentError.about("max_norm", expected="a bound on every gradient", received="inf", fix=fix)
     return math.sqrt(squares)
-
-
-def _pairs(metric: Tree) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors of each parameter's metric: its elements, or rows and columns."""
-    leaves, _ = flatten(metric, is_leaf=lambda x: isinstance(x, tuple))
-    for leaf in leaves:
-        if leaf is not None:
-            yield leaf if isinstance(leaf, tuple) else (leaf,)
 
 
 def check_bounds(max_norm: Bound | Rule | Mapping[str, Bound | Rule]) -> None:
