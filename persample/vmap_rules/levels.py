@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from persample.utils.tracing import unwrapped_once, wrapped
 
 _ENDED = -2  # the level of a tensor that was saved by a derivative which has ended
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
+Function: TypeAlias = Callable[..., Any]  # of torch, or the rule that replaces it; each of torch's has its own types
+Rules: TypeAlias = dict[Function, Function]
 
 
 class SecondDerivativeError(RuntimeError):
@@ -63,13 +65,15 @@ def is_differentiated(x: Tensor) -> bool:
     return any(inside.requires_grad for inside in wrapped(x))
 
 
-# A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
-Kernel = Callable[..., tuple[Any, ...]]
+# Functions of plain tensors. All have the same axes of samples in front, any number of them, and so have the results.
+Kernel: TypeAlias = Callable[..., tuple[Tensor, ...]]
+Gradients: TypeAlias = Callable[..., tuple[Tensor | None, ...]]
+_Result = TypeVar("_Result", Tensor, Tensor | None)
 
 
 def call_kernel(
     kernel: Kernel,
-    gradients: Kernel,
+    gradients: Gradients,
     *tensors: Tensor,
     unneeded: int = 0,
     returned: int = 1,
@@ -108,7 +112,7 @@ class _Node(SingleLevelFunction):
 
     @staticmethod
     def forward(
-        kernel: Kernel, _gradients: Kernel, _saved: Any, _returned: int, level: int, *tensors: Tensor
+        kernel: Kernel, _gradients: Gradients, _saved: tuple[slice, slice], _returned: int, level: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         out = _called_on_plain_tensors(kernel, tensors)
         return tuple(wrap_for_grad(x, level) for x in out) if level else out
@@ -121,7 +125,7 @@ class _Node(SingleLevelFunction):
         ctx.set_materialize_grads(False)  # the results that are not returned have none
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # A second backward pass inside the loss: saved results may be overwritten.
         if torch.is_grad_enabled() or ctx.gradients is None:
             raise SecondDerivativeError
@@ -131,7 +135,9 @@ class _Node(SingleLevelFunction):
         return *[None] * 5, *(x if wanted else None for x, wanted in zip(out, needed, strict=True))
 
 
-def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _called_on_plain_tensors(
+    function: Callable[..., tuple[_Result, ...]], tensors: tuple[Tensor | None, ...]
+) -> tuple[_Result, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
     with temporarily_clear_interpreter_stack():
         places = [place for place, x in enumerate(tensors) if x is not None]

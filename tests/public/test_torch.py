@@ -584,8 +584,6 @@ def test_aten_operators_by_value():
     assert (zeros.shape, zeros.dtype) == ((2, 3), torch.float64)
     assert _torch.aten_unsafe_view(x, [2, 2]).tolist() == [[0, 1], [2, 3]]
     assert _torch.aten_unsafe_index_put(x, [torch.tensor([1])], torch.tensor(9.0)).tolist() == [0, 9, 2, 3]
-    assert _torch.aten_index_put_impl(x, [torch.tensor([1])], torch.tensor(9.0)) is x
-    assert x.tolist() == [0, 9, 2, 3]
 
 
 # Pytrees.
@@ -1191,7 +1189,7 @@ def private_paths(source):
 def test_there_are_few():
     paths = private_paths(FILE.read_text())
     modules = {path.partition(":")[0] for path in paths if ":" in path}
-    assert len(paths - modules) <= 71
+    assert len(paths - modules) <= 67
 
 
 @pytest.mark.parametrize("name", PRIVATE)
