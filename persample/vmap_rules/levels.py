@@ -25,10 +25,12 @@ from persample._torch import (
     SingleLevelFunction,
     add_batch_dim,
     allow_single_level_autograd_function,
+    is_forward_mode,
     maybe_get_bdim,
     maybe_get_level,
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
+    transforms,
     wrap_for_grad,
 )
 from persample.utils.tracing import unwrapped_once, wrapped
@@ -58,6 +60,11 @@ def is_differentiated_once(by: DifferentiatedBy) -> bool:
     if by == "autograd":
         return not grads
     return len(grads) == 1 and not grads[0].prev_grad_mode()
+
+
+def is_in_forward_mode() -> bool:
+    """Return whether a forward derivative is active, of ``torch.func`` or of ``torch.autograd.forward_ad``."""
+    return is_forward_mode() or "jvp" in transforms()
 
 
 def is_differentiated(x: Tensor) -> bool:

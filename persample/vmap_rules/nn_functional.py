@@ -15,7 +15,7 @@ from persample._torch import weight_norm
 from persample.errors import LossError
 from persample.utils.numerics import accumulate_dtype, is_autocast
 from persample.utils.tracing import is_batched, untraced
-from persample.vmap_rules.levels import Function, Rules, is_differentiated
+from persample.vmap_rules.levels import Function, Rules, is_differentiated, is_in_forward_mode
 
 _group_norm_of_torch: Function = F.group_norm
 _loss_of_classes: Function = F.linear_cross_entropy
@@ -156,7 +156,12 @@ def _scaled(
 def _linear_cross_entropy(
     *args: object, options: object = None, weight: Tensor | None = None, **kwargs: object
 ) -> Tensor:
-    """Compute it at once: torch 2.13 batches the gradients of its parts wrongly, without an error."""
+    """Compute it at once: torch batches the gradients of its parts wrongly, and forward derivatives leave them out."""
+    if options is not None and is_in_forward_mode():
+        raise LossError(
+            "loss_fn: linear_cross_entropy with options is differentiated in forward mode (torch.func.jvp), where "
+            "torch computes other numbers. Leave options out."
+        )
     if options is not None and weight is not None and is_differentiated(weight):
         raise LossError(
             "loss_fn: linear_cross_entropy with options expected weights of classes that depend on no parameter, "

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import is_forward_mode, transforms
+from persample._torch import transforms
 from persample.errors import LossError
 from persample.utils.numerics import in_single_precision, is_autocast, precast
 from persample.utils.tracing import is_batched
 from persample.utils.trees import Leaf, Tree
-from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd
+from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd, is_in_forward_mode
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -126,15 +126,15 @@ def _einsum(equation: Leaf, *operands: Leaf) -> Tensor:
 def _composed_where_nested(function: Function, composition: Function) -> Function:
     """Return a function of square matrices that is a composition inside of forward derivatives and of two gradients.
 
-    Until torch 2.15, and of ``lu_solve`` later, a derivative of a forward derivative lacks a term
-    (pytorch/pytorch#196695). Where another vmap batches the backward pass, as ``torch.func.jacrev`` in a loss does,
-    both may be arbitrary.
+    Until torch 2.15, a derivative of a forward derivative lacks a term (pytorch/pytorch#196695). Where another vmap
+    batches the backward pass, as ``torch.func.jacrev`` in a loss does, both may be arbitrary; of ``lu_solve`` also
+    under ``jacfwd``.
     """
 
     def rule(*args: Leaf, **kwargs: Leaf) -> Tree:
         levels = transforms()
         is_mended = torch.__version__ >= "2.15" and function is not torch.linalg.lu_solve
-        is_forward = not is_mended and ("jvp" in levels or is_forward_mode())
+        is_forward = not is_mended and is_in_forward_mode()
         is_nested = is_forward or levels.count("grad") > 1
         if not is_nested or kwargs.get("out") is not None:
             return function(*args, **kwargs)
