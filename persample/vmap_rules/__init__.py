@@ -9,7 +9,6 @@ from a function of torch to its replacement: a composition of functions that vma
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -22,7 +21,15 @@ from persample.utils.tracing import is_batched
 from persample.utils.trees import Leaf, Tree, flatten
 from persample.vmap_rules import attention, effects, indexing, nn_functional, products, recurrent
 from persample.vmap_rules.effects import is_pure, is_refusal, refuse_writes, swallowed
-from persample.vmap_rules.levels import DifferentiatedBy, Function, Rules, SecondDerivativeError, is_differentiated_once
+from persample.vmap_rules.levels import (
+    Args,
+    DifferentiatedBy,
+    Function,
+    Options,
+    Rules,
+    SecondDerivativeError,
+    is_differentiated_once,
+)
 
 _FILES = attention, effects, indexing, nn_functional, products, recurrent
 
@@ -57,9 +64,7 @@ class VmapRules(TorchFunctionMode):
         self._stale: set[int] = set()
         self._refusal: Exception | None = None
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Sequence[Leaf] = (), kwargs: Mapping[str, Leaf] | None = None
-    ) -> Tree:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Options | None = None) -> Tree:
         """Call the rule of a function of torch, or the function itself if it has none."""
         kwargs = kwargs or {}
         try:
@@ -84,7 +89,7 @@ class VmapRules(TorchFunctionMode):
         if refusal is not None and (wrong := swallowed(refusal, error)):
             raise wrong from None
 
-    def replaced(self, func: Function, args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> Tree:
+    def replaced(self, func: Function, args: Args, kwargs: Options) -> Tree:
         """Call the rule of a function that writes into nothing that the loss must leave alone, or the function."""
         rank = _RANKS.get(kwargs["memory_format"]) if args and "memory_format" in kwargs else None
         if rank and is_batched(args[0]) and args[0].ndim == rank and func is not Tensor.is_contiguous:
@@ -98,7 +103,7 @@ class VmapRules(TorchFunctionMode):
             self._rows[storage_key(result)] = result, storage_key(args[0])
         return result
 
-    def check_rows(self, func: Function, args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> None:
+    def check_rows(self, func: Function, args: Args, kwargs: Options) -> None:
         """Refuse to read x after a write into x[i] that x has not got: one sample alone would have a view there."""
         if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and storage_key(args[2]) in self._rows:
             self._stale.discard(self._rows[storage_key(args[2])][1])  # as x[i] += 1 does in the end
@@ -130,7 +135,7 @@ class OwnTensors(VmapRules):
         self._like = like
         self._made: dict[int, tuple[Tensor, int]] = {}  # tensors, kept alive, with their places, by memory
 
-    def replaced(self, func: Function, args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> Tree:
+    def replaced(self, func: Function, args: Args, kwargs: Options) -> Tree:
         """Call the rule of a function, or the function; note what it makes, and what it fails to write into."""
         try:
             result = super().replaced(func, args, kwargs)

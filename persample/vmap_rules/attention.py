@@ -23,21 +23,13 @@ _sdpa: Function = F.scaled_dot_product_attention
 _mha: Function = F.multi_head_attention_forward
 
 
-def _attention(
-    compute: Function,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *args: object,
-    **options: object,
-) -> Tensor:
+def _attention(compute: Function, query: Tensor, *args: object, **options: object) -> Tensor:
     """Compute scaled dot product attention: on CPUs by a given function, on other devices by torch's own."""
     if query.device.type != "cpu":
-        return _sdpa(query, key, value, attn_mask, *args, **options)
+        return _sdpa(query, *args, **options)
     if is_autocast(query.device):
-        return precast(autocast, query.device, compute, query, key, value, attn_mask, *args, **options)
-    return compute(query, key, value, attn_mask, *args, **options)
+        return precast(autocast, query.device, compute, query, *args, **options)
+    return compute(query, *args, **options)
 
 
 def _composed_attention(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from traceback import extract_tb
 from types import FunctionType
 from typing import TypeVar
@@ -33,7 +33,7 @@ from persample.utils.numerics import storage_key
 from persample.utils.origin import OURS, raised_since, user_line
 from persample.utils.tracing import flags, is_batched, is_inside, is_traced, unwrapped
 from persample.utils.trees import Leaf, Tree, flatten
-from persample.vmap_rules.levels import Function, Rules
+from persample.vmap_rules.levels import Args, Function, Options, Rules
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def reads_state(func: Function) -> bool:
     return func in _AUTOGRAD or _STATE.fullmatch(_name(func).partition(".")[0]) is not None
 
 
-def written_tensors(func: Function, args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> list[Tensor]:
+def written_tensors(func: Function, args: Args, kwargs: Options) -> list[Tensor]:
     """Return the arguments that a call of a function of torch writes into.
 
     Examples:
@@ -125,9 +125,7 @@ def guarded(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class _WriteGuard(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Function, types: object, args: Sequence[Leaf] = (), kwargs: Mapping[str, Leaf] | None = None
-    ) -> Tree:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Options | None = None) -> Tree:
         kwargs = kwargs or {}
         if kwargs or not is_pure(func):
             refuse_writes(func, args, kwargs)
@@ -136,7 +134,7 @@ class _WriteGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def refuse_writes(func: Function, args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> None:
+def refuse_writes(func: Function, args: Args, kwargs: Options) -> None:
     """Refuse a write into parameters, or into what their modules hold; only clones of buffers may be written into.
 
     Raises:
@@ -204,7 +202,7 @@ _OF_VMAP = re.compile(
 )
 
 
-def is_refusal(error: Exception, func: Function, args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> bool:
+def is_refusal(error: Exception, func: Function, args: Args, kwargs: Options) -> bool:
     """Return whether a function of torch might not have raised an error if it were called for one sample."""
     said = str(error)
     if isinstance(error, LossError) or (isinstance(error, RuntimeError) and _OF_VMAP.search(said)):

@@ -14,7 +14,7 @@ autograd node, at the level of that derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -34,11 +34,14 @@ from persample._torch import (
     wrap_for_grad,
 )
 from persample.utils.tracing import unwrapped_once, wrapped
+from persample.utils.trees import Leaf
 
 _ENDED = -2  # the level of a tensor that was saved by a derivative which has ended
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
 Function: TypeAlias = Callable[..., Any]  # of torch, or the rule that replaces it; each of torch's has its own types
 Rules: TypeAlias = dict[Function, Function]
+Args: TypeAlias = Sequence[Leaf]
+Options: TypeAlias = Mapping[str, Leaf]
 
 
 class SecondDerivativeError(RuntimeError):
