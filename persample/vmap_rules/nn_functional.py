@@ -30,9 +30,9 @@ def _autocast(function: Function, input: Tensor, *args: object, **kwargs: object
     return function(input, *args, **kwargs)
 
 
-# torch's kernels of group norm reject strided tensors, or read beyond them, and vmap passes such tensors to them
-# (torch's pull request 186414). A copy mends that; so does layer norm over the channels of one group, without a copy,
-# but its second derivatives in forward mode are wrong.
+# Until torch 2.14, kernels of group norm reject strided tensors, or read beyond them, and vmap passes such tensors to
+# them (torch's pull request 186414). A copy mends that; so does layer norm over the channels of one group, without a
+# copy, but its second derivatives in forward mode are wrong.
 def _group_norm(
     compute: Function,
     input: Tensor,
@@ -48,7 +48,8 @@ def _group_norm(
 
 
 def _by_copy(x: Tensor, *args: object) -> Tensor:
-    return _group_norm_of_torch(x.clone(memory_format=torch.contiguous_format), *args)
+    copied = x.clone(memory_format=torch.contiguous_format) if torch.__version__ < "2.14" else x
+    return _group_norm_of_torch(copied, *args)
 
 
 def _by_layer_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
