@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -250,25 +249,15 @@ def _positions(count: int, like: Tensor, *, align_corners: bool) -> Tensor:
     return torch.linspace(-ends, ends, count, dtype=like.dtype, device=like.device)
 
 
-_Sizes: TypeAlias = int | tuple[int, ...]
-
-
 def _max_unpool(
-    function: Function,
-    axes: int,
-    input: Tensor,
-    indices: Tensor,
-    kernel_size: _Sizes,
-    stride: _Sizes | None = None,
-    padding: _Sizes = 0,
-    output_size: Sequence[int] | None = None,
+    function: Function, axes: int, input: Tensor, indices: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
     fits = input.shape == indices.shape and input.ndim - axes in {1, 2} and indices.dtype == torch.long
     if not fits or not input.numel():
-        return function(input, indices, kernel_size, stride, padding, output_size)  # raises
+        return function(input, indices, *args, **kwargs)  # raises
     with untraced():  # a program would read the value of a check of these
         like = [torch.empty(input.shape, dtype=x.dtype, device="meta") for x in (input, indices)]
-        size = function(*like, kernel_size, stride, padding, output_size).shape[-axes:]
+        size = function(*like, *args, **kwargs).shape[-axes:]
     flat = input.new_zeros(*input.shape[:-axes], size.numel())
     return flat.scatter(-1, indices.flatten(-axes), input.flatten(-axes)).unflatten(-1, size)
 

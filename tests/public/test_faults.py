@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from paths import ROOT
-from torch.func import grad, jacrev, jvp, linearize, vmap
+from torch.func import grad, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
@@ -213,6 +213,7 @@ class Fault(NamedTuple):
 
 MATRIX, WEIGHTS = numbers(2, 2) + 3 * torch.eye(2, dtype=F64), numbers(3)
 SHARED, ONE = numbers(2, 3), torch.tensor([1])
+MASK = torch.tensor([[True, False, True], [True, True, False]])
 GRAD_OF_MSE, GRAD_OF_HUBER, GRAD_OF_L1 = map(grad, (F.mse_loss, F.huber_loss, F.smooth_l1_loss))
 FAULTS = {
     # torch.func batches these wrongly, or not at all.
@@ -231,6 +232,10 @@ FAULTS = {
     ),
     "index_select": Fault(
         "vmap_rules/indexing.py: _index_select", mapped(grad(lambda x: x.index_select(0, ONE[0]).sum()), SHARED)
+    ),
+    "masked_select": Fault(
+        "vmap_rules/indexing.py: _masked_select",
+        mapped(lambda c: vjp(lambda x: x.masked_select(MASK), WEIGHTS)[1](c)[0], numbers(2, 4)),
     ),
     "roll": Fault("vmap_rules/indexing.py: _roll", mapped(lambda x: torch.roll(x, 1), WEIGHTS)),
     "select_scatter": Fault(
