@@ -163,24 +163,19 @@ _dispatch = private("torch.utils._python_dispatch")
 _transforms = private("torch._functorch.eager_transforms")
 _forward_level = attribute(forward_ad, "_current_level")
 _jvp_nesting = attribute(_transforms, "JVP_NESTING", otherwise=lambda _: 0)
-_dispatch_flags = attribute(
-    _dispatch,
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-    otherwise=_unknown,
-)
+# Variables of the module, which say whether modes are active, for all threads.
+_MODE_FLAGS = [name for name, x in vars(_dispatch).items() if name.startswith("_") and isinstance(x, bool)]
 
 
-def dispatch_flags() -> tuple[bool, bool, bool]:
+def dispatch_flags() -> tuple[bool, ...]:
     """Return whether dispatch modes are active, as torch keeps it once for all threads."""
-    return _dispatch_flags(_dispatch)
+    return tuple(map(vars(_dispatch).__getitem__, _MODE_FLAGS))
 
 
-def set_dispatch_flags(flags: tuple[bool, bool, bool]) -> None:
+def set_dispatch_flags(flags: tuple[bool, ...]) -> None:
     """Set what ``dispatch_flags`` returns."""
-    _dispatch._is_in_torch_dispatch_mode, _dispatch._is_in_non_infra_torch_dispatch_mode, compiles = flags
-    _dispatch._is_in_any_mode_without_ignore_compile_internals = compiles
+    for name, is_active in zip(_MODE_FLAGS, flags, strict=True):
+        setattr(_dispatch, name, is_active)
     with TorchDispatchMode():  # which leaves a copy of the last one in C
         pass
 
@@ -317,7 +312,6 @@ aten_attention_cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_
 aten_efficientzerotensor = private("torch:ops.aten._efficientzerotensor.default")  # zeros without memory
 aten_unsafe_view = private("torch:ops.aten._unsafe_view.default")
 aten_unsafe_index_put = private("torch:ops.aten._unsafe_index_put.default")
-aten_index_put_impl = private("torch:ops.aten._index_put_impl_")
 
 
 @functools.cache

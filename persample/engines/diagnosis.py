@@ -48,7 +48,7 @@ _VMAP_CAUSES = [
         STOP_STATISTICS,
     ),
     (
-        r"\.item\(\) on a Tensor|data-dependent control flow|access (data|storage)|dynamic shape|tolist|numpy"
+        r"\.item\(\) on a Tensor|data-dependent|access (data|storage)|dynamic shape|tolist|numpy"
         r"|differently shaped",
         "reads values of a sample (.item(), .numpy(), a branch or shape that depends on data), which vmap cannot batch",
         f"Use torch.where or a mask instead, {_LOOP}. To log a value, return (loss, aux).",

@@ -9,8 +9,7 @@ from a function of torch to its replacement: a composition of functions that vma
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -19,15 +18,23 @@ from torch.overrides import TorchFunctionMode
 from persample._torch import missing
 from persample.utils.numerics import storage_key
 from persample.utils.tracing import is_batched
-from persample.utils.trees import flatten
+from persample.utils.trees import Leaf, Tree, flatten
 from persample.vmap_rules import attention, effects, indexing, nn_functional, products, recurrent
 from persample.vmap_rules.effects import is_pure, is_refusal, refuse_writes, swallowed
-from persample.vmap_rules.levels import DifferentiatedBy, SecondDerivativeError, is_differentiated_once
+from persample.vmap_rules.levels import (
+    Args,
+    DifferentiatedBy,
+    Function,
+    Options,
+    Rules,
+    SecondDerivativeError,
+    is_differentiated_once,
+)
 
 _FILES = attention, effects, indexing, nn_functional, products, recurrent
 
 
-def _table(name: str) -> dict[Any, Callable[..., Any]]:
+def _table(name: str) -> Rules:
     return {function: rule for file in _FILES for function, rule in getattr(file, name, {}).items()}
 
 
@@ -57,46 +64,46 @@ class VmapRules(TorchFunctionMode):
         self._stale: set[int] = set()
         self._refusal: Exception | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Options | None = None) -> Tree:
         """Call the rule of a function of torch, or the function itself if it has none."""
+        kwargs = kwargs or {}
         try:
             if kwargs or not is_pure(func):
-                refuse_writes(func, args, kwargs or {})
+                refuse_writes(func, args, kwargs)
             if self._rows:
-                self.check_rows(func, args, kwargs or {})
+                self.check_rows(func, args, kwargs)
             return self.replaced(func, args, kwargs)
         except Exception as error:
-            result = (
-                indexing.of_scalar(func, *args, **(kwargs or {})) if func in indexing.OF_SCALARS else NotImplemented
-            )
-            if result is not NotImplemented:
+            if func in indexing.OF_SCALARS and (result := indexing.of_scalar(func, *args, **kwargs)) is not None:
                 return result
             if is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Leave the context; raise a ``LossError`` if the loss caught an error that is due to vmap, and went on."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         refusal, self._refusal = self._refusal, None  # its traceback refers to this mode
         if refusal is not None and (wrong := swallowed(refusal, error)):
             raise wrong from None
 
-    def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def replaced(self, func: Function, args: Args, kwargs: Options) -> Tree:
         """Call the rule of a function that writes into nothing that the loss must leave alone, or the function."""
-        rank = _RANKS.get(kwargs.get("memory_format")) if kwargs and args else None
+        rank = _RANKS.get(kwargs["memory_format"]) if args and "memory_format" in kwargs else None
         if rank and is_batched(args[0]) and args[0].ndim == rank and func is not Tensor.is_contiguous:
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}  # vmap has one more axis
-        if kwargs and kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
+        if kwargs.get("distance_function") is not None:  # torch calls it with this mode disabled
             kwargs = {**kwargs, "distance_function": functools.partial(self._call, kwargs["distance_function"])}
         if func in _FIRST_DERIVATIVE_RULES and is_differentiated_once(self._differentiated_by):
-            return _FIRST_DERIVATIVE_RULES[func](*args, **(kwargs or {}))
-        result = _RULES.get(func, func)(*args, **(kwargs or {}))
+            return _FIRST_DERIVATIVE_RULES[func](*args, **kwargs)
+        result = _RULES.get(func, func)(*args, **kwargs)
         if func is Tensor.__getitem__ and indexing.is_row(args[1]):
             self._rows[storage_key(result)] = result, storage_key(args[0])
         return result
 
-    def check_rows(self, func: Any, args: Any, kwargs: Any) -> None:
+    def check_rows(self, func: Function, args: Args, kwargs: Options) -> None:
         """Refuse to read x after a write into x[i] that x has not got: one sample alone would have a view there."""
         if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and storage_key(args[2]) in self._rows:
             self._stale.discard(self._rows[storage_key(args[2])][1])  # as x[i] += 1 does in the end
@@ -106,7 +113,7 @@ class VmapRules(TorchFunctionMode):
             if storage_key(x) in self._rows:
                 self._stale.add(self._rows[storage_key(x)][1])
 
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, function: Function, *args: Leaf, **kwargs: Leaf) -> Tree:
         with self:
             return function(*args, **kwargs)
 
@@ -128,15 +135,15 @@ class OwnTensors(VmapRules):
         self._like = like
         self._made: dict[int, tuple[Tensor, int]] = {}  # tensors, kept alive, with their places, by memory
 
-    def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def replaced(self, func: Function, args: Args, kwargs: Options) -> Tree:
         """Call the rule of a function, or the function; note what it makes, and what it fails to write into."""
         try:
             result = super().replaced(func, args, kwargs)
         except RuntimeError:
-            keys = set(map(storage_key, effects.written_tensors(func, args, kwargs or {})))
+            keys = set(map(storage_key, effects.written_tensors(func, args, kwargs)))
             self.written |= {place for key, (_, place) in self._made.items() if key in keys}
             raise
-        is_made = getattr(func, "__name__", "") in MAKERS and not (kwargs and "out" in kwargs)
+        is_made = getattr(func, "__name__", "") in MAKERS and "out" not in kwargs
         if self._like is None or not is_made or is_batched(result):
             return result
         place = len(self._made)

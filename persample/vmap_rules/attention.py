@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,33 +17,28 @@ from persample._torch import (
 )
 from persample.utils.numerics import autocast, is_autocast, precast
 from persample.utils.tracing import holds
-from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
+from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd
+
+_sdpa: Function = F.scaled_dot_product_attention
+_mha: Function = F.multi_head_attention_forward
 
 
-def _attention(
-    compute: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *args: Any,
-    **options: Any,
-) -> Tensor:
+def _attention(compute: Function, query: Tensor, *args: object, **options: object) -> Tensor:
     """Compute scaled dot product attention: on CPUs by a given function, on other devices by torch's own."""
     if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **options)
+        return _sdpa(query, *args, **options)
     if is_autocast(query.device):
-        return precast(autocast, query.device, compute, query, key, value, attn_mask, *args, **options)
-    return compute(query, key, value, attn_mask, *args, **options)
+        return precast(autocast, query.device, compute, query, *args, **options)
+    return compute(query, *args, **options)
 
 
 def _composed_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: object, **options: object
 ) -> Tensor:
     """Compose attention of operations with a batching rule; ``sdpa_kernel`` would choose so for all threads."""
     known = attn_mask is None or attn_mask.dtype in {torch.bool, query.dtype}
     if not known or min(query.ndim, key.ndim, value.ndim) < 2:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **options)  # mostly raises
+        return _sdpa(query, key, value, attn_mask, *args, **options)  # mostly raises
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     return aten_attention_math(query, key, value, attn_mask, *args, **options)[0]
@@ -58,24 +51,27 @@ def _fused_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **options: Any,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Call the fused kernel once for all samples if it supports the arguments; else compose attention of operations."""
-    plain = attn_mask is None and not dropout_p and not options.get("enable_gqa") and query.ndim >= 3
+    plain = attn_mask is None and not dropout_p and not enable_gqa and query.ndim >= 3
     alike = key.shape == value.shape and query.shape[:-2] == key.shape[:-2] and query.shape[-1] == key.shape[-1]
     full = query.numel() > 0 and key.numel() > 0
     known = query.dtype == key.dtype == value.dtype != torch.float16
     if not (plain and alike and full and known):
+        options = {"scale": scale, "enable_gqa": enable_gqa}
         return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    settings: dict[str, Any] = {"is_causal": is_causal, "scale": options.get("scale")}
-    kernel, gradients = functools.partial(_kernel, **settings), functools.partial(_gradients, **settings)
+    kernel = functools.partial(_kernel, is_causal=is_causal, scale=scale)
+    gradients = functools.partial(_gradients, is_causal=is_causal, scale=scale)
     return call_kernel(kernel, gradients, query, key, value)[0]
 
 
-def _multi_head(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _multi_head(query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
     """Compute multi-head attention; inside of it no other rule is applied."""
     if query.device.type != "cpu":
-        return F.multi_head_attention_forward(query, *args, **kwargs)
+        return _mha(query, *args, **kwargs)
     if is_autocast(query.device) and not kwargs.get("need_weights", True):  # its softmax would not be cast
         # Cached, so that arguments which are one tensor remain one tensor.
         return precast(functools.cache(autocast), query.device, _multi_head, query, *args, **kwargs)
@@ -97,7 +93,7 @@ def _kernel(
 
 
 def _gradients(
-    _needed: Any, grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None
+    _needed: object, grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the kernel, and by autograd those of the heads that were computed without it."""
     *same, normalizers, composed = tensors
@@ -120,11 +116,9 @@ def _as_images(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[-3:])
 
 
-RULES: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: functools.partial(_attention, _composed_attention),
-    F.multi_head_attention_forward: _multi_head,
+RULES: Rules = {
+    _sdpa: functools.partial(_attention, _composed_attention),
+    _mha: _multi_head,
     nested_tensor_from_mask_left_aligned: lambda *_: False,  # so that nn.TransformerEncoder makes no nested tensors
 }
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: functools.partial(_attention, _fused_attention),
-}
+FIRST_DERIVATIVE_RULES: Rules = {_sdpa: functools.partial(_attention, _fused_attention)}

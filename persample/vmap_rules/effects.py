@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from traceback import extract_tb
 from types import FunctionType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn, stack
@@ -32,13 +32,16 @@ from persample.errors import LossError
 from persample.utils.numerics import storage_key
 from persample.utils.origin import OURS, raised_since, user_line
 from persample.utils.tracing import flags, is_batched, is_inside, is_traced, unwrapped
-from persample.utils.trees import flatten
+from persample.utils.trees import Leaf, Tree, flatten
+from persample.vmap_rules.levels import Args, Function, Options, Rules
+
+T = TypeVar("T")
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING = {"__set__", "__delete__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
-def getters(*names: str) -> list[Any]:
+def getters(*names: str) -> list[Function]:
     """Return attributes of tensors as modes see them."""
     return [getattr(Tensor, name).__get__ for name in names]
 
@@ -58,7 +61,7 @@ _OF_OBJECT = {Tensor.requires_grad_, Tensor.requires_grad.__set__, *_GRAD}  # ty
 
 
 @functools.cache
-def is_pure(func: Any) -> bool:
+def is_pure(func: Function) -> bool:
     """Return whether a function of torch has no effects if it is called without keyword arguments.
 
     Examples:
@@ -69,7 +72,7 @@ def is_pure(func: Any) -> bool:
 
 
 @functools.cache
-def reads_state(func: Any) -> bool:
+def reads_state(func: Function) -> bool:
     """Return whether a function of torch differentiates, registers a hook, or reads the autograd graph or memory.
 
     Examples:
@@ -80,7 +83,7 @@ def reads_state(func: Any) -> bool:
     return func in _AUTOGRAD or _STATE.fullmatch(_name(func).partition(".")[0]) is not None
 
 
-def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def written_tensors(func: Function, args: Args, kwargs: Options) -> list[Tensor]:
     """Return the arguments that a call of a function of torch writes into.
 
     Examples:
@@ -111,10 +114,10 @@ def of_each(x: Tensor, sample: Tensor) -> Tensor:
     return torch.where(each, x, x)
 
 
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(function: Callable[..., T]) -> Callable[..., T]:
     """Return a function that refuses writes as ``VmapRules`` does, for losses that run without these rules."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> T:
         with _WriteGuard():
             return function(*args)
 
@@ -122,7 +125,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WriteGuard(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Options | None = None) -> Tree:
         kwargs = kwargs or {}
         if kwargs or not is_pure(func):
             refuse_writes(func, args, kwargs)
@@ -131,7 +134,7 @@ class _WriteGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def refuse_writes(func: Function, args: Args, kwargs: Options) -> None:
     """Refuse a write into parameters, or into what their modules hold; only clones of buffers may be written into.
 
     Raises:
@@ -172,12 +175,12 @@ def wrote(called: str | None, what: str) -> str:
     )
 
 
-def _name(func: Any) -> str:
+def _name(func: Function) -> str:
     return str(getattr(func, "__name__", ""))
 
 
 @functools.cache
-def _writes(func: Any) -> bool:
+def _writes(func: Function) -> bool:
     """Return whether a function always writes, into its first argument or ``out``."""
     if isinstance(func, OpOverload):
         return schema(func).is_mutable
@@ -186,7 +189,7 @@ def _writes(func: Any) -> bool:
 
 
 @functools.cache
-def _write_options(func: Any) -> tuple[str, ...]:
+def _write_options(func: Function) -> tuple[str, ...]:
     """Return the names of a function's arguments, in order, if one of these makes it write; else nothing."""
     if not isinstance(func, FunctionType):
         return ()
@@ -199,7 +202,7 @@ _OF_VMAP = re.compile(
 )
 
 
-def is_refusal(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
+def is_refusal(error: Exception, func: Function, args: Args, kwargs: Options) -> bool:
     """Return whether a function of torch might not have raised an error if it were called for one sample."""
     said = str(error)
     if isinstance(error, LossError) or (isinstance(error, RuntimeError) and _OF_VMAP.search(said)):
@@ -226,7 +229,7 @@ def swallowed(refusal: Exception, error: BaseException | None) -> LossError | No
     )
 
 
-def _of_memory(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _of_memory(function: Function, *args: Leaf, **kwargs: Leaf) -> Tree:
     """Call a function that reads memory by strides or sizes, or reject it where a sample's differ under vmap."""
     x, *others = *args, *kwargs.values()
     if function in _OF_PLAIN:
@@ -243,17 +246,17 @@ def _of_memory(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _view_as_complex(input: Tensor) -> Tensor:  # noqa: A002
+def _view_as_complex(input: Tensor) -> Tensor:
     # The batch axis may lie between the two numbers of a pair.
     return torch.view_as_complex(input if input.stride()[-1:] == (1,) or not is_batched(input) else input.contiguous())
 
 
-_AS_STRIDED: set[Any] = {torch.as_strided, Tensor.as_strided, torch.as_strided_copy}
-_OF_PLAIN: set[Any] = {
+_AS_STRIDED: set[Function] = {torch.as_strided, Tensor.as_strided, torch.as_strided_copy}
+_OF_PLAIN: set[Function] = {
     *(torch.as_strided_scatter, Tensor.as_strided_scatter, torch.as_strided_, Tensor.as_strided_),
     Tensor.storage_offset,
 }
-_OF_CONTIGUOUS: set[Any] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Tensor.dim_order}
+_OF_CONTIGUOUS: set[Function] = {Tensor.resize_, Tensor.resize_as_, Tensor.stride, Tensor.dim_order}
 
 
 _data = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -287,12 +290,12 @@ def _truth(x: Tensor) -> bool:
     return Tensor.__bool__(x)  # where samples differ, torch raises its error
 
 
-def _set_data(*_: Any) -> None:
+def _set_data(*_: object) -> None:
     # torch would put a wrapper into the object, which outlives the wrapper's level and crashes when it is read.
     raise refusal("a tensor (x.data = y)")
 
 
-def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Any:
+def _deepcopy(x: Tensor, memo: dict[int, Tensor]) -> Tensor:
     if not _is_shared_leaf(x):
         return Tensor.__deepcopy__(x, memo)  # type: ignore[no-untyped-call]
     if id(x) not in memo:
@@ -307,7 +310,7 @@ def _is_shared_leaf(x: Tensor) -> bool:
     return x.is_leaf and not is_batched(x) and not is_traced(unwrapped(x))
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+RULES: Rules = {
     **{function: functools.partial(_of_memory, function) for function in _AS_STRIDED | _OF_PLAIN | _OF_CONTIGUOUS},
     torch.view_as_complex: _view_as_complex,
     # A sample has no memory of its own: that of the batch. nn.GRU on a GPU asks whether its weights share memory.

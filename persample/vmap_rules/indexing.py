@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,10 @@ from torch.nn import functional as F
 
 from persample.utils.numerics import is_autocast
 from persample.utils.tracing import holds, is_batched, is_traced, unwrapped
-from persample.vmap_rules.levels import call_kernel
+from persample.utils.trees import Leaf
+from persample.vmap_rules.levels import Function, Rules, call_kernel
+
+_embedding_of_torch: Function = F.embedding
 
 
 def _has_outside(index: Tensor, size: int) -> bool:
@@ -31,21 +33,23 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: object, **kwargs: object
+) -> Tensor:
     of_samples = is_batched(weight) and weight.ndim == 2
     # torch.func looks up the tables of all samples as one: an index beyond a table is a row of another sample's, and
     # the row of padding is that of the first sample's alone, if plain autograd differentiates the lookup.
     if of_samples and _has_outside(input, len(weight)):
         raise IndexError("index out of range in self")
     if not of_samples or padding_idx is None or not -len(weight) <= padding_idx < len(weight):
-        return F.embedding(input, weight, padding_idx, *args, **kwargs)
-    rows = F.embedding(input, weight, None, *args, **kwargs)
+        return _embedding_of_torch(input, weight, padding_idx, *args, **kwargs)
+    rows = _embedding_of_torch(input, weight, None, *args, **kwargs)
     return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
 
 
 def embedding_bag(
-    lookup: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
+    lookup: Function,
+    input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
     max_norm: float | None = None,
@@ -107,7 +111,7 @@ _BASIC = {int, slice, type(Ellipsis)}
 _ROW_NUMBERS = {torch.int32, torch.int64}
 
 
-def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
     index = index.reshape(1) if index.ndim == 0 else index  # under vmap a 0-d index has no gradient
     return torch.index_select(input, dim, index)
 
@@ -116,12 +120,12 @@ def _is_unreadable(x: Tensor) -> bool:
     return is_batched(x) or is_traced(unwrapped(x))
 
 
-def _getitem(x: Tensor, index: Any) -> Tensor:
+def _getitem(x: Tensor, index: Leaf) -> Tensor:
     # torch reads the value of a 0-d index, which vmap forbids.
     return getitem_unread(x, index, _is_unreadable)
 
 
-def is_row(index: Any) -> bool:
+def is_row(index: object) -> bool:
     """Return whether an index gives a view of one sample, and a copy under vmap: 0-d tensors, numbers, slices."""
     parts = index if isinstance(index, tuple) else (index,)
     scalars = list(filter(_is_row_number, parts))
@@ -129,20 +133,20 @@ def is_row(index: Any) -> bool:
     return len(scalars) + known == len(parts) and any(map(_is_unreadable, scalars))
 
 
-def _is_row_number(part: Any) -> bool:
+def _is_row_number(part: object) -> bool:
     return isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS
 
 
-def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
+def getitem_unread(x: Tensor, index: Leaf, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
     """Index a tensor without reading the values of 0-d indices that are unreadable.
 
     torch reads the value of a 0-d index i. It does not read [i], which leaves an axis of 1 to be removed.
     """
-    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    parts: list[Leaf] = list(index) if isinstance(index, tuple) else [index]
     scalars = [isinstance(part, Tensor) and not part.ndim and is_unreadable(part) for part in parts]
     if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):
         return x[index]
-    before: list[Any] = []
+    before: list[slice] = []
     for place, part in enumerate(parts):
         if part is Ellipsis:
             before = [slice(None)] * (x.ndim - sum(later is not None for later in parts[place + 1 :]))
@@ -153,7 +157,9 @@ def getitem_unread(x: Tensor, index: Any, is_unreadable: Callable[[Tensor], bool
     return x[tuple(parts)]
 
 
-def setitem_unread(x: Tensor, index: Any, value: Any, is_unreadable: Callable[[Tensor], bool] = _is_unreadable) -> None:
+def setitem_unread(
+    x: Tensor, index: Leaf, value: Leaf, is_unreadable: Callable[[Tensor], bool] = _is_unreadable
+) -> None:
     """Write into a tensor without reading unreadable 0-d indices, beside which there are slices and numbers."""
     parts = index if isinstance(index, tuple) else (index,)
     scalars = [_is_row_number(part) and is_unreadable(part) for part in parts]
@@ -173,15 +179,7 @@ def setitem_unread(x: Tensor, index: Any, value: Any, is_unreadable: Callable[[T
     )
 
 
-def _index_add(
-    add: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    *,
-    alpha: Any = 1,
-) -> Tensor:
+def _index_add(add: Function, input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: complex = 1) -> Tensor:
     in_place = add is Tensor.index_add_
     if (in_place and source is input) or not _adds_rows(input, dim, index, source):
         return add(input, dim, index, source, alpha=alpha)  # adds, or raises
@@ -190,7 +188,7 @@ def _index_add(
     return input.copy_(out) if in_place else out
 
 
-def _adds_rows(x: Tensor, dim: Any, index: Tensor, source: Tensor) -> bool:
+def _adds_rows(x: Tensor, dim: object, index: Tensor, source: Tensor) -> bool:
     """Return whether indices differ between samples: torch.func adds row after row, scatter_add all at once.
 
     Of integers torch also checks that alpha is in their range.
@@ -203,7 +201,7 @@ def _adds_rows(x: Tensor, dim: Any, index: Tensor, source: Tensor) -> bool:
     return list(source.shape) == shape and source.dtype == x.dtype and (x.is_floating_point() or x.is_complex())
 
 
-def _index_fill(fill: Callable[..., Tensor], input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002
+def _index_fill(fill: Function, input: Tensor, dim: int, index: Tensor, value: Leaf) -> Tensor:
     # A tensor that all samples share is filled by torch.func with the last sample's value.
     is_scalar = isinstance(value, Tensor) and not value.ndim and (input.is_complex() or not value.is_complex())
     axes = max(input.ndim, 1)
@@ -223,19 +221,19 @@ def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
     return x.view(shape)
 
 
-def _masked_select(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
+def _masked_select(input: Tensor, mask: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(input.shape, mask.shape)  # torch.func's gradient keeps this shape
     return torch.masked_select(input.expand(shape), mask.expand(shape))
 
 
-def _roll(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+def _roll(input: Tensor, *args: Leaf, **kwargs: Leaf) -> Tensor:
     if input.ndim:
         return torch.roll(input, *args, **kwargs)
     torch.roll(torch.zeros(()), *args, **kwargs)  # may raise
     return input.clone()  # torch.func would roll the samples of a scalar
 
 
-def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     if not isinstance(index, int) or src.shape != input.select(dim, index).shape:
         return torch.select_scatter(input, src, dim, index)  # raises
     size = input.shape[dim]
@@ -243,7 +241,7 @@ def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     return torch.where(_along(chosen, input.ndim, dim), src.unsqueeze(dim % input.ndim).to(input.dtype), input)
 
 
-def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:  # noqa: A002
+def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     kind = input.dtype if dtype is None else dtype
     known = isinstance(dim, int) and -input.ndim <= dim < input.ndim and kind.is_floating_point
     if not known or not input.is_floating_point() or is_autocast(input.device):
@@ -271,15 +269,15 @@ def _sum_of_later(x: Tensor, axis: int) -> Tensor:
 OF_SCALARS = {torch.squeeze, Tensor.squeeze, Tensor.squeeze_}
 
 
-def of_scalar(function: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+def of_scalar(function: Function, input: Tensor, *args: object, **kwargs: object) -> Tensor | None:
     """Return what a function that failed makes of a scalar, whose axis -1 torch.func does not have, if that is why."""
-    if not isinstance(input, Tensor) or input.ndim or not is_batched(input):
-        return NotImplemented
+    if not is_batched(input) or input.ndim:
+        return None
     function(torch.zeros(()), *args, **kwargs)  # may raise
     return input if function is Tensor.squeeze_ else input.view_as(input)
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+RULES: Rules = {
     F.embedding: _embedding,
     F.one_hot: _one_hot,
     F.embedding_bag: partial(embedding_bag, _embedding),
@@ -292,4 +290,4 @@ RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.roll, Tensor.roll), _roll),
     **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), _select_scatter),
 }
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = dict.fromkeys((torch.cumprod, Tensor.cumprod), _cumprod)
+FIRST_DERIVATIVE_RULES: Rules = dict.fromkeys((torch.cumprod, Tensor.cumprod), _cumprod)

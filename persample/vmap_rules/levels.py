@@ -14,9 +14,9 @@ autograd node, at the level of that derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,16 +25,23 @@ from persample._torch import (
     SingleLevelFunction,
     add_batch_dim,
     allow_single_level_autograd_function,
+    is_forward_mode,
     maybe_get_bdim,
     maybe_get_level,
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
+    transforms,
     wrap_for_grad,
 )
 from persample.utils.tracing import unwrapped_once, wrapped
+from persample.utils.trees import Leaf
 
 _ENDED = -2  # the level of a tensor that was saved by a derivative which has ended
 DifferentiatedBy: TypeAlias = Literal["torch.func", "autograd", "any"]
+Function: TypeAlias = Callable[..., Any]  # of torch, or the rule that replaces it; each of torch's has its own types
+Rules: TypeAlias = dict[Function, Function]
+Args: TypeAlias = Sequence[Leaf]
+Options: TypeAlias = Mapping[str, Leaf]
 
 
 class SecondDerivativeError(RuntimeError):
@@ -58,18 +65,25 @@ def is_differentiated_once(by: DifferentiatedBy) -> bool:
     return len(grads) == 1 and not grads[0].prev_grad_mode()
 
 
+def is_in_forward_mode() -> bool:
+    """Return whether a forward derivative is active, of ``torch.func`` or of ``torch.autograd.forward_ad``."""
+    return is_forward_mode() or "jvp" in transforms()
+
+
 def is_differentiated(x: Tensor) -> bool:
     """Return whether autograd, or a derivative of torch.func at any level, differentiates a tensor."""
     return any(inside.requires_grad for inside in wrapped(x))
 
 
-# A function of plain tensors. All have the same axes of samples in front, any number of them, and so have its results.
-Kernel = Callable[..., tuple[Any, ...]]
+# Functions of plain tensors. All have the same axes of samples in front, any number of them, and so have the results.
+Kernel: TypeAlias = Callable[..., tuple[Tensor, ...]]
+Gradients: TypeAlias = Callable[..., tuple[Tensor | None, ...]]
+_Result = TypeVar("_Result", Tensor, Tensor | None)
 
 
 def call_kernel(
     kernel: Kernel,
-    gradients: Kernel,
+    gradients: Gradients,
     *tensors: Tensor,
     unneeded: int = 0,
     returned: int = 1,
@@ -108,7 +122,7 @@ class _Node(SingleLevelFunction):
 
     @staticmethod
     def forward(
-        kernel: Kernel, _gradients: Kernel, _saved: Any, _returned: int, level: int, *tensors: Tensor
+        kernel: Kernel, _gradients: Gradients, _saved: tuple[slice, slice], _returned: int, level: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         out = _called_on_plain_tensors(kernel, tensors)
         return tuple(wrap_for_grad(x, level) for x in out) if level else out
@@ -121,7 +135,7 @@ class _Node(SingleLevelFunction):
         ctx.set_materialize_grads(False)  # the results that are not returned have none
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # A second backward pass inside the loss: saved results may be overwritten.
         if torch.is_grad_enabled() or ctx.gradients is None:
             raise SecondDerivativeError
@@ -131,7 +145,9 @@ class _Node(SingleLevelFunction):
         return *[None] * 5, *(x if wanted else None for x, wanted in zip(out, needed, strict=True))
 
 
-def _called_on_plain_tensors(function: Kernel, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _called_on_plain_tensors(
+    function: Callable[..., tuple[_Result, ...]], tensors: tuple[Tensor | None, ...]
+) -> tuple[_Result, ...]:
     """Call a function below all levels of torch.func, none of which differentiates it."""
     with temporarily_clear_interpreter_stack():
         places = [place for place, x in enumerate(tensors) if x is not None]

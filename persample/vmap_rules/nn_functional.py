@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,13 @@ from persample._torch import weight_norm
 from persample.errors import LossError
 from persample.utils.numerics import accumulate_dtype, is_autocast
 from persample.utils.tracing import is_batched, untraced
-from persample.vmap_rules.levels import is_differentiated
+from persample.vmap_rules.levels import Function, Rules, is_differentiated, is_in_forward_mode
+
+_group_norm_of_torch: Function = F.group_norm
+_loss_of_classes: Function = F.linear_cross_entropy
 
 
-def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+def _autocast(function: Function, input: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Call a normalization on an input in the dtype of its weights: under autocast torch.func does not cast it."""
     if is_autocast(input.device):
         dtypes = {x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
@@ -27,12 +29,12 @@ def _autocast(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwar
     return function(input, *args, **kwargs)
 
 
-# torch's kernels of group norm reject strided tensors, or read beyond them, and vmap passes such tensors to them
-# (torch's pull request 186414). A copy mends that; so does layer norm over the channels of one group, without a copy,
-# but its second derivatives in forward mode are wrong.
+# Until torch 2.14, kernels of group norm reject strided tensors, or read beyond them, and vmap passes such tensors to
+# them (torch's pull request 186414). A copy mends that; so does layer norm over the channels of one group, without a
+# copy, but its second derivatives in forward mode are wrong.
 def _group_norm(
-    compute: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
+    compute: Function,
+    input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -41,11 +43,12 @@ def _group_norm(
     channels = input.shape[1:2]
     fits = input.ndim > 1 and not channels[0] % num_groups and input.numel() > num_groups
     fits = fits and all(parameter is None or parameter.shape == channels for parameter in (weight, bias))
-    return (compute if fits else F.group_norm)(input, num_groups, weight, bias, eps)  # the latter mostly raises
+    return (compute if fits else _group_norm_of_torch)(input, num_groups, weight, bias, eps)  # the latter mostly raises
 
 
-def _by_copy(x: Tensor, *args: Any) -> Tensor:
-    return F.group_norm(x.clone(memory_format=torch.contiguous_format), *args)
+def _by_copy(x: Tensor, *args: object) -> Tensor:
+    copied = x.clone(memory_format=torch.contiguous_format) if torch.__version__ < "2.14" else x
+    return _group_norm_of_torch(copied, *args)
 
 
 def _by_layer_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -63,7 +66,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 # torch's kernels (2.13) are right for one derivative. In further ones, terms are missing: of the gradients of weights
 # under vmap(grad); of reverse derivatives of forward ones, and of third derivatives, also without vmap.
 def _layer_norm(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -78,7 +81,7 @@ def _layer_norm(
 
 
 def _batch_norm(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -88,7 +91,7 @@ def _batch_norm(
     eps: float = 1e-5,
     *,
     samples: tuple[int, ...] = (0,),
-    norm: Callable[..., Tensor] = F.batch_norm,
+    norm: Function = F.batch_norm,
     by_kernel: bool = False,
 ) -> Tensor:
     """Compute batch norm, and instance norm by other ``samples``: means are over positions and over these axes.
@@ -117,18 +120,19 @@ def _batch_norm(
 
 
 def _instance_norm(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     use_input_stats: bool = True,
-    *settings: float,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
     by_kernel: bool = False,
-    **named: float,
 ) -> Tensor:
-    options: Any = {"samples": (), "norm": F.instance_norm, "by_kernel": by_kernel, **named}
-    return _batch_norm(input, running_mean, running_var, weight, bias, use_input_stats, *settings, **options)
+    given = input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    return _batch_norm(*given, samples=(), norm=F.instance_norm, by_kernel=by_kernel)
 
 
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
@@ -149,23 +153,30 @@ def _scaled(
     return out if bias is None else out + bias.reshape(*bias.shape, *axes)
 
 
-def _linear_cross_entropy(*args: Any, options: Any = None, weight: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """Compute it at once: torch 2.13 batches the gradients of its parts wrongly, without an error."""
+def _linear_cross_entropy(
+    *args: object, options: object = None, weight: Tensor | None = None, **kwargs: object
+) -> Tensor:
+    """Compute it at once: torch batches the gradients of its parts wrongly, and forward derivatives leave them out."""
+    if options is not None and is_in_forward_mode():
+        raise LossError(
+            "loss_fn: linear_cross_entropy with options is differentiated in forward mode (torch.func.jvp), where "
+            "torch computes other numbers. Leave options out."
+        )
     if options is not None and weight is not None and is_differentiated(weight):
         raise LossError(
             "loss_fn: linear_cross_entropy with options expected weights of classes that depend on no parameter, "
             "received weights that do. Leave options out, or detach the weights."
         )
-    return F.linear_cross_entropy(*args, weight=weight, **kwargs)
+    return _loss_of_classes(*args, weight=weight, **kwargs)
 
 
 def _difference_loss(
-    function: Callable[..., Tensor],
-    of_difference: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
+    function: Function,
+    of_difference: Function,
+    input: Tensor,
     target: Tensor,
     reduction: str = "mean",
-    **options: Any,
+    **options: Tensor | float | None,
 ) -> Tensor:
     # Inside of two vmaps torch.func confuses their axes, which mostly shows as sizes that do not fit. Its gradient of
     # smooth_l1_loss is 0 where it should be NaN (pytorch/pytorch#99429).
@@ -184,12 +195,7 @@ def _huber(difference: Tensor, delta: float = 1.0) -> Tensor:
 
 
 def gaussian_nll_loss(
-    input: Tensor,  # noqa: A002
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
     """Compute ``F.gaussian_nll_loss`` without its check that a tensor of variances is not negative."""
     sizes = {input.shape, input.shape[:-1], (*input.shape[:-1], 1)}
@@ -210,7 +216,7 @@ def gaussian_nll_loss(
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": lambda x, *_: x}
 
 
-def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     # Inside of two vmaps torch.func confuses their axes.
     channels = input.shape[1] if input.ndim > 1 else 1
     if weight.ndim > 1 or weight.numel() not in {1, channels} or weight.dtype != input.dtype:
@@ -244,26 +250,19 @@ def _positions(count: int, like: Tensor, *, align_corners: bool) -> Tensor:
 
 
 def _max_unpool(
-    function: Callable[..., Tensor],
-    axes: int,
-    input: Tensor,  # noqa: A002
-    indices: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    output_size: Any = None,
+    function: Function, axes: int, input: Tensor, indices: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
     fits = input.shape == indices.shape and input.ndim - axes in {1, 2} and indices.dtype == torch.long
     if not fits or not input.numel():
-        return function(input, indices, kernel_size, stride, padding, output_size)  # raises
+        return function(input, indices, *args, **kwargs)  # raises
     with untraced():  # a program would read the value of a check of these
         like = [torch.empty(input.shape, dtype=x.dtype, device="meta") for x in (input, indices)]
-        size = function(*like, kernel_size, stride, padding, output_size).shape[-axes:]
+        size = function(*like, *args, **kwargs).shape[-axes:]
     flat = input.new_zeros(*input.shape[:-axes], size.numel())
     return flat.scatter(-1, indices.flatten(-axes), input.flatten(-axes)).unflatten(-1, size)
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+RULES: Rules = {
     F.layer_norm: functools.partial(_autocast, _layer_norm),
     F.batch_norm: functools.partial(_autocast, _batch_norm),
     F.instance_norm: functools.partial(_autocast, _instance_norm),
@@ -275,7 +274,7 @@ RULES: dict[Any, Callable[..., Any]] = {
         _difference_loss, F.smooth_l1_loss, lambda difference, beta=1.0: _huber(difference, beta) / beta
     ),
     F.gaussian_nll_loss: gaussian_nll_loss,
-    F.linear_cross_entropy: _linear_cross_entropy,
+    _loss_of_classes: _linear_cross_entropy,
     torch.prelu: _prelu,
     Tensor.prelu: _prelu,
     F.affine_grid: _affine_grid,
@@ -286,7 +285,7 @@ RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
+FIRST_DERIVATIVE_RULES: Rules = {
     F.layer_norm: functools.partial(_autocast, F.layer_norm),
     F.batch_norm: functools.partial(_autocast, functools.partial(_batch_norm, by_kernel=True)),
     F.instance_norm: functools.partial(_autocast, functools.partial(_instance_norm, by_kernel=True)),

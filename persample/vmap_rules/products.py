@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persample._torch import is_forward_mode, transforms
+from persample._torch import transforms
 from persample.errors import LossError
 from persample.utils.numerics import in_single_precision, is_autocast, precast
 from persample.utils.tracing import is_batched
-from persample.vmap_rules.levels import call_kernel, gradients_by_autograd
+from persample.utils.trees import Leaf, Tree
+from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd, is_in_forward_mode
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``F.linear``, and reject a bias of another dtype, as torch does; torch.func would cast it."""
     # Where the input is no matrix and not contiguous, torch adds a bias of any dtype.
     if input.ndim == 2 or input.is_contiguous():
@@ -39,9 +40,10 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
     return out if bias is None else out + bias
 
 
-def _in_place(name: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+def _in_place(name: str, input: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Write the result of a method into its tensor; torch.func refuses to where samples are batched twice."""
-    out = getattr(input, name)(*args, **kwargs)
+    method = getattr(Tensor, name)
+    out = RULES.get(method, method)(input, *args, **kwargs)
     if input.shape != out.shape:  # torch may resize the tensor, torch.func does not
         raise LossError(
             f"loss_fn: {name}_ expected a tensor of the shape of its result, {list(out.shape)}, received "
@@ -50,6 +52,13 @@ def _in_place(name: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  #
     if not torch.can_cast(out.dtype, input.dtype):
         return getattr(input, f"{name}_")(*args, **kwargs)  # raises
     return input.copy_(out)
+
+
+def _added(function: Function, *args: Leaf, beta: complex = 1, **kwargs: Leaf) -> Tensor:
+    """Add products to a first tensor times β; for β = 0, torch.func forgets that this tensor has a gradient of 0."""
+    out = function(*args, beta=beta, **kwargs)
+    x = args[0] if args else kwargs["input"]
+    return out if beta else out + torch.where(torch.ones_like(x, dtype=torch.bool), 0, x)
 
 
 # Their gradients do not need the values that are overwritten.
@@ -100,7 +109,7 @@ def linear_einsum(equation: str, place: int) -> LinearEinsum | None:
     return LinearEinsum(matrix == i + o, given.index(i) - len(given), result.index(o) - len(result))
 
 
-def _einsum(equation: Any, *operands: Any) -> Tensor:
+def _einsum(equation: Leaf, *operands: Leaf) -> Tensor:
     """Compute an einsum of a matrix that all samples share as a linear layer, which torch batches as one product."""
     shared = [place for place, x in enumerate(operands) if isinstance(x, Tensor) and x.ndim == 2 and not is_batched(x)]
     for place in shared if isinstance(equation, str) and len(operands) == 2 else ():
@@ -114,18 +123,18 @@ def _einsum(equation: Any, *operands: Any) -> Tensor:
     return torch.einsum(equation, *operands)
 
 
-def _composed_where_nested(function: Callable[..., Any], composition: Callable[..., Any]) -> Callable[..., Any]:
+def _composed_where_nested(function: Function, composition: Function) -> Function:
     """Return a function of square matrices that is a composition inside of forward derivatives and of two gradients.
 
-    Until torch 2.15, and of ``lu_solve`` later, a derivative of a forward derivative lacks a term
-    (pytorch/pytorch#196695). Where another vmap batches the backward pass, as ``torch.func.jacrev`` in a loss does,
-    both may be arbitrary.
+    Until torch 2.15, a derivative of a forward derivative lacks a term (pytorch/pytorch#196695). Where another vmap
+    batches the backward pass, as ``torch.func.jacrev`` in a loss does, both may be arbitrary; of ``lu_solve`` also
+    under ``jacfwd``.
     """
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def rule(*args: Leaf, **kwargs: Leaf) -> Tree:
         levels = transforms()
         is_mended = torch.__version__ >= "2.15" and function is not torch.linalg.lu_solve
-        is_forward = not is_mended and ("jvp" in levels or is_forward_mode())
+        is_forward = not is_mended and is_in_forward_mode()
         is_nested = is_forward or levels.count("grad") > 1
         if not is_nested or kwargs.get("out") is not None:
             return function(*args, **kwargs)
@@ -137,12 +146,12 @@ def _composed_where_nested(function: Callable[..., Any], composition: Callable[.
     return rule
 
 
-def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
+def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return P, L, U of A = PLU, as ``torch.linalg.lu`` does, which vmap calls once for each sample."""
     return torch.lu_unpack(*torch.linalg.lu_factor(A))
 
 
-def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:  # noqa: N803
+def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     if B.ndim > 1 and B.shape != A.shape[:-1]:
         return _solve_matrix(A, B, left=left)
     if not left:
@@ -150,7 +159,7 @@ def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:  # noqa: N803
     return _solve_matrix(A, B.unsqueeze(-1), left=left).squeeze(-1)
 
 
-def _lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False) -> Tensor:  # noqa: N803
+def _lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False) -> Tensor:
     if B.ndim < 2:
         return torch.linalg.lu_solve(LU, pivots, B, left=left, adjoint=adjoint)  # an error
     permutation, lower, upper = torch.lu_unpack(LU, pivots)
@@ -158,7 +167,7 @@ def _lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoi
     return _solve_matrix(matrix.mH if adjoint else matrix, B, left=left)
 
 
-def _solve_matrix(A: Tensor, B: Tensor, *, left: bool) -> Tensor:  # noqa: N803
+def _solve_matrix(A: Tensor, B: Tensor, *, left: bool) -> Tensor:
     if not left:
         return _solve_matrix(A.mT, B.mT, left=True).mT
     permutation, lower, upper = _factors(A)
@@ -166,7 +175,7 @@ def _solve_matrix(A: Tensor, B: Tensor, *, left: bool) -> Tensor:  # noqa: N803
     return torch.linalg.solve_triangular(upper, half, upper=True)
 
 
-def _slogdet(A: Tensor) -> Any:  # noqa: N803
+def _slogdet(A: Tensor) -> tuple[Tensor, Tensor]:
     permutation, _, upper = _factors(A)
     pivots = upper.diagonal(dim1=-2, dim2=-1)
     # Not prod: further derivatives of it fail, or are NaN.
@@ -175,17 +184,17 @@ def _slogdet(A: Tensor) -> Any:  # noqa: N803
     return torch.return_types.slogdet((sign, pivots.abs().log().sum(-1)))
 
 
-def _det(A: Tensor) -> Tensor:  # noqa: N803
+def _det(A: Tensor) -> Tensor:
     sign, logabsdet = _slogdet(A)
     return sign * logabsdet.exp()
 
 
-def _logdet(A: Tensor) -> Tensor:  # noqa: N803
+def _logdet(A: Tensor) -> Tensor:
     sign, logabsdet = _slogdet(A)
     return logabsdet + sign.log()
 
 
-_COMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+_COMPOSITIONS: Rules = {
     torch.linalg.solve: _solve,
     torch.linalg.lu_solve: _lu_solve,
     **dict.fromkeys((torch.linalg.det, torch.det, Tensor.det), _det),
@@ -231,7 +240,7 @@ def _distances_by_kernel(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     return call_kernel(lambda x1, x2: (torch.cdist(x1, x2, p, _NO_PRODUCT),), gradients, x1, x2)[0]
 
 
-def _cdist_gradients(_needed: Any, grad: Tensor, x1: Tensor, x2: Tensor, _: Tensor, p: float) -> tuple[Tensor, ...]:
+def _cdist_gradients(_needed: object, grad: Tensor, x1: Tensor, x2: Tensor, _: Tensor, p: float) -> tuple[Tensor, ...]:
     return gradients_by_autograd(functools.partial(torch.cdist, p=p, compute_mode=_NO_PRODUCT), grad, x1, x2)
 
 
@@ -253,16 +262,17 @@ def _composed_distances(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     return largest.squeeze(-1) + torch.where(finite, (entries - entries.detach()) * (entries == largest), none).sum(-1)
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+RULES: Rules = {
     F.linear: linear,
     torch.bilinear: _bilinear,
     **{getattr(Tensor, f"{name}_"): functools.partial(_in_place, name) for name in _WRITTEN},
     torch.einsum: _einsum,
+    **{add: functools.partial(_added, add) for add in (torch.addbmm, torch.baddbmm, Tensor.addbmm, Tensor.baddbmm)},
     **{function: _composed_where_nested(function, composition) for function, composition in _COMPOSITIONS.items()},
     torch.cdist: functools.partial(_cdist, _composed_distances),
 }
 
 
-FIRST_DERIVATIVE_RULES: dict[Any, Callable[..., Any]] = {
+FIRST_DERIVATIVE_RULES: Rules = {
     torch.cdist: functools.partial(_cdist, _distances_by_kernel),
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,20 +22,23 @@ from torch.nn import functional as F
 from persample._torch import cudnn_rnn_flatten_weight, pack_padded_sequence, pad_packed_sequence, pad_sequence
 from persample.utils.numerics import autocast, is_autocast, precast
 from persample.utils.tracing import is_batched, is_for_compiler
-from persample.vmap_rules.levels import call_kernel
+from persample.utils.trees import Leaf
+from persample.vmap_rules.levels import Function, Rules, call_kernel
 from persample.vmap_rules.recurrent_steps import (
     GRU,
     LSTM,
     RNN_RELU,
     RNN_TANH,
     Cell,
+    States,
     looped,
     one_step,
     repeated,
 )
 
 # Runs one layer, as ``unrolled`` does, of a cell; or, of the functions below, of the arguments behind the cell.
-_Recurrence = Callable[..., tuple[Tensor, ...]]
+_Recurrence: TypeAlias = Callable[..., tuple[Tensor, ...]]
+_State: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def scan(cell: Cell, x: Tensor, initial: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -88,7 +91,7 @@ def unrolled(
 
 
 def _projected(cell: Cell, weight: Tensor, linear: Callable[..., Tensor]) -> Cell:
-    def step(*args: Tensor) -> Any:
+    def step(*args: Tensor) -> States:
         (h, *others), kept = cell.step(*args)
         return (linear(h, weight), *others), kept
 
@@ -106,7 +109,7 @@ def scan_kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
     if cell.at_inputs is None and biases:
         biases = [biases[0] + biases[1]]
 
-    def step(state: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor, *bias: Tensor) -> Any:
+    def step(state: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor, *bias: Tensor) -> States:
         if cell.at_inputs is None:
             after, kept = cell.step(torch.addmm(row[0], state[0], weight), *state)
         else:
@@ -120,7 +123,7 @@ def scan_kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
     return _unfolded(out, axes), *(s.unflatten(0, axes) for s in last[1:]), *(_unfolded(k, axes) for k in kept)
 
 
-def _gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Any) -> tuple[Any, ...]:
+def _gradients(cell: Cell, size: int, needed: Sequence[bool], *args: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients of the arguments of ``scan_kernel`` from those of its first results."""
     grads, (x, w_ih, w_hh, *kept) = args[:size], args[size:]
     of_state, of_x, signals = scan_signals(cell, grads, w_ih, w_hh, kept, needs_x=needed[-3])
@@ -157,7 +160,7 @@ def scan_signals(
     def prepare(earlier: Tensor, *states: Tensor) -> Sequence[Tensor]:
         return earlier, *cell.derivatives(*states)
 
-    def step(later: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor) -> Any:
+    def step(later: Sequence[Tensor], row: Sequence[Tensor], weight: Tensor) -> States:
         signals, (first, *rest) = cell.back(row[0], later, *row[1:])
         at_products = signals if cell.at_inputs is None else signals[:, :width]
         return (torch.addmm(first, at_products, weight), *rest), (signals,)
@@ -187,17 +190,17 @@ def _unfolded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _one_step(
-    step: Callable[..., Any],
+    step: Function,
     cell: Cell,
     x: Tensor,
-    state: Any,
+    state: _State,
     w_ih: Tensor,
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
     *,
     linear: Callable[..., Tensor] = F.linear,
-) -> Any:
+) -> _State:
     states: Sequence[Tensor] = _as_tuple(state)
     if x.ndim != 2 or {s.shape for s in states} != {(len(x), w_hh.shape[1])}:
         return step(x, state, w_ih, w_hh, b_ih, b_hh)  # raises
@@ -208,7 +211,7 @@ def _one_step(
     return after if len(after) > 1 else after[0]
 
 
-def _sequence(layer: _Recurrence, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _sequence(layer: _Recurrence, x: Tensor, *args: Leaf) -> tuple[Tensor, ...]:
     if isinstance(args[2], list | tuple):  # a packed sequence: the weights come third, after the sizes and the state
         return _packed(layer, x, *args)
     *args, batch_first = args  # type: ignore[assignment]
@@ -216,7 +219,7 @@ def _sequence(layer: _Recurrence, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return out.transpose(0, 1) if batch_first else out, *finals
 
 
-def _packed(layer: _Recurrence, data: Tensor, batch_sizes: Tensor, state: Any, *args: Any) -> tuple[Tensor, ...]:
+def _packed(layer: _Recurrence, data: Tensor, batch_sizes: Tensor, state: _State, *args: Leaf) -> tuple[Tensor, ...]:
     sizes = batch_sizes.tolist()
     starts = batch_sizes.cumsum(0) - batch_sizes
     lengths = [sum(size > n for size in sizes) for n in range(sizes[0])]
@@ -235,7 +238,7 @@ def _packed(layer: _Recurrence, data: Tensor, batch_sizes: Tensor, state: Any, *
 def _stack(
     layer: _Recurrence,
     x: Tensor,
-    state: Any,
+    state: _State,
     weights: Sequence[Tensor],
     _has_biases: bool,
     num_layers: int,
@@ -258,13 +261,13 @@ def _stack(
     return torch.cat(outs, -1), *(torch.stack(s) for s in zip(*finals, strict=True))
 
 
-def _as_tuple(state: Any) -> tuple[Tensor, ...]:
+def _as_tuple(state: _State) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
 
 
 def recurrent_rule(
-    function: Any, recurrence: _Recurrence, linear: Callable[..., Tensor] = F.linear
-) -> Callable[..., Any] | None:
+    function: Function, recurrence: _Recurrence, linear: Callable[..., Tensor] = F.linear
+) -> Function | None:
     """Return the rule of what ``nn.GRU``, ``nn.GRUCell`` and their like call, or None for any other function.
 
     Args:
@@ -309,13 +312,18 @@ def _unpack(
     return out.transpose(0, 1) if batch_first else out, is_element.sum(0).cpu()
 
 
-_SEQUENCES = {torch.gru: GRU, torch.lstm: LSTM, torch.rnn_tanh: RNN_TANH, torch.rnn_relu: RNN_RELU}
+_SEQUENCES: dict[Function, Cell] = {
+    torch.gru: GRU,
+    torch.lstm: LSTM,
+    torch.rnn_tanh: RNN_TANH,
+    torch.rnn_relu: RNN_RELU,
+}
 _CELLS = torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
-_STEPS = dict(zip(_CELLS, _SEQUENCES.values(), strict=True))
+_STEPS: dict[Function, Cell] = dict(zip(_CELLS, _SEQUENCES.values(), strict=True))
 
 
-RULES: dict[Any, Any] = {
-    **{function: recurrent_rule(function, unrolled) for function in (*_STEPS, *_SEQUENCES)},
+RULES: Rules = {
+    **{function: rule for function in (*_STEPS, *_SEQUENCES) if (rule := recurrent_rule(function, unrolled))},
     pad_sequence: _pad,
     pack_padded_sequence: _pack,
     pad_packed_sequence: _unpack,
@@ -323,4 +331,4 @@ RULES: dict[Any, Any] = {
 }
 
 
-FIRST_DERIVATIVE_RULES: dict[Any, Any] = {function: recurrent_rule(function, scan) for function in _SEQUENCES}
+FIRST_DERIVATIVE_RULES: Rules = {function: rule for function in _SEQUENCES if (rule := recurrent_rule(function, scan))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ _WITHOUT_LOOP = 20
 
 
 def repeated(
-    step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Any, reverse: bool = False
+    step: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], *shared: Tensor, reverse: bool = False
 ) -> States:
     """Run a recurrence over the rows of sequences ``[T, ...]``, under any transforms.
 
@@ -134,7 +134,7 @@ def looped(
     step: Step,
     state: Sequence[Tensor],
     sequences: Sequence[Tensor],
-    *shared: Any,
+    *shared: Tensor,
     reverse: bool = False,
     prepare: Callable[..., Sequence[Tensor]] = lambda *rows: rows,
 ) -> States:
@@ -174,8 +174,8 @@ def _blocks(x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, _UNROLLED))
 
 
-def _loop(turn: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], shared: Sequence[Any]) -> States:
-    def body(*args: Any) -> list[Tensor]:
+def _loop(turn: Step, state: Sequence[Tensor], sequences: Sequence[Tensor], shared: Sequence[Tensor]) -> States:
+    def body(*args: Tensor) -> list[Tensor]:
         groups = iter(args)
         before, rows = ([next(groups) for _ in group] for group in (state, sequences))
         after, kept = turn(before, rows, *groups)

@@ -8,6 +8,8 @@ rule with its row, as another test here says. ``issue`` is a number of github.co
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from paths import ROOT
-from torch.func import grad, jacrev, jvp, linearize, vmap
+from torch.func import grad, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
@@ -64,6 +66,12 @@ def of_forward(function, x) -> Both:
         return torch.stack([(derivative(x + e) - derivative(x - e)) / 2e-5 for e in steps]).view(x.shape)
 
     return lambda: grad(derivative)(x), differences
+
+
+def forward_of(function, x) -> Both:
+    """A forward derivative, and finite differences."""
+    differences = lambda: (function(x + 1e-6 * x.cos()) - function(x - 1e-6 * x.cos())) / 2e-6
+    return lambda: jvp(function, (x,), (x.cos(),))[1], differences
 
 
 def without_grad_mode(function) -> Both:
@@ -115,6 +123,35 @@ def with_a_bias_of_float32() -> Both:
     return lambda: is_refused(mapped_linear), lambda: is_refused(lambda x, *rest: F.linear(x[0], *rest))
 
 
+def of_double(function) -> Both:
+    """Whether what is drawn has the default dtype, here float64, by Inductor and without a compiler."""
+
+    def is_double(function):
+        torch._dynamo.reset()
+        torch.set_default_dtype(F64)
+        try:
+            return torch.tensor(function().dtype == F64)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return lambda: is_double(torch.compile(function, fullgraph=True)), lambda: is_double(function)
+
+
+def survives(program) -> Both:
+    """Whether a process runs a program to its end."""
+    run = lambda: subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, cwd=ROOT)
+    return lambda: torch.tensor(not run().returncode), lambda: torch.tensor(True)
+
+
+LOOP_FROM_CPP = """
+import persample, torch
+from persample.engines.compiled import lower
+lower.scan = None
+model, x = torch.nn.RNN(1, 1), torch.ones(1, 21, 1)
+persample.per_sample_grads(lambda model, x: model(x)[0].sum(), model, x, engine="compiled")
+"""
+
+
 def without(rule, replacement, *args, **options) -> Both:
     """Whether a compiled program without a rule differs from its graph, which is noticed at the first run."""
 
@@ -132,7 +169,8 @@ def without(rule, replacement, *args, **options) -> Both:
 
 def of_complex_parts(w, x):
     z = torch.complex(w * x[0], x[1])
-    part = torch.diagonal_scatter(z - z[:, None], torch.ones_like(z))
+    part = (z - z[:, None]).clone()
+    part.diagonal().copy_(torch.ones_like(z))
     loss = (torch.complex(x, x.mT) / (1 + part)).abs().sum()
     return loss, loss
 
@@ -146,6 +184,17 @@ def of_gathered(params, x):
 def of_nan_query() -> Both:
     q, k = torch.full((1, 1, 2, 2), torch.nan), torch.ones(1, 1, 2, 2)
     return lambda: F.scaled_dot_product_attention(q, k, k), lambda: q
+
+
+def of_kernel(images):
+    kernel = numbers(2, 2, 3, 1).requires_grad_()
+    return torch.autograd.grad(F.conv2d(images, kernel, padding=1, groups=2).square().sum(), kernel)[0]
+
+
+def written_column(x, place, value):
+    x = x.clone()
+    x[:, place] = value
+    return x
 
 
 def in_parts(x):
@@ -164,6 +213,7 @@ class Fault(NamedTuple):
 
 MATRIX, WEIGHTS = numbers(2, 2) + 3 * torch.eye(2, dtype=F64), numbers(3)
 SHARED, ONE = numbers(2, 3), torch.tensor([1])
+MASK = torch.tensor([[True, False, True], [True, True, False]])
 GRAD_OF_MSE, GRAD_OF_HUBER, GRAD_OF_L1 = map(grad, (F.mse_loss, F.huber_loss, F.smooth_l1_loss))
 FAULTS = {
     # torch.func batches these wrongly, or not at all.
@@ -183,6 +233,10 @@ FAULTS = {
     "index_select": Fault(
         "vmap_rules/indexing.py: _index_select", mapped(grad(lambda x: x.index_select(0, ONE[0]).sum()), SHARED)
     ),
+    "masked_select": Fault(
+        "vmap_rules/indexing.py: _masked_select",
+        mapped(lambda c: vjp(lambda x: x.masked_select(MASK), WEIGHTS)[1](c)[0], numbers(2, 4)),
+    ),
     "roll": Fault("vmap_rules/indexing.py: _roll", mapped(lambda x: torch.roll(x, 1), WEIGHTS)),
     "select_scatter": Fault(
         "vmap_rules/indexing.py: _select_scatter",
@@ -199,15 +253,31 @@ FAULTS = {
     "linear_cross_entropy": Fault(
         "vmap_rules/nn_functional.py: _linear_cross_entropy", mapped(grad(in_parts), numbers(3, 4, 2))
     ),
+    "linear_cross_entropy, forward": Fault(
+        "vmap_rules/nn_functional.py: _linear_cross_entropy", forward_of(in_parts, numbers(4, 2))
+    ),
     "prelu": Fault(
         "vmap_rules/nn_functional.py: _prelu",
         twice(grad(lambda x, w: F.prelu(x, w).square().sum()), numbers(2, 2), numbers(2)),
     ),
+    "baddbmm times 0": Fault(
+        "vmap_rules/products.py: _added",
+        by_autograd(lambda x: torch.baddbmm(torch.nan * x, x[..., :0], x[:, :0], beta=0), numbers(2, 1, 3, 3)),
+    ),
+    "written columns": Fault(
+        "vmap_rules/indexing.py: setitem_unread",
+        mapped(written_column, numbers(2, 3, 2), torch.tensor([[0], [1]]), numbers(2, 3, 1)),
+    ),
+    "squeeze": Fault("vmap_rules/indexing.py: of_scalar", mapped(lambda x: x.squeeze(-1), WEIGHTS)),
     "addcmul_": Fault(
         "vmap_rules/products.py: _in_place", twice(lambda y, x: (1 * x).addcmul_(y, y), WEIGHTS, WEIGHTS)
     ),
     "solve without grad mode": Fault(
         "vmap_rules/products.py: _composed_where_nested", without_grad_mode(lambda a: torch.linalg.solve(a, a[0]))
+    ),
+    "lu_solve without grad mode": Fault(
+        "vmap_rules/products.py: _composed_where_nested",
+        without_grad_mode(lambda a: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), a.sin())),
     ),
     "det without grad mode": Fault(
         "vmap_rules/products.py: _composed_where_nested", without_grad_mode(torch.linalg.det)
@@ -264,6 +334,10 @@ FAULTS = {
         mended="2.14",
         issue=186414,
     ),
+    "images of one pixel": Fault(
+        "factors/conv.py: numel() == 1",
+        (lambda: of_kernel(numbers(4).as_strided((1, 4, 1, 1), (4, 1, 2, 2))), lambda: of_kernel(numbers(1, 4, 1, 1))),
+    ),
     "bias of another dtype": Fault("vmap_rules/products.py: _check_dtype", with_a_bias_of_float32()),
     "linearize": Fault(
         "vmap_rules/effects.py: _dual",
@@ -284,6 +358,8 @@ FAULTS = {
         compiled(lambda x: F.interpolate(x, scale_factor=1.2), numbers(1, 1, 2, 4)),
         issue=198201,
     ),
+    "rand": Fault("engines/compiled/lower.py: _DRAWS", of_double(lambda: torch.rand(2))),
+    "loops from C++": Fault("engines/compiled/lower.py: has_loops", survives(LOOP_FROM_CPP)),
     "soft_margin_loss": Fault(
         "engines/compiled/kernels.py: _ROUNDED",
         compiled_gradient(lambda x: 1e16 * F.soft_margin_loss(x, torch.ones_like(x)), 36 + WEIGHTS[:1] * 0),
@@ -298,7 +374,6 @@ FAULTS = {
             numbers(3, 5, 5),
             [ps.Stack(), ps.Aux()],
         ),
-        mended="2.14",
     ),
     "index_put": Fault(
         "engines/compiled/lower.py: _copy_overwritten",

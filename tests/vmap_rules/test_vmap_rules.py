@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import assert_eager_is_loop
 from oracle import assert_trees_close, oracle
 from torch import nn
 from torch.nn import functional as F
@@ -54,6 +55,14 @@ def test_weight_norm():
 @pytest.mark.parametrize("lead", [(), (4,), (2, 2)], ids=str)
 def test_bilinear(lead, bias):
     check_module(nn.Bilinear(2, 3, 4, bias=bias), draw(*lead, 2), draw(*lead, 3))
+
+
+@pytest.mark.parametrize("add", ["addbmm", "baddbmm", "baddbmm_"])
+def test_what_products_are_added_to_times_0_has_a_gradient(add):
+    def loss(w, x):
+        return getattr((w * x)[0] if add == "addbmm" else w * x, add)(x, x, beta=0).sum()
+
+    assert_eager_is_loop(loss, torch.ones(1, 3, 3, dtype=torch.float64), draw(1, 3, 3))
 
 
 @pytest.mark.parametrize("padding", [None, 2, -1], ids=["no-padding", "padding", "padding-from-end"])

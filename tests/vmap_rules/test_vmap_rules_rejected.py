@@ -193,6 +193,18 @@ def test_linear_cross_entropy_in_parts(options):
     assert_eager_is_loop(loss, {"w": draw(7, 3), "v": draw(3, 3)}, (draw(2, 6, 3),))
 
 
+def test_linear_cross_entropy_in_parts_in_forward_mode():
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    def loss(w, x):
+        options = LinearCrossEntropyOptions(batch_chunk_size=2)
+        of_parts = lambda w: F.linear_cross_entropy(x, w, torch.tensor([0, 1, 2, 0]), options=options)
+        return torch.func.jvp(of_parts, (w,), (w,))[1]
+
+    with pytest.raises(LossError, match=r"differentiated in forward mode.*Leave options out"):
+        per_sample_grads(loss, torch.randn(3, 2), torch.randn(5, 4, 2))
+
+
 def test_linear_cross_entropy_in_parts_with_weights_of_classes():
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 

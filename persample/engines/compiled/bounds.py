@@ -18,7 +18,6 @@ from persample._torch import (
     OpOverload,
     TorchDispatchMode,
     aten_efficientzerotensor,
-    aten_index_put_impl,
     schema,
 )
 from persample.utils.tracing import untraced
@@ -136,7 +135,7 @@ _RULES: dict[Any, Callable[..., tuple[Any, ...]]] = {
     _aten.embedding_dense_backward: _embedding_backward,
     **dict.fromkeys([_aten.nll_loss_forward, _aten.nll_loss2d_forward], _classes),
     **dict.fromkeys([_aten.nll_loss_backward, _aten.nll_loss2d_backward], _classes_backward),
-    **dict.fromkeys([_aten.index, _aten.index_put, _aten.index_put_, aten_index_put_impl], _axes),
+    **dict.fromkeys([_aten.index, _aten.index_put, _aten.index_put_], _axes),
     **dict.fromkeys([_aten.max_unpool2d, _aten.max_unpool3d], _unpooled),
     **dict.fromkeys([_aten.take, _aten.put, _aten.put_], _flat),
     **dict.fromkeys([_aten.index_fill, _aten.index_fill_], _along_from_the_end),

@@ -128,8 +128,8 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     for node in graph.graph.nodes:
         if node.target in _DRAWS and node.kwargs.get("dtype") is None:  # Inductor takes it for float32
             node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-    # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice
-    # (torch 2.13), and was not tried on GPUs.
+    # In Python, a call of a small kernel takes longer than the kernel. Inductor's C++ frees inputs of loops twice,
+    # and was not tried on GPUs.
     has_loops = any(node.target is scan for node in graph.graph.nodes)
     in_cpp = not has_loops and all(x.device.type == "cpu" for x in inputs)
     code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)

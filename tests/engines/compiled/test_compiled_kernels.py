@@ -191,7 +191,7 @@ COMPLEX = {
 
 
 def test_complex_matrices_are_read_after_they_are_written():
-    """torch 2.13 alone divides by the zeros that were there before."""
+    """Inductor alone divides by the zeros that were there before."""
     params = {name: torch.tensor(1.5, dtype=torch.float64) for name in COMPLEX}
     batch = torch.rand(3, 5, 5, dtype=torch.float64)
 
