@@ -1,8 +1,9 @@
-"""The cost of chunks, and the savings of several reductions in one call: ``make bench``. Ratios hold within a group."""
+"""The cost of chunks and of units, and the savings of several reductions in one call: ``make bench``. Ratios hold within a group."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.methods.unit import prepare
 from benchmarks.workloads import build
@@ -16,10 +17,18 @@ def ours(work, reduce, **options):
     return per_sample_grads(work.loss_fn, work.model, work.batch, reduce, **options)
 
 
+def shuffled(work):
+    """Return the ids of units of 4 samples in random order."""
+    size = len(work.batch[0])
+    return (torch.arange(size) // 4)[torch.randperm(size, generator=torch.Generator().manual_seed(0))]
+
+
 METHODS = {
     "batch gradient": lambda work: prepare(work, "mean").run(),
     "ClippedMean": lambda work: ours(work, ClippedMean(1.0)),
     "ClippedMean in 4 chunks": lambda work: ours(work, ClippedMean(1.0), chunk_size=-(-len(work.batch[0]) // 4)),
+    "ClippedMean of units of 4": lambda work: ours(work, ClippedMean(1.0), unit=4),
+    "ClippedMean of units of 4, shuffled": lambda work: ours(work, ClippedMean(1.0), unit=shuffled(work)),
     "Mean, ClippedMean and Norm in one call": lambda work: ours(work, WANTED),
     "Mean, ClippedMean and Norm in three calls": lambda work: [ours(work, reduce) for reduce in WANTED],
 }

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from grid import ENGINES, REDUCTIONS, RTOL
-from oracle import assert_trees_close, oracle
+from oracle import Rows, assert_trees_close, oracle
 from workloads import WORKLOADS, build
 
 import persample as ps
@@ -65,6 +65,30 @@ def test_all_reductions_from_one_pass(workload, engine):
         assert_trees_close(results[name], expected(rows), 1e-9)
     passes = {"eager": 1, "eager-chunks": -(-len(rows.losses) // 2)}
     assert len(calls) == passes.get(engine, len(rows.losses))
+
+
+def of_units(rows, ids, reduce):
+    """Sum or average the rows of each unit, by hand."""
+    units = [torch.tensor([i for i, other in enumerate(ids) if other == unit]) for unit in dict.fromkeys(ids)]
+    added = [[getattr(x[index], reduce)(0) for index in units] for x in (*rows.grads, rows.losses)]
+    *grads, losses = map(torch.stack, added)
+    return Rows(grads, losses, rows.structure)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("engine", [*ENGINES, "traced"])
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_all_reductions_of_units(workload, engine, reduce):
+    work = build(workload)
+    rows = oracle(work.loss_fn, work.params, work.batch)
+    size = len(rows.losses)
+    ids = [3, 1, 3, 0, 1, 1, 0, 3, 8, 0][:size] if reduce == "sum" else [i % 3 for i in range(size)]
+    rows = of_units(rows, ids, reduce)
+    wanted = {name: make(rows, torch.float64) for name, (make, _) in REDUCTIONS.items()}
+    options = {"unit": ids, "unit_reduce": reduce, **ENGINES.get(engine, {"engine": engine})}
+    results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, **options)
+    for name, (_, expected) in REDUCTIONS.items():
+        assert_trees_close(results[name], expected(rows), 1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
