@@ -1,4 +1,4 @@
-"""The cost of chunks and of units, and the savings of several reductions in one call: ``make bench``. Ratios hold within a group."""
+"""The cost of chunks and units, the savings of several reductions in one call: ``make bench``; compare within groups."""
 
 from __future__ import annotations
 
