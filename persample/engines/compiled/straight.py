@@ -1,7 +1,7 @@
 """Traced graphs as straight-line Python, which runs operation by operation, without a compiler.
 
-What only tracing needed is dropped: detachments, views of views, products with ones. The rest is one function with one
-line per operation, in which a tensor is deleted after its last use.
+What only tracing needed is dropped: detachments, views of views. The rest is one function with one line per operation,
+in which a tensor is deleted after its last use.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
-from torch.nn import functional as F
 
 from persample._torch import OpOverload, aten_unsafe_view, schema
 from persample.engines.compiled.bounds import reads_an_index
@@ -32,32 +30,15 @@ _RESHAPES = {
 _VIEWS_WITHOUT_A_WORD = {
     *(aten_unsafe_view, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default, _aten.lift.default),
 }
-_SWAPS = {_aten.t.default, _aten.transpose.int}
-_VIEWS = {*_RESHAPES, *_SWAPS, _aten.expand.default, _aten.permute.default}
-_PRODUCTS = {_aten.addmm.default, _aten.mm.default}
-_IN_PLACE = {
-    _aten.add.Tensor: _aten.add_.Tensor,
-    _aten.div.Tensor: _aten.div_.Tensor,
-    _aten.exp.default: _aten.exp_.default,
-    _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
-    _aten.mul.Scalar: _aten.mul_.Scalar,
-    _aten.mul.Tensor: _aten.mul_.Tensor,
-    _aten.neg.default: _aten.neg_.default,
-    _aten.relu.default: _aten.relu_.default,
-    _aten.sigmoid.default: _aten.sigmoid_.default,
-    _aten.sqrt.default: _aten.sqrt_.default,
-    _aten.sub.Tensor: _aten.sub_.Tensor,
-    _aten.tanh.default: _aten.tanh_.default,
-}
-_ONES = {_aten.ones_like.default, _aten.ones.default, _aten.new_ones.default}
+_VIEWS = {*_RESHAPES, _aten.t.default, _aten.transpose.int, _aten.expand.default, _aten.permute.default}
 # Torch's own functions take half the time that their operations take when called as objects.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     getattr(getattr(_aten, name), overload): getattr(Tensor if name.endswith("_") or name == "view" else torch, name)
     for overload, names in {
-        "Scalar": "ge gt le lt masked_fill_",
-        "Tensor": "add add_ div div_ le lt mul mul_ sub sub_",
-        "default": "addcmul addmm baddbmm bmm cat exp exp_ gather mm neg neg_ permute relu relu_ sigmoid sigmoid_ "
-        "split_with_sizes sqrt sqrt_ stack t tanh tanh_ unsqueeze view",
+        "Scalar": "ge gt le lt",
+        "Tensor": "add add_ div div_ le lt mul mul_ sub",
+        "default": "addcmul addmm baddbmm bmm cat exp gather mm neg permute relu sigmoid split_with_sizes sqrt stack t "
+        "tanh unsqueeze view",
         "dim": "squeeze",
         "dim_IntList": "sum",
         "dims": "squeeze",
@@ -69,55 +50,19 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def simplify(module: GraphModule) -> None:
-    """Drop operations of a graph that change nothing, and those whose results are not used."""
+    """Drop views of a graph that change nothing, and operations whose results are not used."""
     graph = module.graph
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes):
         return  # a view may change its shape later
-    changed = {owner(x) for node in graph.nodes for x in written(node)}
     views: dict[str, Node] = {}
     for node in graph.nodes:
-        if node not in changed:
-            _before_reshapes(node)
-        args: Any = node.args
-        if node.target in _VIEWS and (known := views.setdefault(f"{node.target}{args}", node)) is not node:
-            node.replace_all_uses_with(known)
-        elif (same := _same(node, args, changed)) is not None:
+        if (same := _same(node, views)) is not node:
             node.replace_all_uses_with(same)
-        elif node.target in _RESHAPES and args[0].target in _RESHAPES:
-            shape = args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
+        elif node.target in _RESHAPES and node.args[0].target in _RESHAPES:
+            shape = node.args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
             node.target, node.args, node.kwargs = _aten.view.default, (_root(node), shape), {}
-        elif node.target in _PRODUCTS and not node.kwargs and args[-1].target is _aten.t.default:
-            *bias, x, weight = args
-            node.target, node.args = F.linear, (x, weight.args[0], *bias)
     graph.eliminate_dead_code(_is_needed)
-    last_reads = {owner(x): node for node in graph.nodes for x in node.all_input_nodes}
-    for node in graph.nodes:
-        if node.target in _IN_PLACE and (own := _memory_for(node, last_reads)) is not None:
-            node.target = _IN_PLACE[node.target]
-            last_reads[own] = last_reads.get(node, node)
     module.recompile()
-
-
-def _before_reshapes(node: Node) -> None:
-    """Let an elementwise operation on tensors that were reshaped alike read these as they were; reshape its result."""
-    result: Any = node.meta.get("val")
-    target: Any = node.target
-    operands = [x for x in node.all_input_nodes if _shape(x) != ()]
-    shapes = {_shape(_root(x)) for x in operands}
-    if torch.Tag.pointwise not in getattr(target, "tags", ()) or len(shapes) != 1 or writes(node):
-        return
-    (shape,) = shapes
-    # Tensors of one element and no axis are promoted otherwise; a memory format is that of some number of axes.
-    is_alike = shape and shape != _shape(node) and all(_shape(x) == _shape(node) for x in operands)
-    if not is_alike or "memory_format" in node.kwargs:
-        return
-    if all(x.meta["val"].is_contiguous() for x in (node, *map(_root, operands))):
-        with node.graph.inserting_before(node):
-            before = node.graph.call_function(
-                target, map_arg(node.args, lambda x: _root(x) if x in operands else x), node.kwargs
-            )
-        before.meta["val"] = result.view(shape)
-        node.target, node.args, node.kwargs = _aten.view.default, (before, list(result.shape)), {}
 
 
 def _is_needed(node: Node) -> bool:
@@ -215,34 +160,15 @@ def _root(node: Node) -> Node:
     return node
 
 
-def _same(node: Node, args: Any, changed: set[Node]) -> Any:
-    """Return an earlier node with the same elements in the same shape, or None if there is none."""
+def _same(node: Node, views: dict[str, Node]) -> Node:
+    """Return the earliest node of the same memory, seen in the same shape; ``views`` are those that came before."""
+    source: Any = node.args[0] if node.args else None
     if node.target in _SAME:
-        return args[0]
-    if node.target in _VIEWS:
-        root = _root(node) if node.target in _RESHAPES else args[0]
-        if _form(root) == _form(node):
-            return root
-        swaps_again = node.target in _SWAPS and root.target is node.target and set(root.args[1:]) == set(args[1:])
-        return root.args[0] if swaps_again and _form(root.args[0]) == _form(node) else None
-    if node.target not in {_aten.pow.Tensor_Scalar, _aten.mul.Tensor} or not changed.isdisjoint(
-        map(owner, (node, *node.all_input_nodes))
-    ):
-        return None
-    pairs = (args, args[::-1])
-    return next((x for x, one in pairs if _is_one(one) and _form(x) == _form(node)), None)
-
-
-def _is_one(x: Any) -> bool:
-    while isinstance(x, Node) and x.target in {*_RESHAPES, _aten.expand.default}:
-        x = x.args[0]
-    return x.target in _ONES if isinstance(x, Node) else x == 1
-
-
-def _shape(node: Node) -> Any:
-    """Return the shape of the tensor that a node computes; None for anything else."""
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+        return source
+    if node.target not in _VIEWS:
+        return node
+    root = _root(node) if node.target in _RESHAPES else source
+    return root if _form(root) == _form(node) else views.setdefault(f"{node.target}{node.args}", node)
 
 
 def _form(x: Any) -> Any:
@@ -252,15 +178,3 @@ def _form(x: Any) -> Any:
         return None
     steps = tuple(stride if size != 1 else 1 for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.shape, steps, value.dtype
-
-
-def _memory_for(node: Node, last_reads: dict[Node, Node]) -> Node | None:
-    """Return the owner of the memory of a node's first argument, if nothing reads it later and the result fits in."""
-    first: Any = node.args[0]
-    if not isinstance(first, Node) or _form(first) is None or _form(first) != _form(node):
-        return None
-    own = owner(first)
-    is_own = own.op == "call_function" and own.target not in Opaque.functions and first.target is not operator.getitem
-    # x + x.T would read what it has written.
-    is_read_once = all(x is first or owner(x) is not own for x in node.all_input_nodes)
-    return own if is_own and is_read_once and last_reads[own] is node else None
