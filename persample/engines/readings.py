@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import linecache
 import sys
 import warnings
@@ -23,7 +23,7 @@ from persample.reductions import Aux, Loss
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import storage_key
-from persample.utils.origin import OURS, users_depth
+from persample.utils.origin import frames, is_ours, users_depth
 from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.effects import guarded
 
@@ -100,15 +100,10 @@ class _Recorder(TorchFunctionMode):
 
 def _origin() -> tuple[nn.Module | None, tuple[str, str, int]]:
     """Return the innermost module whose forward runs, and the innermost line of the user's: 0 for our own calls."""
-    frame, module, line = inspect.currentframe(), None, ("", "", 0)
-    while frame is not None and frame.f_code is not read.__code__:
-        code = frame.f_code
-        if not line[2] and not code.co_filename.startswith(OURS):
-            line = code.co_name, code.co_filename, frame.f_lineno
-        if module is None and code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            module = frame.f_locals["self"]
-        frame = frame.f_back
-    return module, line
+    inside = list(itertools.takewhile(lambda frame: frame.f_code is not read.__code__, frames()))
+    users = ((x.f_code.co_name, x.f_code.co_filename, x.f_lineno) for x in inside if not is_ours(x))
+    selves = (frame.f_locals.get("self") for frame in inside if frame.f_code.co_name == "forward")
+    return next((x for x in selves if isinstance(x, nn.Module)), None), next(users, ("", "", 0))
 
 
 def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:

@@ -25,37 +25,30 @@ from persample._torch import (
 )
 from persample.utils.tracing import is_wrapped
 from persample.vmap_rules.effects import of_each
+from persample.vmap_rules.indexing import getitem, setitem
 
 _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, setitem),
 }
+UNREAD = {getitem: operator.getitem, setitem: operator.setitem}
 _CHANGES_SHAPE = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}  # torch refuses all others
 
 
 def make_batchable(module: GraphModule) -> None:
-    """Rewrite a graph in place, and give it one more input, the first: any tensor of the sample.
-
-    After an interrupt, a second call completes the first.
-    """
+    """Rewrite a graph, and those that it calls, in place. After an interrupt, a second call completes the first."""
     for part in module.modules():
         if isinstance(part, GraphModule):
             _shift_levels(part.graph)
             _inline(part.graph)
             _keep_values(part.graph)
-    _give_each_sample_its_own(module.graph)
-    for part in module.modules():
-        if isinstance(part, GraphModule):
+            _give_each_sample_its_own(part.graph)
             part.recompile()
 
 
 def _give_each_sample_its_own(graph: Graph) -> None:
     """Copy for each sample what the loss made for all of them and writes into: vmap refuses the write otherwise."""
-    sample = next(iter(graph.nodes))
-    if sample.target != "sample":
-        with graph.inserting_before(sample):
-            sample = graph.placeholder("sample")
-    written = written_memory(graph)
+    inputs, written = graph.find_nodes(op="placeholder"), written_memory(graph)
     for node in list(graph.nodes):
         memory = memory_of(node)
         if memory not in written:
@@ -63,7 +56,7 @@ def _give_each_sample_its_own(graph: Graph) -> None:
         written.remove(memory)
         if node.op != "placeholder":
             with graph.inserting_after(node):
-                own = graph.call_function(of_each, (node, sample))
+                own = graph.call_function(of_each, (node, *inputs))
             node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
 
 
@@ -116,24 +109,6 @@ def refused_view(module: GraphModule) -> str | None:
     return None
 
 
-def lost_write(module: GraphModule) -> str | None:
-    """Return why a graph computes something else: it reads x after a write into x[i], which is a copy there.
-
-    ``getitem_unread`` makes that copy, of an index whose value it does not read. ``VmapRules`` refuses the same.
-    """
-    rows, stale = dict[Any, Any](), set[Any]()  # by ``memory_of``: from copies to what they were taken from
-    for node in _nodes(module):
-        if node.target is operator.setitem and memory_of(node.args[2]) in rows:
-            stale.discard(rows[memory_of(node.args[2])])  # as x[i] += 1 does in the end
-        if any(memory_of(x) in stale for x in node.all_input_nodes) and memory_of(node) not in stale:  # and no view
-            return "it writes in place into x[i], a copy where i is not read, and then reads x: write x[i] = value"
-        if node.target is operator.getitem and any(x.target == "unsqueeze" for x in node.all_input_nodes[1:]):
-            rows[memory_of(node)] = memory_of(node.args[0])
-        elif writes(node) and (written := memory_of(node.all_input_nodes[0])) in rows:
-            stale.add(rows[written])
-    return None
-
-
 def _shift_levels(graph: Graph) -> None:
     """Replace the levels of inner transforms, which Dynamo counts from 1, by those that are opened here."""
     opened: list[Node] = []
@@ -159,6 +134,8 @@ def _inline(graph: Graph) -> None:
             node.target = _applied
         elif node.target is operators.cond:
             node.target = _chosen
+        else:  # kept from Dynamo, which would read the index
+            node.target = UNREAD.get(node.target, node.target)
 
 
 def _called(body: GraphModule, *args: Any) -> Any:
@@ -225,5 +202,5 @@ def _value(x: Tensor | float) -> Tensor | float:
 
 def read_inputs(graph: Graph) -> list[int]:
     """Return the places of the inputs of a graph whose values it reads."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"][1:]
+    inputs = graph.find_nodes(op="placeholder")
     return [place for place, node in enumerate(inputs) if any(user.target is _value for user in node.users)]

@@ -38,6 +38,7 @@ from persample._torch import (
     set_dynamo_settings,
     tensors_read,
 )
+from persample.engines.compiled.batchable import UNREAD
 from persample.engines.compiled.graph import Capture, Captured, History, Marker, failed_guard, refusal
 from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
 from persample.errors import CompileLimitWarning
@@ -45,7 +46,7 @@ from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
-from persample.vmap_rules.indexing import getitem_unread, setitem_unread
+from persample.vmap_rules.indexing import getitem, setitem
 from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
@@ -136,6 +137,7 @@ class Entry:
             ) from error
         except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and any(said in str(error) for said in _READS):
+                torch.compiler.allow_in_graph(list(UNREAD))
                 self._unread = _Unread
                 # Who marks a tensor to differentiate by it is told that, and not what stops the second attempt.
                 with suppress(UncapturableError) if _MARKS in str(error) else nullcontext():
@@ -217,6 +219,9 @@ _MARKS = "requires_grad_()"
 _READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", _MARKS)
 
 
+_RULES = {Tensor.__getitem__: getitem, Tensor.__setitem__: setitem, F.gaussian_nll_loss: gaussian_nll_loss}
+
+
 class _Unread(TorchFunctionMode):
     """Lets a loss do what Dynamo refuses because torch would read a value, which the result does not need.
 
@@ -226,17 +231,9 @@ class _Unread(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
-        if func is Tensor.__getitem__:
-            x, index = args
-            return getitem_unread(x, index, lambda _: True)
-        if func is Tensor.__setitem__:
-            x, index, value = args
-            return setitem_unread(x, index, value, lambda _: True)
         if func is Tensor.requires_grad_ and not (args[1:] or kwargs) and args[0].requires_grad:
             return args[0]  # by hooks of transformers
-        if func is F.gaussian_nll_loss:
-            func = gaussian_nll_loss
-        return func(*args, **(kwargs or {}))
+        return _RULES.get(func, func)(*args, **(kwargs or {}))
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any:

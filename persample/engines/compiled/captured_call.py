@@ -36,7 +36,6 @@ class GraphFunction:
         structure: the structure of what the function returns.
         constants: the constants that the function returns, as text, which tells 1 from True.
         copied: the arguments that the function gets copies of, so that its writes to them are discarded.
-        sliced: the place of an argument that has one row per sample.
     """
 
     capture: Capture | None
@@ -45,7 +44,6 @@ class GraphFunction:
     structure: trees.TreeSpec
     constants: str
     copied: frozenset[int]
-    sliced: int
 
     def __call__(self, first: Sequence[Tensor], *rest: Any) -> Any:
         """Return what the function returns for one sample; last come the tensors that the function closed over."""
@@ -58,7 +56,7 @@ class GraphFunction:
                 return origin.value
             return given[origin.index].clone() if origin.index in self.copied else given[origin.index]
 
-        outputs = self.capture.run(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
+        outputs = self.capture.run(*map(found, self.inputs)) if self.capture else ()
         return trees.unflatten(list(map(found, self.leaves)), self.structure)
 
 
@@ -171,8 +169,7 @@ def _graph_function(
     constants = repr([x for x in leaves if isinstance(x, Constant)])
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
-    sliced = list(batched).index(True)
-    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, constants, copied, sliced)
+    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, constants, copied)
     return fn, [plain(x.detach()) for x in closed_over]
 
 

@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import get_function_mode_stack
 from persample.engines.compiled.batchable import (
-    lost_write,
     make_batchable,
     memory_of,
     name_of,
@@ -63,7 +62,7 @@ class Capture:
     """The graph of a function, valid as long as Dynamo's guards hold.
 
     Args:
-        graph: from any tensor of the sample, and the tensors that the function read, to those that it computed.
+        graph: from the tensors that the function read to those that it computed.
         reason: the guard that failed, so that the function was captured once more; empty for the first capture.
 
     Attributes:
@@ -96,7 +95,7 @@ class Capture:
         if not self._prepared:
             sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
             sets = "it gives other memory to a tensor (x.data = y)" if sets_data else None
-            self.refusal = sets or refused_view(self.graph) or lost_write(self.graph)
+            self.refusal = sets or refused_view(self.graph)
             make_batchable(self.graph)
             self.history = history
             self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)
@@ -252,7 +251,7 @@ class Captured:
         """The tensors that the graph takes and writes into."""
         graph = self.capture.graph.graph if self.capture else Graph()
         memory = (written_memory(graph) | {memory_of(node.kwargs.get("out")) for node in graph.nodes}) - {None}
-        nodes = graph.find_nodes(op="placeholder")[1:]
+        nodes = graph.find_nodes(op="placeholder")
         return [x for node, x in zip(nodes, self.inputs, strict=True) if memory_of(node) in memory]
 
     def origins(

@@ -58,7 +58,7 @@ def simplify(module: GraphModule) -> None:
     for node in graph.nodes:
         if (same := _same(node, views)) is not node:
             node.replace_all_uses_with(same)
-        elif node.target in _RESHAPES and node.args[0].target in _RESHAPES:
+        elif node.target in _RESHAPES and node.all_input_nodes[0].target in _RESHAPES:
             shape = node.args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
             node.target, node.args, node.kwargs = _aten.view.default, (_root(node), shape), {}
     graph.eliminate_dead_code(_is_needed)
@@ -156,25 +156,22 @@ def _arguments(node: Node) -> Iterator[tuple[Any, Node]]:
 def _root(node: Node) -> Node:
     """Return the tensor whose elements a node has in the same order."""
     while node.target in _RESHAPES:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.all_input_nodes[0]
     return node
 
 
 def _same(node: Node, views: dict[str, Node]) -> Node:
     """Return the earliest node of the same memory, seen in the same shape; ``views`` are those that came before."""
-    source: Any = node.args[0] if node.args else None
     if node.target in _SAME:
-        return source
+        return node.all_input_nodes[0]
     if node.target not in _VIEWS:
         return node
-    root = _root(node) if node.target in _RESHAPES else source
+    root = _root(node) if node.target in _RESHAPES else node.all_input_nodes[0]
     return root if _form(root) == _form(node) else views.setdefault(f"{node.target}{node.args}", node)
 
 
-def _form(x: Any) -> Any:
-    """Return the shape, the strides of axes longer than 1, and the dtype of a node's value."""
-    value = x.meta.get("val") if isinstance(x, Node) else None
-    if not isinstance(value, Tensor):
-        return None
+def _form(node: Node) -> tuple[object, ...]:
+    """Return the shape, the strides of axes longer than 1, and the dtype of the tensor that a node computes."""
+    value: Tensor = node.meta["val"]
     steps = tuple(stride if size != 1 else 1 for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.shape, steps, value.dtype

@@ -24,6 +24,7 @@ from persample.pipeline import write_into
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.utils import trees
+from persample.vmap_rules import VmapRules
 
 
 class UnfinishedError(Exception):
@@ -234,4 +235,8 @@ def _changed(
 
 
 def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    return lambda norm: graph([norm], *closed_over)
+    def of_norm(norm: Tensor) -> Any:
+        with VmapRules():
+            return graph([norm], *closed_over)
+
+    return of_norm
