@@ -6,9 +6,9 @@ import itertools
 import linecache
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,13 @@ from persample import naive
 from persample.errors import BatchStatisticsWarning
 from persample.inputs import Call
 from persample.inputs.call import NotConnectedError
-from persample.reductions import Aux, Loss
+from persample.reductions import Aux, Loss, Reduction
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import storage_key
 from persample.utils.origin import frames, is_ours, users_depth
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import Tree
 from persample.vmap_rules.effects import guarded
 
 _DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -72,7 +73,9 @@ class _Recorder(TorchFunctionMode):
         self.steps: list[Step] = []
         self.drops = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> Tree:
         kwargs = dict(kwargs or {})
         if func in _DROPOUT:
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -112,7 +115,7 @@ def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
     params, leaves = call.at(rows)
     start.go_back()
 
-    def recorded() -> Any:
+    def recorded() -> tuple[Tensor, Tree, Sequence[Tensor | None]]:
         with recorder:
             return naive.value_and_grad(guarded(loss), params, leaves, like=loss.params.tensors)
 
@@ -186,7 +189,7 @@ def weights(own: Sequence[Reading], whole: Reading) -> Tensor | None:
     return None
 
 
-def vanish(results: Any, reductions: Any) -> bool:
+def vanish(results: Tree, reductions: Sequence[Reduction]) -> bool:
     """Return whether all results of gradients, in the memory of a CPU, consist of zeros and NaN."""
     of_gradients = [x for x, one in zip(results, reductions, strict=True) if not isinstance(one, Loss | Aux)]
     tensors = [x for x in trees.flatten(of_gradients)[0] if isinstance(x, Tensor) and x.numel()]
