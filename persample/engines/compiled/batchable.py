@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import (
@@ -24,6 +24,7 @@ from persample._torch import (
     storage_id,
 )
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules.effects import of_each
 from persample.vmap_rules.indexing import getitem, setitem
 
@@ -60,12 +61,13 @@ def _give_each_sample_its_own(graph: Graph) -> None:
             node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
 
 
-def written_memory(graph: Graph) -> set[Any]:
+def written_memory(graph: Graph) -> set[int]:
     """Return the memory that a graph writes into, by ``memory_of``."""
-    return {memory_of(node.args[0]) for node in graph.nodes if writes(node)} - {None}
+    memory = (memory_of(node.args[0]) for node in graph.nodes if writes(node))
+    return {x for x in memory if x is not None}
 
 
-def memory_of(node: Any) -> Any:
+def memory_of(node: object) -> int | None:
     """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else.
 
     None also of a tensor of an inner transform, whose example has no memory.
@@ -138,17 +140,19 @@ def _inline(graph: Graph) -> None:
             node.target = UNREAD.get(node.target, node.target)
 
 
-def _called(body: GraphModule, *args: Any) -> Any:
+def _called(body: GraphModule, *args: Leaf) -> Tree:
     return body.forward(*args)
 
 
-def _chosen(condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[Any]) -> Any:
+def _chosen(
+    condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[Leaf]
+) -> tuple[Tensor, ...]:
     """Compute both branches of ``torch.cond`` for all samples, as torch's own rule for vmap does."""
     pairs = zip(if_true.forward(*operands), if_false.forward(*operands), strict=True)
     return tuple(torch.where(condition, one, other) for one, other in pairs)
 
 
-def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any) -> Any:
+def _applied(before: GraphModule, after: GraphModule, *args: Leaf, **options: Leaf) -> tuple[Tensor, ...]:
     """Call an ``autograd.Function`` that Dynamo has split into two graphs.
 
     ``before`` gives (outputs, tensors kept for the backward pass), ``after`` takes the gradients and these tensors.
@@ -159,7 +163,7 @@ def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(*args: Any) -> Any:
+        def forward(*args: Leaf) -> Tree:
             nonlocal count
             with torch.no_grad():
                 outputs, kept = before.forward(*args)
@@ -167,14 +171,14 @@ def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any
             return *outputs, *(x.detach() for x in kept)
 
         @staticmethod
-        def setup_context(ctx: Any, _inputs: Any, output: Any) -> None:
+        def setup_context(ctx: FunctionCtx, _inputs: object, output: tuple[Tensor, ...]) -> None:
             ctx.save_for_backward(*output[count:])
             ctx.mark_non_differentiable(
                 *output[count:], *(output[place] for place in options["non_differentiable_idx"])
             )
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Tree, *grads: Tensor) -> Tree:
             with torch.no_grad():
                 return after.forward(*grads[:count], *ctx.saved_tensors)
 

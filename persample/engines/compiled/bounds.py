@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +22,14 @@ from persample._torch import (
     schema,
 )
 from persample.utils.tracing import untraced
+from persample.utils.trees import Leaf, Tree
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
 
 
 @functools.cache
-def _returns_a_number(func: Any) -> bool:
+def _returns_a_number(func: object) -> bool:
     """Return whether an operation returns a number of Python, as what ``Tensor.item`` calls does."""
     returns = schema(func).returns if isinstance(func, OpOverload) else ()
     return [str(x.type) for x in returns] == ["number"]
@@ -56,7 +56,9 @@ class Bounds(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted, self._clamps = noted, clamps
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> Tree:
         """Call an operation with its index in range, or read a value."""
         if _returns_a_number(func) and not isinstance(args[0], FakeTensor):
             with untraced():
@@ -73,26 +75,26 @@ class Bounds(TorchDispatchMode):
         return once.clamp(least, size - 1).expand_as(index)
 
 
-def reads_an_index(operation: Any) -> bool:
+def reads_an_index(operation: object) -> bool:
     """Return whether an operation reads or writes at an index, which may be out of range."""
     return getattr(operation, "overloadpacket", None) in _RULES
 
 
 _Within = Callable[..., Tensor]
-_Args = tuple[Any, ...]
+_Args = tuple[Leaf, ...]
 
 
-def _at(place: int, size: Callable[..., int], within: _Within, *args: Any, from_the_end: bool = False) -> _Args:
+def _at(place: int, size: Callable[..., int], within: _Within, *args: Leaf, from_the_end: bool = False) -> _Args:
     """Return the arguments with the index at one place in range; ``size`` is a function of all of them."""
     count = size(*args)
     return *args[:place], within(args[place], count, -count if from_the_end else 0), *args[place + 1 :]
 
 
-def _along(table: Tensor, dim: int, *_: Any) -> int:
+def _along(table: Tensor, dim: int, *_: object) -> int:
     return table.shape[dim] if table.ndim else 1
 
 
-def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> _Args:
+def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *rest: Leaf) -> _Args:
     axis, parts = 0, list[Tensor | None]()
     for index in indices:
         is_mask = index is not None and index.dtype in _MASKS
@@ -104,7 +106,7 @@ def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *res
     return table, parts, *rest
 
 
-def _classes(first: int, within: _Within, *args: Any) -> _Args:
+def _classes(first: int, within: _Within, *args: Leaf) -> _Args:
     """Return the arguments with the classes in range; the first places are those of gradients."""
     logits, target, _, _, ignored = args[first : first + 5]
     is_ignored = target == ignored
@@ -112,7 +114,7 @@ def _classes(first: int, within: _Within, *args: Any) -> _Args:
     return *args[: first + 1], torch.where(is_ignored, target, classes), *args[first + 2 :]
 
 
-_RULES: dict[Any, Callable[..., _Args]] = {
+_RULES: dict[object, Callable[..., _Args]] = {
     _aten.embedding: partial(_at, 1, lambda table, *_: len(table)),
     _aten.embedding_dense_backward: partial(_at, 1, lambda _grad, _index, rows, *_: rows),
     **dict.fromkeys([_aten.nll_loss_forward, _aten.nll_loss2d_forward], partial(_classes, 0)),

@@ -46,6 +46,7 @@ from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules.indexing import getitem, setitem
 from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
@@ -89,7 +90,9 @@ class Entry:
         import_dynamo()
         self._read: dict[str, CodeType] = {}  # for each capture: closures, globals, what modules hold
         self._globals = {"G": function.__globals__}
-        options: dict[str, Any] = {"guard_filter_fn": functools.partial(_compared, self._read)}
+        options: dict[str, str | int | bool | Callable[..., Tree]] = {
+            "guard_filter_fn": functools.partial(_compared, self._read)
+        }
         self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
@@ -100,7 +103,7 @@ class Entry:
         self._unread: type[_Unread] | None = None  # the mode is traced with the loss, which takes longer
 
     @in_one_thread
-    def find(self, function: Callable[..., Any], *args: Any) -> Any:
+    def find(self, function: Callable[..., Tree], *args: Leaf) -> Tree:
         """Return what the function returns, with markers, by the capture whose guards hold; ``NewError`` if none do."""
         for code in self._read.values():
             with suppress(AttributeError, LookupError, NameError, TypeError):  # the capture is not of this call
@@ -110,7 +113,7 @@ class Entry:
         return self._run(function, args, self._unread)
 
     @in_one_thread
-    def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
+    def capture(self, function: Callable[..., Tree], *args: Leaf) -> Captured:
         """Return the capture of a function, recorded now if no other is valid."""
         try:
             return self._prepared(Captured.of(self.find(function, *args)))
@@ -157,7 +160,7 @@ class Entry:
         return captured
 
     def _record(
-        self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
+        self, function: Callable[..., Tree], args: Sequence[Leaf], *, numbers_are_constants: bool = False
     ) -> Captured:
         def recorded() -> Captured:
             with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
@@ -174,7 +177,7 @@ class Entry:
         return self._record(function, args, numbers_are_constants=True)
 
 
-def entry_of(function: Any) -> Entry:
+def entry_of(function: Callable[..., object]) -> Entry:
     """Return the captures of a function; lambdas made anew share their code, and so their captures."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -185,7 +188,7 @@ def entry_of(function: Any) -> Entry:
 
 
 @in_one_thread
-def _new_entry(key: Any) -> Entry:
+def _new_entry(key: object) -> Entry:
     return after_imports(lambda: _entries.setdefault(key, Entry(next(_numbers))))
 
 
@@ -210,7 +213,7 @@ def forget() -> None:
     _entries.clear()
 
 
-_entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[object, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -219,7 +222,11 @@ _MARKS = "requires_grad_()"
 _READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", _MARKS)
 
 
-_RULES = {Tensor.__getitem__: getitem, Tensor.__setitem__: setitem, F.gaussian_nll_loss: gaussian_nll_loss}
+_RULES: dict[object, Callable[..., Tree]] = {
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: setitem,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+}
 
 
 class _Unread(TorchFunctionMode):
@@ -229,14 +236,16 @@ class _Unread(TorchFunctionMode):
     which checks the sign of variances.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> Tree:
         """Call a function of torch."""
         if func is Tensor.requires_grad_ and not (args[1:] or kwargs) and args[0].requires_grad:
             return args[0]  # by hooks of transformers
         return _RULES.get(func, func)(*args, **(kwargs or {}))
 
 
-def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any:
+def _call(function: Callable[..., Tree], args: Sequence[Leaf], unread: type[_Unread] | None) -> Tree:
     if not torch.compiler.is_compiling():
         raise NewError  # Python runs this only if no capture is valid
     if unread is None:
@@ -245,20 +254,20 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
         return function(*args)
 
 
-def _compared(read: dict[str, CodeType], guards: Sequence[Any]) -> list[bool]:
+def _compared(read: dict[str, CodeType], guards: Sequence[object]) -> list[bool]:
     if source := tensors_read(guards):
         read[source] = compile(source, source, "eval")
     return guards_to_compare(guards)
 
 
-def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:
+def _backend(graph: GraphModule, _examples: object) -> Callable[..., list[Leaf]]:
     split = split_kept(graph)
     made = Capture(graph if split is None else split.graph, failed_guard(recompile_reason()))
     if split is None:  # the usual case
         places = range(made.num_outputs)
         return lambda *inputs: [Marker(made, place, inputs) for place in places]
 
-    def returned(*inputs: Any) -> list[Any]:
+    def returned(*inputs: Leaf) -> list[Leaf]:
         values = dict(zip(split.kept, split.compute(*inputs), strict=True))
         read = [inputs[place] for place in split.used]
         known = [(place, values[n]) for n, place in split.outputs.items() if n in values]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 from persample.utils.numerics import is_folded, storage_key
+from persample.utils.trees import Leaf, Tree
 
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
@@ -45,11 +45,11 @@ class GraphFunction:
     constants: str
     copied: frozenset[int]
 
-    def __call__(self, first: Sequence[Tensor], *rest: Any) -> Any:
+    def __call__(self, first: Sequence[Tensor], *rest: Leaf) -> Tree:
         """Return what the function returns for one sample; last come the tensors that the function closed over."""
         given = [*first, *rest]
 
-        def found(origin: Origin) -> Any:
+        def found(origin: Origin) -> Leaf:
             if isinstance(origin, Output):
                 return outputs[origin.index]
             if isinstance(origin, Constant):
@@ -134,7 +134,9 @@ def row_like(x: Tensor, keep_batch_dim: bool) -> Tensor:
     return row(Format.of(_first_row(x, keep_batch_dim)).empty())
 
 
-def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:
+def captured_function_of_a_norm(
+    function: Callable[[Tensor], Leaf], device: torch.device
+) -> tuple[GraphFunction, list[Tensor]]:
     """Return a function from one norm to a number, captured, and the tensors that it closed over."""
     norm = torch.zeros((), dtype=torch.float64, device=device)
     with torch.enable_grad():
@@ -144,7 +146,7 @@ def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch
 
 def _graph_function(
     captured: Captured,
-    given: Sequence[Any],
+    given: Sequence[Leaf],
     batched: Sequence[bool],
     buffers: Sequence[Tensor] = (),
     stored: Set[int] = frozenset(),

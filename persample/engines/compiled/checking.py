@@ -10,7 +10,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from persample.engines.compiled.straight import Run, owner, returns_memory, stra
 from persample.errors import CompilerWarning
 from persample.utils import rng
 from persample.utils.origin import users_depth
+from persample.utils.trees import Tree
 
 # How many times further from the graph the code may be than the graph for inputs that are rounded otherwise.
 _SPREADS = 100
@@ -94,7 +94,7 @@ class _Check:
         """
         error = _tolerance(self._module.graph, inputs)
         expected, into = self._results(before)
-        outputs: Any = self._module.graph.output_node().args[0]
+        outputs: Tree = self._module.graph.output_node().args[0]
         nodes, results = [*outputs, *self._written.values()], [*expected, *into]
         of_code = [*found, *(inputs[place] for place in self._written)]
         triples = list(zip(nodes, of_code, results, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 class _Decomposable(Interpreter):
     """Runs a graph as decompositions need it."""
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         """Return the result of a node."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.target is _aten.view.default:  # results of decompositions may have other strides
@@ -132,8 +131,7 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     # (torch 2.13), and was not tried on GPUs.
     has_loops = any(node.target is scan for node in graph.graph.nodes)
     in_cpp = not has_loops and all(x.device.type == "cpu" for x in inputs)
-    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
-    return code
+    return compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
 
 
 def _is_grouped(node: Node) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -67,7 +66,7 @@ def compilations() -> int:
     return sum(len(family.programs) for made in captures for family in made.programs.values())
 
 
-def compilations_of(loss_fn: Any) -> tuple[Compilation, ...]:
+def compilations_of(loss_fn: Callable[..., object]) -> tuple[Compilation, ...]:
     """Return the compilations of the programs of a loss, in order."""
     return tuple(entry_of(loss_fn).history.compilations)
 

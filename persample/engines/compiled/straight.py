@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.fx import GraphModule, Node
 from persample._torch import OpOverload, aten_unsafe_view, schema
 from persample.engines.compiled.bounds import reads_an_index
 from persample.utils.tracing import Opaque
+from persample.utils.trees import Leaf
 
 _aten = torch.ops.aten
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -32,7 +32,7 @@ _VIEWS_WITHOUT_A_WORD = {
 }
 _VIEWS = {*_RESHAPES, _aten.t.default, _aten.transpose.int, _aten.expand.default, _aten.permute.default}
 # Torch's own functions take half the time that their operations take when called as objects.
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+_FUNCTIONS: dict[object, Callable[..., object]] = {
     getattr(getattr(_aten, name), overload): getattr(Tensor if name.endswith("_") or name == "view" else torch, name)
     for overload, names in {
         "Scalar": "ge gt le lt",
@@ -74,11 +74,11 @@ def straight(module: GraphModule) -> Run:
     """Return a graph as straight-line Python: from the list of the inputs, which it empties, to the outputs."""
     graph = module.graph
     last_use = {x: node for node in graph.nodes for x in node.all_input_nodes}
-    bound: dict[str, Any] = {}
+    bound: dict[str, Leaf] = {}
     inputs = [str(node) for node in graph.find_nodes(op="placeholder")]
     lines = [f"def run(inputs):\n    {''.join(f'{name}, ' for name in inputs)} = inputs\n    inputs.clear()"]
 
-    def said(x: Any) -> str:
+    def said(x: object) -> str:
         if isinstance(x, Node):
             return str(x)
         if isinstance(x, list | tuple):
@@ -90,7 +90,7 @@ def straight(module: GraphModule) -> Run:
             return f"slice({said(x.start)}, {said(x.stop)}, {said(x.step)})"
         return _bind(x)
 
-    def _bind(x: Any) -> str:
+    def _bind(x: object) -> str:
         name = f"_{len(bound)}"
         bound[name] = x
         return name
@@ -146,7 +146,7 @@ def _aliased(node: Node) -> Node | None:
     return next(own, None)
 
 
-def _arguments(node: Node) -> Iterator[tuple[Any, Node]]:
+def _arguments(node: Node) -> Iterator[tuple[torch.Argument, Node]]:
     """Yield the nodes among the arguments of an operation, each with the argument of its schema."""
     for place, said in enumerate(schema(node.target).arguments):
         given = node.args[place] if place < len(node.args) else node.kwargs.get(said.name)

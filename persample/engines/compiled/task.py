@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from persample.pipeline import write_into
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.utils import trees
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules import VmapRules
+
+_Functions: TypeAlias = Mapping[str, tuple[GraphFunction, list[Tensor]]]
 
 
 class UnfinishedError(Exception):
@@ -51,9 +54,9 @@ class Task:
     finishes: bool
     engine: str
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
-    out: Any = None
+    out: Tree = None
     total: Total | None = None
-    functions: Sequence[Mapping[str, tuple[GraphFunction, list[Tensor]]]] = ()
+    functions: Sequence[_Functions] = ()
 
     def captured(self) -> Task:
         """Return the same task with the loss, and the functions of reductions, captured as graphs."""
@@ -125,7 +128,7 @@ class Task:
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor]) -> Tree:
         """Run the pipeline on other tensors, perhaps of other sizes; None if the results were written into ``out``."""
         given, (live, outline) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
@@ -153,18 +156,18 @@ class Task:
         write_into(out, trees.unflatten(results, self.container))
         return None
 
-    def last_step(self, lifted: Any) -> Any:
+    def last_step(self, lifted: Tree) -> Tree:
         """Return the results if ``finishes``; else the leaves, those that are not merged into a ``total``."""
         if self.finishes:
             return pipeline.finish(self.call, lifted, self.reductions)
         return lifted if self.total is None else self.total.absorb(lifted)
 
 
-def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline]:
+def _as_inputs(fields: Tree, device: torch.device) -> tuple[list[Tensor], Outline]:
     return pack(trees.tree_map(lambda x: _as_input(x, device), fields))
 
 
-def _as_input(x: Any, device: torch.device) -> Any:
+def _as_input(x: Leaf, device: torch.device) -> Leaf:
     if isinstance(x, Tensor):
         return x.detach().to(device)
     return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
@@ -200,7 +203,7 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: 
     return Live(tensors, form_of(tensors, outline), text)
 
 
-def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, Any], ...]]:
+def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, object], ...]]:
     """Return what a program depends on of a reduction: its class and the fields that may not change."""
     changing = {*_live_fields(reduction), *reduction.functions_of_a_norm}
     return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
@@ -220,12 +223,12 @@ def _key(reduction: Reduction) -> Hashable:
     return kind, fields
 
 
-def _live_fields(reduction: Reduction) -> dict[str, Any]:
+def _live_fields(reduction: Reduction) -> dict[str, Leaf]:
     return {name: x for name in reduction.live if (x := getattr(reduction, name)) is not None and not callable(x)}
 
 
 def _changed(
-    reduction: Reduction, numbers: Mapping[str, Any], kept: Mapping[str, Any], functions: Mapping[str, Any]
+    reduction: Reduction, numbers: Mapping[str, Leaf], kept: Mapping[str, list[Tensor]], functions: _Functions
 ) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     graphs = {name: _of_norm(graph, kept[name]) for name, (graph, _) in functions.items()}
@@ -234,8 +237,8 @@ def _changed(
     return changed
 
 
-def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    def of_norm(norm: Tensor) -> Any:
+def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], Leaf]:
+    def of_norm(norm: Tensor) -> Leaf:
         with VmapRules():
             return graph([norm], *closed_over)
 
