@@ -65,7 +65,7 @@ class _Derivatives(VmapRules):
     def __init__(self, vmap: Vmap) -> None:
         super().__init__(differentiated_by="any")
         self._vmap = vmap
-        self._own: dict[object, Callable[..., Tree]] = {
+        self._own: dict[object, Callable[..., object]] = {
             torch.autograd.grad: self._grad,
             Tensor.requires_grad_: self._mark,
             Tensor.requires_grad.__set__: self._mark,  # type: ignore[attr-defined]
@@ -73,7 +73,9 @@ class _Derivatives(VmapRules):
             Tensor.is_leaf.__get__: lambda x: self._plain(x).is_leaf,  # type: ignore[attr-defined]
         }
 
-    def replaced(self, func: Callable[..., Tree], args: tuple[Leaf, ...], kwargs: dict[str, Leaf] | None) -> Tree:
+    def replaced(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> object:
         if func in self._own:
             return self._own[func](*args, **(kwargs or {}))
         return super().replaced(func, args, kwargs)

@@ -74,8 +74,8 @@ class _Recorder(TorchFunctionMode):
         self.drops = False
 
     def __torch_function__(
-        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
-    ) -> Tree:
+        self, func: Callable[..., object], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func in _DROPOUT:
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -115,7 +115,7 @@ def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
     params, leaves = call.at(rows)
     start.go_back()
 
-    def recorded() -> tuple[Tensor, Tree, Sequence[Tensor | None]]:
+    def recorded() -> tuple[Tensor, object, Sequence[Tensor | None]]:
         with recorder:
             return naive.value_and_grad(guarded(loss), params, leaves, like=loss.params.tensors)
 

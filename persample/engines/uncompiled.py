@@ -136,7 +136,7 @@ def batched_gradients(
         one_by_one = value.ndim > 0 and _uses_factorizations(value)
         return value, aux
 
-    def one(params: list[Tensor], leaves: list[Leaf]) -> tuple[list[Tensor], Tensor, Tree]:
+    def one(params: list[Tensor], leaves: list[object]) -> tuple[list[Tensor], Tensor, object]:
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
         with nullcontext() if call.differentiated else torch.no_grad():
             grads = _pulled_back(backward, value, one_by_one=one_by_one)
@@ -181,7 +181,7 @@ def _uses_factorizations(value: Tensor) -> bool:
     return False
 
 
-def vmapped(one: Callable[[list[Tensor], list[Leaf]], T], call: Call) -> T:
+def vmapped(one: Callable[[list[Tensor], list[object]], T], call: Call) -> T:
     """Call a function of parameters and leaves for all samples at once; all tensors of the result get a batch axis."""
     given = [*call.params, *call.leaves]
     split = [*call.params_batched, *call.leaves_batched]
@@ -218,7 +218,7 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001
     )
 
 
-def _rows(call: Call) -> Iterator[tuple[Tensor, tuple[Tree, bool], Sequence[Tensor | None]]]:
+def _rows(call: Call) -> Iterator[tuple[Tensor, tuple[object, bool], Sequence[Tensor | None]]]:
     loss, start, rows = call.loss, rng.snapshot(), range(call.size)
     for i in rng.replayed(rows) if call.randomness == "same" else rows:
         with diagnosed(call, batched=False), hinted(call, i):
@@ -240,7 +240,7 @@ def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(losses))
 
 
-def _stacked(aux: list[Tree]) -> Tree:
+def _stacked(aux: list[object]) -> object:
     try:
         return tree_map(lambda *leaves: torch.stack(leaves), *aux)
     except (RuntimeError, ValueError) as error:
@@ -263,7 +263,7 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
     )
 
 
-def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Leaf]], T], call: Call) -> T:
+def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[object]], T], call: Call) -> T:
     """Call a function with the parameters and the leaves of a made-up sample.
 
     Tensors of the result may be fake: only their shapes, dtypes and devices are meaningful.

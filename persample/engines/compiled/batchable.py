@@ -140,19 +140,19 @@ def _inline(graph: Graph) -> None:
             node.target = UNREAD.get(node.target, node.target)
 
 
-def _called(body: GraphModule, *args: Leaf) -> Tree:
+def _called(body: GraphModule, *args: object) -> object:
     return body.forward(*args)
 
 
 def _chosen(
-    condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[Leaf]
+    condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[object]
 ) -> tuple[Tensor, ...]:
     """Compute both branches of ``torch.cond`` for all samples, as torch's own rule for vmap does."""
     pairs = zip(if_true.forward(*operands), if_false.forward(*operands), strict=True)
     return tuple(torch.where(condition, one, other) for one, other in pairs)
 
 
-def _applied(before: GraphModule, after: GraphModule, *args: Leaf, **options: Leaf) -> tuple[Tensor, ...]:
+def _applied(before: GraphModule, after: GraphModule, *args: object, **options: Leaf) -> tuple[Tensor, ...]:
     """Call an ``autograd.Function`` that Dynamo has split into two graphs.
 
     ``before`` gives (outputs, tensors kept for the backward pass), ``after`` takes the gradients and these tensors.

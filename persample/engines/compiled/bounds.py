@@ -57,7 +57,7 @@ class Bounds(TorchDispatchMode):
         self._noted, self._clamps = noted, clamps
 
     def __torch_dispatch__(
-        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
+        self, func: Callable[..., object], types: object, args: Tree = (), kwargs: Tree = None
     ) -> Tree:
         """Call an operation with its index in range, or read a value."""
         if _returns_a_number(func) and not isinstance(args[0], FakeTensor):
@@ -94,7 +94,7 @@ def _along(table: Tensor, dim: int, *_: object) -> int:
     return table.shape[dim] if table.ndim else 1
 
 
-def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *rest: Leaf) -> _Args:
+def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *rest: object) -> _Args:
     axis, parts = 0, list[Tensor | None]()
     for index in indices:
         is_mask = index is not None and index.dtype in _MASKS

@@ -46,7 +46,7 @@ from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Tree
 from persample.vmap_rules.indexing import getitem, setitem
 from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
@@ -90,7 +90,7 @@ class Entry:
         import_dynamo()
         self._read: dict[str, CodeType] = {}  # for each capture: closures, globals, what modules hold
         self._globals = {"G": function.__globals__}
-        options: dict[str, str | int | bool | Callable[..., Tree]] = {
+        options: dict[str, str | int | bool | Callable[..., object]] = {
             "guard_filter_fn": functools.partial(_compared, self._read)
         }
         self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
@@ -103,7 +103,7 @@ class Entry:
         self._unread: type[_Unread] | None = None  # the mode is traced with the loss, which takes longer
 
     @in_one_thread
-    def find(self, function: Callable[..., Tree], *args: Leaf) -> Tree:
+    def find(self, function: Callable[..., object], *args: object) -> object:
         """Return what the function returns, with markers, by the capture whose guards hold; ``NewError`` if none do."""
         for code in self._read.values():
             with suppress(AttributeError, LookupError, NameError, TypeError):  # the capture is not of this call
@@ -113,7 +113,7 @@ class Entry:
         return self._run(function, args, self._unread)
 
     @in_one_thread
-    def capture(self, function: Callable[..., Tree], *args: Leaf) -> Captured:
+    def capture(self, function: Callable[..., object], *args: object) -> Captured:
         """Return the capture of a function, recorded now if no other is valid."""
         try:
             return self._prepared(Captured.of(self.find(function, *args)))
@@ -160,7 +160,7 @@ class Entry:
         return captured
 
     def _record(
-        self, function: Callable[..., Tree], args: Sequence[Leaf], *, numbers_are_constants: bool = False
+        self, function: Callable[..., object], args: Sequence[object], *, numbers_are_constants: bool = False
     ) -> Captured:
         def recorded() -> Captured:
             with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
@@ -245,7 +245,7 @@ class _Unread(TorchFunctionMode):
         return _RULES.get(func, func)(*args, **(kwargs or {}))
 
 
-def _call(function: Callable[..., Tree], args: Sequence[Leaf], unread: type[_Unread] | None) -> Tree:
+def _call(function: Callable[..., object], args: Sequence[object], unread: type[_Unread] | None) -> object:
     if not torch.compiler.is_compiling():
         raise NewError  # Python runs this only if no capture is valid
     if unread is None:
@@ -260,14 +260,14 @@ def _compared(read: dict[str, CodeType], guards: Sequence[object]) -> list[bool]
     return guards_to_compare(guards)
 
 
-def _backend(graph: GraphModule, _examples: object) -> Callable[..., list[Leaf]]:
+def _backend(graph: GraphModule, _examples: object) -> Callable[..., list[object]]:
     split = split_kept(graph)
     made = Capture(graph if split is None else split.graph, failed_guard(recompile_reason()))
     if split is None:  # the usual case
         places = range(made.num_outputs)
         return lambda *inputs: [Marker(made, place, inputs) for place in places]
 
-    def returned(*inputs: Leaf) -> list[Leaf]:
+    def returned(*inputs: object) -> list[object]:
         values = dict(zip(split.kept, split.compute(*inputs), strict=True))
         read = [inputs[place] for place in split.used]
         known = [(place, values[n]) for n, place in split.outputs.items() if n in values]

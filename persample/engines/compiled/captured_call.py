@@ -18,7 +18,7 @@ from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 from persample.utils.numerics import is_folded, storage_key
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Leaf
 
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
@@ -45,11 +45,11 @@ class GraphFunction:
     constants: str
     copied: frozenset[int]
 
-    def __call__(self, first: Sequence[Tensor], *rest: Leaf) -> Tree:
+    def __call__(self, first: Sequence[Tensor], *rest: Leaf) -> object:
         """Return what the function returns for one sample; last come the tensors that the function closed over."""
         given = [*first, *rest]
 
-        def found(origin: Origin) -> Leaf:
+        def found(origin: Origin) -> object:
             if isinstance(origin, Output):
                 return outputs[origin.index]
             if isinstance(origin, Constant):
@@ -135,7 +135,7 @@ def row_like(x: Tensor, keep_batch_dim: bool) -> Tensor:
 
 
 def captured_function_of_a_norm(
-    function: Callable[[Tensor], Leaf], device: torch.device
+    function: Callable[[Tensor], object], device: torch.device
 ) -> tuple[GraphFunction, list[Tensor]]:
     """Return a function from one norm to a number, captured, and the tensors that it closed over."""
     norm = torch.zeros((), dtype=torch.float64, device=device)
@@ -146,7 +146,7 @@ def captured_function_of_a_norm(
 
 def _graph_function(
     captured: Captured,
-    given: Sequence[Leaf],
+    given: Sequence[object],
     batched: Sequence[bool],
     buffers: Sequence[Tensor] = (),
     stored: Set[int] = frozenset(),

@@ -43,7 +43,7 @@ _MOST = 8
 class Guards(Protocol):
     """Torch's comparison of tensors with those of an earlier call."""
 
-    def check(self, *tensors: Leaf) -> bool:
+    def check(self, *tensors: object) -> bool:
         """Return whether all have the dtypes, devices, shapes and strides of those."""
 
 
@@ -57,11 +57,11 @@ class FlatParams(NamedTuple):
     """
 
     names: tuple[str, ...]
-    tensors: list[Leaf]
+    tensors: list[object]
     structure: trees.TreeSpec | None
 
     @classmethod
-    def of(cls, params: Tree) -> FlatParams:
+    def of(cls, params: object) -> FlatParams:
         """Flatten the parameters of a call."""
         if isinstance(params, nn.Module):
             named = trained_parameters(params)
@@ -84,12 +84,12 @@ class Asked(NamedTuple):
         flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
     """
 
-    loss_fn: Callable[..., Tree]
-    params: Tree
-    batch: Tree
+    loss_fn: Callable[..., object]
+    params: object
+    batch: object
     wanted: Sequence[Reduction]
     container: trees.TreeSpec | None
-    out: Tree
+    out: object
     options: tuple[object, ...]
     total: Total | None = None
     flat_params: FlatParams | None = None
@@ -294,7 +294,7 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
     return None
 
 
-def _answer(asked: Asked, total: Total, results: Tree) -> Tree:
+def _answer(asked: Asked, total: Total, results: Tree) -> object:
     if asked.container is None:
         return total, results
     return trees.unflatten(results, asked.container) if asked.out is None else asked.out

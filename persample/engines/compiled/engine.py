@@ -22,12 +22,12 @@ from persample.pipeline import is_apart
 from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.numerics import full_precision
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Tree
 
 
 def compiled(
-    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Tree, *, engine: str
-) -> list[Leaf]:
+    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: object, *, engine: str
+) -> list[object]:
     """Compute the result of every reduction by a program, as ``pipeline.run`` does with the eager engine.
 
     By ``asked``, the next call like this one is recognized. ``out`` shares no memory with the inputs; if the program
@@ -41,14 +41,14 @@ def compiled(
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> Tree:
+def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> object:
     """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines."""
     return _computed(Task(reductions, call, finishes=False, engine=engine))
 
 
-def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[Leaf]:
+def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[object]:
     """Merge the leaves of one chunk into a total by a program, and return what ``Total.absorb`` returns."""
-    return cast("list[Leaf]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
+    return cast("list[object]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Tree:

@@ -167,7 +167,7 @@ class Marker(StandIn):
         self.inputs = inputs
         self.known = known
 
-    def standing_for(self, x: Leaf) -> Leaf:
+    def standing_for(self, x: object) -> object:
         """Return a marker of the same call for a known output, and anything else as it is."""
         return next((Marker(self.capture, place, self.inputs) for place, output in self.known if output is x), x)
 
@@ -202,7 +202,7 @@ class Constant:
         value: the value.
     """
 
-    value: Leaf
+    value: object
 
 
 # Of an input of a graph, or of a leaf of what a captured function returns.
@@ -262,7 +262,7 @@ class Captured:
         known = {id(x): Argument(place) for place, x in enumerate(given) if isinstance(x, Tensor)}
         closed_over = list[Tensor]()
 
-        def origin(x: Leaf) -> Origin:
+        def origin(x: object) -> Origin:
             if isinstance(x, Marker):
                 return Output(x.index)
             if not isinstance(x, Tensor):

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import SETS_MODE, is_number_input, source_of
 from persample.engines.compiled.batchable import memory_of, written_memory
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Tree
 
 _SIZE = re.compile(r"\.(size\(\)\[\d+\]|stride\(\)\[\d+\]|storage_offset\(\))$")  # they tell calls of one graph apart
 CHANGES_A_NUMBER = "the function changes a number that its result depends on"
@@ -37,7 +37,7 @@ class Split(NamedTuple):
     used: list[int]
     outputs: dict[int, int]
     kept: list[int]
-    compute: Callable[..., list[Leaf]]
+    compute: Callable[..., list[object]]
 
 
 def split_kept(module: GraphModule) -> Split | None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from persample._torch import OpOverload, schema
 from persample.utils import trees
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Leaf
 
 _aten = torch.ops.aten
-_Rule = Callable[..., Tree]  # returns ``NotImplemented`` where it has no answer
+_Rule = Callable[..., object]  # returns ``NotImplemented`` where it has no answer
 
 
 # tanh(x) ≈ x + x³ P(x²) for |x| < 0.75. Our own fit of the relative error (weighted least squares, the weights raised
@@ -28,7 +28,7 @@ _SMALL = 0.75
 _P = (-0.3333306908607483, 0.13326521217823029, -0.0533902570605278, 0.019664909690618515, -0.004769487306475639)
 
 
-def tanh(x: Tensor) -> Tree:
+def tanh(x: Tensor) -> object:
     """Return the hyperbolic tangent of float32 on a CPU, to 1.3 units in the last place; leave others to Inductor.
 
     Beyond ``_SMALL`` its size is 1 − 2 / (exp(2 |x|) + 1). That rounds to 1 where it should: an error of a few units
@@ -61,15 +61,15 @@ def torch_kernel(operation: object, args: Sequence[Leaf]) -> _Rule | None:
     return _opaque(operation) if rule is not None and rule(*args) else None
 
 
-def _decomposed(operation: OpOverload, otherwise: _Rule, *args: Leaf, **kwargs: Leaf) -> Tree:
+def _decomposed(operation: OpOverload, otherwise: _Rule, *args: Leaf, **kwargs: object) -> object:
     return (torch_kernel(operation, args) or otherwise)(*args, **kwargs)
 
 
-def _kept(*_args: object, **_kwargs: object) -> Tree:
+def _kept(*_args: object, **_kwargs: object) -> object:
     return NotImplemented  # make_fx then leaves the operation as it is
 
 
-def _power(base: complex, exponent: Tensor) -> Tree:
+def _power(base: complex, exponent: Tensor) -> object:
     """Return a power of tensors: C++ passes numbers as floats, and would read powers of floats as integers."""
     dtype = torch.result_type(base, exponent)
     if dtype.is_floating_point or dtype.is_complex:
@@ -78,13 +78,13 @@ def _power(base: complex, exponent: Tensor) -> Tree:
 
 
 @functools.cache
-def _is_nearest(operation: OpOverload) -> bool:
+def _is_nearest(operation: object) -> bool:
     """Return whether an operation resizes images to their nearest elements: to a size, by scales, and by no corners."""
-    names = [x.name for x in schema(operation).arguments]
+    names = [x.name for x in schema(operation).arguments] if isinstance(operation, OpOverload) else []
     return names[1:2] == ["output_size"] and names[-1].startswith("scales") and "align_corners" not in names
 
 
-def _is_scaled(x: Tensor, sizes: Sequence[object], *rest: Leaf) -> bool:
+def _is_scaled(x: Tensor, sizes: Sequence[object], *rest: object) -> bool:
     """Return whether the nearest elements depend on how scales are rounded, where torch has special cases."""
     shape, scales = (rest[0], rest[1:]) if rest and isinstance(rest[0], Sequence) else (x.shape, rest)
     for size, before, scale in itertools.zip_longest(sizes, shape[2:], scales):
@@ -119,5 +119,5 @@ def _opaque(operation: OpOverload) -> _Rule:
     return own
 
 
-def _computed(operation: _Rule, *args: Leaf) -> Tree:
+def _computed(operation: _Rule, *args: object) -> object:
     return trees.map_tensors(Tensor.contiguous, operation(*args))

@@ -24,7 +24,7 @@ class Made:
     """
 
     kind: type
-    parts: tuple[tuple[str, Leaf], ...]
+    parts: tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Outline:
         structure: the structure of the tree.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[object, ...]
     structure: trees.TreeSpec
 
     def filled(self, tensors: Sequence[Tensor]) -> Tree:
         """Return the tree with tensors in their places, in the order of ``pack``."""
         return trees.unflatten(self.filled_leaves(tensors), self.structure)
 
-    def filled_leaves(self, tensors: Sequence[Tensor]) -> list[Leaf]:
+    def filled_leaves(self, tensors: Sequence[Tensor]) -> list[object]:
         """Return the leaves of the tree with tensors in their places."""
         rest = iter(tensors)
 
-        def put(x: Leaf) -> Leaf:
+        def put(x: object) -> object:
             if x is Tensor:
                 return next(rest)
             if isinstance(x, Made):
@@ -72,7 +72,7 @@ def pack(tree: object) -> tuple[list[Tensor], Outline]:
     """
     tensors: list[Tensor] = []
 
-    def taken(x: Leaf) -> Leaf:
+    def taken(x: object) -> object:
         if isinstance(x, Tensor):
             tensors.append(x)
             return Tensor
@@ -99,7 +99,7 @@ class Total:
     outline: Outline
 
     @classmethod
-    def like(cls, lifted: Tree) -> Total:
+    def like(cls, lifted: object) -> Total:
         """Return the total of no samples."""
         tensors, outline = pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted))
         return cls(list(map(torch.zeros_like, tensors)), outline)

@@ -18,7 +18,6 @@ from persample.engines.compiled.straight import Run, straight
 from persample.engines.compiled.task import Task
 from persample.engines.compiled.trace import Format, trace
 from persample.utils.numerics import full_precision, memory
-from persample.utils.trees import Tree
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -49,7 +48,7 @@ class Program:
     batch_size: int | None
     _shared: list[int] | None = field(default=None)
 
-    def __call__(self, tensors: list[Tensor]) -> Tree:
+    def __call__(self, tensors: list[Tensor]) -> object:
         """Return the result, whose tensors share no memory with an input or with one another."""
         tensors = [*tensors, *self.constants]
         given = None if self._shared is not None else [memory(x) for x in tensors]

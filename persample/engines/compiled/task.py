@@ -54,7 +54,7 @@ class Task:
     finishes: bool
     engine: str
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
-    out: Tree = None
+    out: object = None
     total: Total | None = None
     functions: Sequence[_Functions] = ()
 
@@ -128,7 +128,7 @@ class Task:
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tree:
+    def __call__(self, tensors: Sequence[Tensor]) -> object:
         """Run the pipeline on other tensors, perhaps of other sizes; None if the results were written into ``out``."""
         given, (live, outline) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
@@ -156,7 +156,7 @@ class Task:
         write_into(out, trees.unflatten(results, self.container))
         return None
 
-    def last_step(self, lifted: Tree) -> Tree:
+    def last_step(self, lifted: object) -> Tree:
         """Return the results if ``finishes``; else the leaves, those that are not merged into a ``total``."""
         if self.finishes:
             return pipeline.finish(self.call, lifted, self.reductions)
@@ -223,12 +223,12 @@ def _key(reduction: Reduction) -> Hashable:
     return kind, fields
 
 
-def _live_fields(reduction: Reduction) -> dict[str, Leaf]:
+def _live_fields(reduction: Reduction) -> dict[str, object]:
     return {name: x for name in reduction.live if (x := getattr(reduction, name)) is not None and not callable(x)}
 
 
 def _changed(
-    reduction: Reduction, numbers: Mapping[str, Leaf], kept: Mapping[str, list[Tensor]], functions: _Functions
+    reduction: Reduction, numbers: Mapping[str, object], kept: Mapping[str, list[Tensor]], functions: _Functions
 ) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     graphs = {name: _of_norm(graph, kept[name]) for name, (graph, _) in functions.items()}
@@ -237,8 +237,8 @@ def _changed(
     return changed
 
 
-def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], Leaf]:
-    def of_norm(norm: Tensor) -> Leaf:
+def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], object]:
+    def of_norm(norm: Tensor) -> object:
         with VmapRules():
             return graph([norm], *closed_over)
 

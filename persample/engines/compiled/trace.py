@@ -21,7 +21,6 @@ from persample.utils import trees
 from persample.utils.numerics import is_folded
 from persample.utils.origin import is_users
 from persample.utils.tracing import Trace, any_exception, without_warnings
-from persample.utils.trees import Tree
 
 
 class TraceError(Exception):
@@ -82,7 +81,7 @@ class Traced:
 
 
 def trace(
-    function: Callable[[list[Tensor]], Tree],
+    function: Callable[[list[Tensor]], object],
     inputs: Callable[[], list[Tensor]],
     *,
     any_size: bool = False,

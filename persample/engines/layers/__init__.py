@@ -63,7 +63,7 @@ class LayerGuard(VmapRules):
     Such functions read autograd's state or memory, register hooks, or write into tensors that the loss did not compute.
     """
 
-    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[object]) -> None:
         super().__init__(differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
         self._made: dict[int, Tensor] = {}  # by address, kept alive: tensors of the loss's own that all samples share
@@ -114,7 +114,7 @@ class LayerGuard(VmapRules):
         if isinstance(refusal, NotLayersError) and isinstance(error, Exception) and error is not refusal:
             raise NotLayersError("the loss caught a refusal") from error
 
-    def _check_effects(self, func: Callable[..., Tree], args: tuple[Leaf, ...], kwargs: dict[str, Leaf]) -> None:
+    def _check_effects(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._rows:
             self.check_rows(func, args, kwargs)
         params, written = self._interceptor.params, written_tensors(func, args, kwargs)
@@ -137,7 +137,7 @@ def _loss_of_rows(
     function: Callable[..., Tensor],
     input: Tensor,  # noqa: A002
     target: Tensor,
-    *args: Leaf,
+    *args: object,
     **options: Leaf,
 ) -> Tree:
     """Call one of ``_LOSSES`` once for all samples; return ``NotImplemented`` for arguments that this does not know."""

@@ -62,7 +62,7 @@ class LayerInterceptor:
         except RuntimeError as error:  # perhaps of this way alone: the loss must not go on with it
             raise NotLayersError(str(error)) from error
 
-    def _other(self, func: Callable[..., Tree], args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> Tree:
+    def _other(self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Call a function that is no layer."""
         if func in WITHIN_A_DERIVATIVE:
             raise NotLayersError("the loss calls a function that torch batches within a derivative alone")
@@ -73,7 +73,7 @@ class LayerInterceptor:
         with VmapRules(differentiated_by="autograd"):
             return func(*args, **kwargs)
 
-    def _is_other(self, x: Leaf) -> bool:
+    def _is_other(self, x: object) -> bool:
         """Return whether a value is a tensor with one value per sample, copies of vectors among them."""
         return isinstance(x, Tensor) and self.params.get(x) is None and (x.requires_grad or is_wrapped(x))
 
@@ -81,7 +81,7 @@ class LayerInterceptor:
         """Return the arguments of a function with copies in place of parameters, or raise ``NotLayersError``."""
         largest = max(unwrapped(x).numel() for x in leaves if self._is_other(x))
 
-        def copied(x: Leaf) -> Leaf:
+        def copied(x: Leaf) -> object:
             param = self.params.get(x)
             if param is None:
                 return x
@@ -122,8 +122,8 @@ class LayerInterceptor:
         input: Tensor,  # noqa: A002
         weight: Tensor,
         bias: Tensor | None = None,
-        *settings: Leaf,
-        **named: Leaf,
+        *settings: object,
+        **named: object,
     ) -> Tensor:
         """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel is a parameter."""
         place, bias_place = self._parameter(weight), self.params.place_of(bias)

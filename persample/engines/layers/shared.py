@@ -123,7 +123,7 @@ class SharedParams:
             copies = self._expanded(param.place)
         return copies.mT if param.transposed else copies
 
-    def compute(self, func: Callable[..., Tree], leaves: Sequence[Leaf], structure: TreeSpec) -> Tree:
+    def compute(self, func: Callable[..., Tree], leaves: Sequence[object], structure: TreeSpec) -> object:
         """Call a function of parameters alone, whose results are further parameters."""
         args, kwargs = unflatten([self._with_graph(x) for x in leaves], structure)
         with VmapRules(differentiated_by="any"):  # the backward pass will be batched
@@ -133,7 +133,7 @@ class SharedParams:
         given = [self._add(x) if yes else x for x, yes in zip(results, computed, strict=True)]
         return unflatten(given, results_structure)
 
-    def _with_graph(self, x: Leaf) -> Leaf:
+    def _with_graph(self, x: object) -> object:
         """Return the tensor that plain autograd differentiates for an argument of a function."""
         param = self.get(x)
         place = self.place_of(x) if param is None else param.place
