@@ -6,7 +6,7 @@ another, and so the gradient of a sum over samples holds those of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,9 +73,7 @@ class _Derivatives(VmapRules):
             Tensor.is_leaf.__get__: lambda x: self._plain(x).is_leaf,  # type: ignore[attr-defined]
         }
 
-    def replaced(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object] | None
-    ) -> object:
+    def replaced(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object] | None) -> object:
         if func in self._own:
             return self._own[func](*args, **(kwargs or {}))
         return super().replaced(func, args, kwargs)

@@ -144,21 +144,13 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-def first_difference(one: Reading, other: Reading, parts: Mapping[str, nn.Module]) -> str:
-    """Return the place of the first step of ``other`` whose results differ from those of ``one``, or ""."""
-    for a, b in zip(one.steps, other.steps, strict=False):
-        if a.name != b.name or not all(map(_alike, a.results, b.results)):
-            return b.place(parts)
-    return ""
-
-
-def first_coupling(own: Sequence[Reading], whole: Reading, parts: Mapping[str, nn.Module]) -> str:
-    """Return the place of the first step of all samples whose results are not made of those of each, or ""."""
-    for steps, of_all in zip(zip(*(x.steps for x in own), strict=False), whole.steps, strict=False):
+def first_difference(own: Sequence[Reading], other: Reading, parts: Mapping[str, nn.Module]) -> str:
+    """Return the place of the first step whose results are not made of those of each sample's own, or ""."""
+    for steps, whole in zip(zip(*(x.steps for x in own), strict=False), other.steps, strict=False):
         rows = [list(found) for found in zip(*(x.results for x in steps), strict=False)]
-        matches = {x.name for x in steps} == {of_all.name} and len(rows) == len(of_all.results)
-        if not matches or not all(map(_consists_of, of_all.results, rows)):
-            return of_all.place(parts)
+        matches = {x.name for x in steps} == {whole.name} and len(rows) == len(whole.results)
+        if not matches or not all(map(_consists_of, whole.results, rows)):
+            return whole.place(parts)
     return ""
 
 

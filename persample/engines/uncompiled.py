@@ -87,49 +87,45 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
     """Compute the gradients of all samples at once, written out, of any loss that vmap can batch."""
     if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
         after_imports(import_dynamo)
-    go_back = rng.rewinding(call.randomness)
-    try:
-        found = batched_gradients(call)
-    except WritesError:
-        found = None
-    except DifferentiatesError as error:
-        if call.differentiated or transforms():
-            raise
-        go_back()
-        try:
-            return inner_derivatives.gradients(call)
-        except RuntimeError:  # which says less
-            raise error from error.__cause__
-    own = OwnTensors()
-    while found is None:
-        go_back()
+    go_back, own = rng.rewinding(call.randomness), OwnTensors()
+    rules = VmapRules()
+    while True:
         before = len(own.written)
         try:
-            found = batched_gradients(call, own)
+            grads, losses, aux, has_aux = batched_gradients(call, rules)
+            break
+        except SecondDerivativeError:
+            rules = VmapRules(differentiated_by="any")
         except WritesError:
-            if len(own.written) == before:  # into what the loss did not make
+            if rules is own and len(own.written) == before:  # into what the loss did not make
                 raise
-    grads, losses, aux, has_aux = found
+            rules = own
+        except DifferentiatesError as error:
+            if call.differentiated or transforms():
+                raise
+            go_back()
+            try:
+                return inner_derivatives.gradients(call)
+            except RuntimeError:  # which says less
+                raise error from error.__cause__
+        go_back()
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)
 
 
-def batched_gradients(
-    call: Call, rules: AbstractContextManager[object] | None = None
-) -> tuple[list[Tensor], Tensor, Tree, bool]:
+def batched_gradients(call: Call, rules: AbstractContextManager[object]) -> tuple[list[Tensor], Tensor, Tree, bool]:
     """Differentiate the loss of all samples at once.
 
     Returns the gradients of each parameter, ``[B, *shape]`` (``[B, K, *shape]`` of K outputs), the losses, aux, and
-    whether the loss returned aux. ``rules`` is the context that the loss runs in, ``VmapRules`` if None.
+    whether the loss returned aux. ``rules`` is the context that the loss runs in.
     """
     has_aux = one_by_one = False
-    forward_mode = VmapRules() if rules is None else rules
 
     def value_of(params: list[Tensor], leaves: list[Leaf]) -> tuple[Tensor, Tree]:
         nonlocal has_aux, one_by_one
-        if isinstance(forward_mode, OwnTensors):
-            forward_mode.begin(next(filter(is_batched, (*leaves, *params)), None))
-        with forward_mode:
+        if isinstance(rules, OwnTensors):
+            rules.begin(next(filter(is_batched, (*leaves, *params)), None))
+        with rules:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
@@ -142,14 +138,8 @@ def batched_gradients(
             grads = _pulled_back(backward, value, one_by_one=one_by_one)
         return grads, value, aux[0]
 
-    go_back = rng.rewinding(call.randomness)
     with diagnosed(call, batched=True):
-        try:
-            grads, losses, aux = vmapped(one, call)
-        except SecondDerivativeError:
-            go_back()
-            forward_mode = VmapRules(differentiated_by="any")
-            grads, losses, aux = vmapped(one, call)
+        grads, losses, aux = vmapped(one, call)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
 
 
