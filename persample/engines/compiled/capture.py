@@ -192,11 +192,6 @@ def _new_entry(key: object) -> Entry:
     return after_imports(lambda: _entries.setdefault(key, Entry(next(_numbers))))
 
 
-def entries() -> list[Entry]:
-    """Return all entries."""
-    return list(_entries.values())
-
-
 def forget_entry(entry: Entry) -> None:
     """Drop the captures of one loss."""
     for key in [key for key, known in _entries.items() if known is entry]:

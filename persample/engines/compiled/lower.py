@@ -11,7 +11,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
-    OpOverload,
     aten_unsafe_index_put,
     compile_graph,
     compiling,
@@ -23,7 +22,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.checking import Checked
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
-from persample.engines.compiled.straight import Run, returns_memory, straight, writes
+from persample.engines.compiled.straight import Run, straight, writes
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.isolation import in_one_thread
 from persample.utils.tracing import without_warnings
@@ -73,7 +72,7 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
-        if any(writes(node) and not _is_result(node) for node in graph.graph.nodes):
+        if any(map(writes, graph.graph.nodes)):
             # Before views become reshapes: one that copies would lose writes through it.
             graph = make_fx(functionalize(Interpreter(graph).run))(*inputs)
         flat = make_fx(_Decomposable(graph).run, decomposition_table=table)(*inputs)
@@ -95,17 +94,6 @@ class _Decomposable(Interpreter):
         if kernel := torch_kernel(n.target, args):  # before torch's Python dispatcher decomposes the operation
             return kernel(*args, **kwargs)
         return super().run_node(n)
-
-
-def _is_result(node: Node) -> bool:
-    """Return whether a write fills an input that is read before only, and not by views: Inductor does it in place."""
-    written = node.all_input_nodes[0]
-    is_copy = node.target is _aten.copy_.default and written.op == "placeholder" and not node.users
-    return is_copy and all(user is node or (user < node and _returns_its_own(user)) for user in written.users)
-
-
-def _returns_its_own(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and not returns_memory(node)
 
 
 def _copy_overwritten(graph: Graph) -> None:

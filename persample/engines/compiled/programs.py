@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from persample._torch import compiling
-from persample.engines.compiled.capture import entries, entry_of, forget
+from persample.engines.compiled.capture import entry_of, forget
 from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
@@ -58,12 +58,6 @@ def clear_cache() -> None:
         >>> clear_cache()
     """
     forget()
-
-
-def compilations() -> int:
-    """Return the number of programs that are alive."""
-    captures = [made for entry in entries() for made in entry.captures]
-    return sum(len(family.programs) for made in captures for family in made.programs.values())
 
 
 def compilations_of(loss_fn: Callable[..., object]) -> tuple[Compilation, ...]:
