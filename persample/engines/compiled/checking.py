@@ -41,7 +41,7 @@ class Checked:
         self._check: _Check | None = _Check(graph, compiled, noted=noted)
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """Return the outputs; the list of inputs is emptied."""
+        """Return the outputs; the list of inputs may be emptied."""
         check = self._check
         if check is None:
             return self._run(tensors)

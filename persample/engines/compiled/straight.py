@@ -1,7 +1,7 @@
 """Traced graphs as straight-line Python, which runs operation by operation, without a compiler.
 
-What only tracing needed is dropped: detachments, views of views. The rest is one function with one line per operation,
-in which a tensor is deleted after its last use.
+What only tracing needed is dropped: detachments, views of views. The rest is the code that ``torch.fx`` writes: one
+line per operation, in which a tensor is deleted after its last use.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import OpOverload, aten_unsafe_view, schema
 from persample.engines.compiled.bounds import reads_an_index
 from persample.utils.tracing import Opaque
-from persample.utils.trees import Leaf
 
 _aten = torch.ops.aten
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -71,44 +70,14 @@ def _is_needed(node: Node) -> bool:
 
 
 def straight(module: GraphModule) -> Run:
-    """Return a graph as straight-line Python: from the list of the inputs, which it empties, to the outputs."""
-    graph = module.graph
-    last_use = {x: node for node in graph.nodes for x in node.all_input_nodes}
-    bound: dict[str, Leaf] = {}
-    inputs = [str(node) for node in graph.find_nodes(op="placeholder")]
-    lines = [f"def run(inputs):\n    {''.join(f'{name}, ' for name in inputs)} = inputs\n    inputs.clear()"]
-
-    def said(x: object) -> str:
-        if isinstance(x, Node):
-            return str(x)
-        if isinstance(x, list | tuple):
-            text = "".join(f"{said(item)}, " for item in x)
-            return f"[{text}]" if isinstance(x, list) else f"({text})"
-        if x is None or type(x) in (bool, int, str):
-            return repr(x)
-        if isinstance(x, slice):
-            return f"slice({said(x.start)}, {said(x.stop)}, {said(x.step)})"
-        return _bind(x)
-
-    def _bind(x: object) -> str:
-        name = f"_{len(bound)}"
-        bound[name] = x
-        return name
-
+    """Return a graph as straight-line Python, from the list of the inputs to the outputs."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
-        if node.op == "output":
-            lines.append(f"    return {said(list(node.args[0]))}")
-        elif node.op == "get_attr":
-            lines.append(f"    {node} = {_bind(getattr(module, str(node.target)))}")
-        elif node.op == "call_function":
-            args = [*map(said, node.args), *(f"{name}={said(x)}" for name, x in node.kwargs.items())]
-            function = _bind(Opaque.functions.get(node.target) or _FUNCTIONS.get(node.target, node.target))
-            lines.append(f"    {node} = {function}({', '.join(args)})")
-        dead = [str(x) for x in (node, *node.all_input_nodes) if x.op != "output" and last_use.get(x, x) is node]
-        if dead and node.op != "placeholder":
-            lines.append(f"    del {', '.join(dict.fromkeys(dead))}")
-    exec(compile("\n".join(lines), "<persample>", "exec"), bound)
-    return bound["run"]
+        if node.op == "call_function":
+            node.target = Opaque.functions.get(node.target) or _FUNCTIONS.get(node.target, node.target)
+    run = GraphModule(module, graph).forward
+    return lambda inputs: run(*inputs)
 
 
 def writes(node: Node) -> bool:
