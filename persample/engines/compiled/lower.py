@@ -39,17 +39,17 @@ _warned: set[str] = set()
 
 
 def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor], noted: bool) -> Run:
-    """Compile a graph with Inductor, the compiler behind ``torch.compile``.
+    """Compile a functional graph with Inductor, the compiler behind ``torch.compile``.
 
     Inductor is called below the guards of ``torch.compile``: programs.py and Dynamo check what they would. If
     compilation fails, one warning says so, and the graph runs operation by operation. ``flat`` is what
-    ``functional`` returned for it. ``noted`` says that the last output is a flag, which invalidates the others.
+    ``decomposed`` returned for it. ``noted`` says that the last output is a flag, which invalidates the others.
     """
 
     @in_one_thread
     def compiled(other: GraphModule) -> Run:
         with compiling(), without_warnings():
-            return _compiled(functional(other, mode, inputs), mode, inputs)
+            return _compiled(decomposed(other, mode, inputs), mode, inputs)
 
     try:
         with without_warnings():
@@ -65,16 +65,23 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
-    """Return the same graph without in-place writes, decomposed into the operations that Inductor lowers."""
+    """Return the same graph without in-place writes, but for one into each written input at the end."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if not any(map(writes, graph.graph.nodes)):
+        return graph
+    with mode, enable_python_dispatcher():
+        return make_fx(functionalize(Interpreter(graph).run))(*inputs)
+
+
+def decomposed(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
+    """Return a functional graph in the operations that Inductor lowers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = with_torch_kernels(decompositions())
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
-        if any(map(writes, graph.graph.nodes)):
-            # Before views become reshapes: one that copies would lose writes through it.
-            graph = make_fx(functionalize(Interpreter(graph).run))(*inputs)
         flat = make_fx(_Decomposable(graph).run, decomposition_table=table)(*inputs)
         if torch.__version__ < "2.14":
             _copy_overwritten(flat.graph)
@@ -89,7 +96,7 @@ class _Decomposable(Interpreter):
     def run_node(self, n: Node) -> object:
         """Return the result of a node."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.target is _aten.view.default:  # results of decompositions may have other strides
+        if n.target is _aten.view.default:  # results of decompositions may have other strides, and nothing is written
             return _aten.reshape.default(*args)
         if kernel := torch_kernel(n.target, args):  # before torch's Python dispatcher decomposes the operation
             return kernel(*args, **kwargs)

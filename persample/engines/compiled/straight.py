@@ -1,13 +1,12 @@
 """Traced graphs as straight-line Python, which runs operation by operation, without a compiler.
 
-What only tracing needed is dropped: detachments, views of views. The rest is the code that ``torch.fx`` writes: one
+What only tracing needed is dropped: detachments, views that cancel. The rest is the code that ``torch.fx`` writes: one
 line per operation, in which a tensor is deleted after its last use.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +23,6 @@ _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 _RESHAPES = {
     *(_aten.view.default, aten_unsafe_view, _aten.unsqueeze.default),
     *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.squeeze.default),
-}
-# Views by their kernels, not by their schemas.
-_VIEWS_WITHOUT_A_WORD = {
-    *(aten_unsafe_view, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default, _aten.lift.default),
 }
 _VIEWS = {*_RESHAPES, _aten.t.default, _aten.transpose.int, _aten.expand.default, _aten.permute.default}
 # Torch's own functions take half the time that their operations take when called as objects.
@@ -55,6 +50,7 @@ def simplify(module: GraphModule) -> None:
         return  # a view may change its shape later
     views: dict[str, Node] = {}
     for node in graph.nodes:
+        _before_reshapes(node)
         if (same := _same(node, views)) is not node:
             node.replace_all_uses_with(same)
         elif node.target in _RESHAPES and node.all_input_nodes[0].target in _RESHAPES:
@@ -62,6 +58,25 @@ def simplify(module: GraphModule) -> None:
             node.target, node.args, node.kwargs = _aten.view.default, (_root(node), shape), {}
     graph.eliminate_dead_code(_is_needed)
     module.recompile()
+
+
+def _before_reshapes(node: Node) -> None:
+    """Let an elementwise operation on tensors that were reshaped alike read these as they were; reshape its result."""
+    operands = [x for x in node.all_input_nodes if _shape(x) != ()]
+    shapes = {_shape(_root(x)) for x in operands}
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(shapes) != 1 or writes(node):
+        return
+    shape = shapes.pop()
+    # Tensors of one element and no axis are promoted otherwise; a memory format is that of some number of axes.
+    is_alike = shape and shape != _shape(node) and all(_shape(x) == _shape(node) for x in operands)
+    if not is_alike or "memory_format" in node.kwargs:
+        return
+    result: Tensor = node.meta["val"]
+    if all(x.meta["val"].is_contiguous() for x in (node, *map(_root, operands))):
+        with node.graph.inserting_before(node):
+            before = node.graph.node_copy(node, lambda x: _root(x) if x in operands else x)
+        before.meta["val"] = result.view(shape)
+        node.target, node.args, node.kwargs = _aten.view.default, (before, list(result.shape)), {}
 
 
 def _is_needed(node: Node) -> bool:
@@ -85,43 +100,6 @@ def writes(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
-def owner(node: Node) -> Node:
-    """Return the node whose memory a node's result is."""
-    while (given := _aliased(node)) is not None:
-        node = given
-    return node
-
-
-def written(node: Node) -> list[Node]:
-    """Return the arguments that a node writes into."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    return [x for said, x in _arguments(node) if said.alias_info is not None and said.alias_info.is_write]
-
-
-def returns_memory(node: Node) -> bool:
-    """Return whether the result of a node may share memory with one of its arguments."""
-    return isinstance(node.target, OpOverload) and any(x.alias_info is not None for x in schema(node.target).returns)
-
-
-def _aliased(node: Node) -> Node | None:
-    """Return the argument whose memory a node's result is, if there is one."""
-    if node.target is operator.getitem or node.target in _VIEWS_WITHOUT_A_WORD:
-        return next(iter(node.all_input_nodes), None)
-    if not returns_memory(node):
-        return None
-    sets = [x.alias_info.before_set for x in schema(node.target).returns if x.alias_info is not None]
-    own = (x for said, x in _arguments(node) if said.alias_info and said.alias_info.before_set in sets)
-    return next(own, None)
-
-
-def _arguments(node: Node) -> Iterator[tuple[torch.Argument, Node]]:
-    """Yield the nodes among the arguments of an operation, each with the argument of its schema."""
-    for place, said in enumerate(schema(node.target).arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(said.name)
-        yield from ((said, x) for x in (given if isinstance(given, list | tuple) else [given]) if isinstance(x, Node))
-
-
 def _root(node: Node) -> Node:
     """Return the tensor whose elements a node has in the same order."""
     while node.target in _RESHAPES:
@@ -137,6 +115,12 @@ def _same(node: Node, views: dict[str, Node]) -> Node:
         return node
     root = _root(node) if node.target in _RESHAPES else node.all_input_nodes[0]
     return root if _form(root) == _form(node) else views.setdefault(f"{node.target}{node.args}", node)
+
+
+def _shape(node: Node) -> tuple[int, ...] | None:
+    """Return the shape of the tensor that a node computes; None for anything else."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _form(node: Node) -> tuple[object, ...]:
