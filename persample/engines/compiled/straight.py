@@ -68,8 +68,8 @@ def _before_reshapes(node: Node) -> None:
         return
     shape = shapes.pop()
     # Tensors of one element and no axis are promoted otherwise; a memory format is that of some number of axes.
-    is_alike = shape and shape != _shape(node) and all(_shape(x) == _shape(node) for x in operands)
-    if not is_alike or "memory_format" in node.kwargs:
+    is_alike = shape != _shape(node) and all(_shape(x) == _shape(node) for x in operands)
+    if not shape or not is_alike or "memory_format" in node.kwargs:
         return
     result: Tensor = node.meta["val"]
     if all(x.meta["val"].is_contiguous() for x in (node, *map(_root, operands))):
