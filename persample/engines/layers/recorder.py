@@ -37,7 +37,7 @@ class LayerParams(NamedTuple):
     transposed: bool = False
 
 
-PerAxis: TypeAlias = int | Sequence[int]
+Sizes: TypeAlias = int | Sequence[int]
 
 
 class Geometry(NamedTuple):
@@ -52,7 +52,7 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(
-    kernel: Tensor, stride: PerAxis = 1, padding: PerAxis | str = 0, dilation: PerAxis = 1, groups: int = 1
+    kernel: Tensor, stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1
 ) -> Geometry | None:
     """Return the geometry of ``F.conv2d`` and its like, or None if the two sides are padded unequally."""
     sizes = kernel.shape[2:]
@@ -67,11 +67,11 @@ def geometry_of(
 
 def transposed_geometry_of(
     kernel: Tensor,
-    stride: PerAxis = 1,
-    padding: PerAxis = 0,
-    output_padding: PerAxis = 0,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
     groups: int = 1,
-    dilation: PerAxis = 1,
+    dilation: Sizes = 1,
 ) -> Geometry | None:
     """Return the geometry of ``F.conv_transpose2d`` and its like.
 
@@ -83,7 +83,7 @@ def transposed_geometry_of(
     return Geometry(stride, padding, dilation, True, output_padding, groups) if fits else None
 
 
-def _per_axis(x: PerAxis, axes: int) -> tuple[int, ...]:
+def _per_axis(x: Sizes, axes: int) -> tuple[int, ...]:
     values = tuple(map(int, x if isinstance(x, list | tuple) else (x,)))  # numbers of NumPy, too
     return values * axes if len(values) == 1 else values
 
