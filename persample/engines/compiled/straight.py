@@ -29,14 +29,15 @@ _VIEWS = {*_RESHAPES, _aten.t.default, _aten.transpose.int, _aten.expand.default
 _FUNCTIONS: dict[object, Callable[..., object]] = {
     getattr(getattr(_aten, name), overload): getattr(Tensor if name.endswith("_") or name == "view" else torch, name)
     for overload, names in {
-        "Scalar": "ge gt le lt",
+        "Scalar": "ge gt le lt masked_fill mul rsub",
         "Tensor": "add add_ div div_ le lt mul mul_ sub",
-        "default": "addcmul addmm baddbmm bmm cat exp gather mm neg permute relu sigmoid split_with_sizes sqrt stack t "
-        "tanh unsqueeze view",
+        "Tensor_Scalar": "pow",
+        "default": "addcmul addmm baddbmm bmm cat clone exp gather mm neg permute relu sigmoid split_with_sizes sqrt "
+        "stack t tanh unsqueeze view",
         "dim": "squeeze",
         "dim_IntList": "sum",
         "dims": "squeeze",
-        "int": "select transpose",
+        "int": "select transpose unbind",
         "self": "where",
     }.items()
     for name in names.split()
