@@ -10,8 +10,7 @@ from oracle import assert_trees_close, oracle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from persample import Factored, LossError, Norm, WeightedSum, per_sample_grads
-from persample.factors import Outer
+from persample import LossError, Norm, WeightedSum, per_sample_grads
 
 KEPT = torch.ones(3, dtype=torch.float64)
 MADE = {
@@ -190,13 +189,6 @@ def test_tensors_that_a_called_graph_makes_and_writes_into(loss, alone):
         per_sample_grads(*x, engine=e) for *x, e in ((loss, W[:3], X, "traced"), (alone, W[:3], X, "loop"))
     )
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("loss", [_filled, in_a_checkpoint])
-def test_captured_losses_that_write_keep_products(loss):
-    found = per_sample_grads(loss, W[:3], X, Factored(), memory="low", engine="traced")
-    assert isinstance(found, Outer)
-    torch.testing.assert_close(found.materialize(), per_sample_grads(_filled, W[:3], X, engine="loop"))
 
 
 def at_a_number_of_the_norm(norm):

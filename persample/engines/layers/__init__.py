@@ -129,7 +129,7 @@ class LayerGuard(VmapRules):
         if self._interceptor.vmap.level not in map(maybe_get_level, wrapped(x)):
             return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
-        return storage_key(x) not in set(map(storage_key, given))
+        return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
 
 
 def _loss_of_rows(
@@ -258,4 +258,4 @@ def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tenso
     return params, recorder, losses, aux, has_aux
 
 
-__all__ = ["NotLayersError", "gradients", "memory", "unsuited", "unwrapped"]
+__all__ = ["NotLayersError", "gradients", "unsuited"]
