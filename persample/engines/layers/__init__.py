@@ -129,6 +129,8 @@ class LayerGuard(VmapRules):
         if self._interceptor.vmap.level not in map(maybe_get_level, wrapped(x)):
             return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
+        # Traced tensors have no addresses, so that captured losses that write are left to vmap(vjp): layers lay out
+        # their results otherwise than one sample does, and whether a write reaches another tensor depends on that.
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
 
 
