@@ -15,7 +15,7 @@ from torch import Tensor
 
 from persample import inputs
 from persample.engines.diagnosis import RAISED
-from persample.engines.readings import Reading, first_coupling, first_difference, read, same, weights
+from persample.engines.readings import Reading, first_difference, read, same, weights
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explanation import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
@@ -313,7 +313,8 @@ class _Comparison:
         differing = [i for i, pair in enumerate(pairs) if not pair[0].equals(pair[1])]
         if not differing:
             return
-        where, samples = first_difference(*pairs[differing[0]], self._parts), ", ".join(map(str, differing))
+        one, other = pairs[differing[0]]
+        where, samples = first_difference([one], other, self._parts), ", ".join(map(str, differing))
         text = f"keep_batch_dim=True computes another loss than keep_batch_dim=False{where}; of samples {samples}."
         if takes_batches:
             self.findings.append(f"{text} Pass the one you mean to check, too: True for a loss written for batches.")
@@ -328,7 +329,7 @@ class _Comparison:
             counts[keep] = None if any(w is None for w in found) else found[0]
         keep = max([keep for keep, w in counts.items() if w is not None] or counts)
         own, whole, w = self._own[keep], wholes[0], counts[keep]
-        where = first_coupling(own, whole, self._parts)
+        where = first_difference(own, whole, self._parts)
         if w is not None:
             if float(w.max() - w.min()) > 1e-3:
                 shown = ", ".join(f"{x:.3g}" for x in w.tolist())

@@ -6,9 +6,15 @@ import importlib
 
 import torch
 
-from persample.engines.compiled import kernels, program
+from persample.engines.compiled import capture, kernels, program
 
 lowering = importlib.import_module("persample.engines.compiled.lower")
+
+
+def compilations():
+    """Return the number of programs that are alive."""
+    captures = [made for entry in capture._entries.values() for made in entry.captures]
+    return sum(len(family.programs) for made in captures for family in made.programs.values())
 
 
 def without_compiling(monkeypatch):

@@ -15,10 +15,11 @@ import weakref
 from pathlib import Path
 
 import torch
+from compiler import compilations
 from torch import nn
 
 import persample as ps
-from persample.engines.compiled import capture, programs
+from persample.engines.compiled import capture
 from persample.utils import isolation
 
 POINTS = 20
@@ -32,7 +33,7 @@ def resident() -> float:
 
 def kept() -> int:
     """How many things the library keeps between calls."""
-    return len(capture.entries()) + programs.compilations() + len(isolation._locks)
+    return len(capture._entries) + compilations() + len(isolation._locks)
 
 
 def new_loss(scale):

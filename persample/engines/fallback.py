@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
 from persample.utils.origin import LIBRARY, is_users, users_depth
+from persample.utils.trees import Tree
 from persample.vmap_rules import MISSING
 
 T = TypeVar("T")
@@ -113,7 +114,7 @@ def _otherwise(
     ``error`` is what the engine raised, ``start`` the state of the random streams before the call.
     """
 
-    def tried(way: Callable[[], Any]) -> Any:
+    def tried(way: Callable[[], object]) -> Tree:
         start.go_back()
         handled = sys.exc_info()[1]
         try:
@@ -182,5 +183,5 @@ def _place(error: BaseException, call: Call) -> tuple[str, str, str]:
     return operation, ", ".join(found[:_MOST]) or f"one of {', '.join(paths[:_MOST])}", line
 
 
-def _shapes(args: Any) -> Iterator[tuple[int, ...]]:
+def _shapes(args: object) -> Iterator[tuple[int, ...]]:
     return (tuple(x.shape) for x in trees.flatten(args)[0] if isinstance(x, Tensor))

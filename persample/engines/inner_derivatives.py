@@ -7,7 +7,6 @@ another, and so the gradient of a sum over samples holds those of each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,9 @@ from persample.engines.layers.shared import Vmap
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.utils.tracing import unwrapped_once
-from persample.utils.trees import tree_map
+from persample.utils.trees import Leaf, Tree, tree_map
 from persample.vmap_rules import VmapRules
+from persample.vmap_rules.levels import Args, Function, Options
 
 
 def gradients(call: Call) -> Gradients:
@@ -66,7 +66,7 @@ class _Derivatives(VmapRules):
     def __init__(self, vmap: Vmap) -> None:
         super().__init__(differentiated_by="any")
         self._vmap = vmap
-        self._own: dict[Any, Callable[..., Any]] = {
+        self._own: dict[object, Callable[..., object]] = {
             torch.autograd.grad: self._grad,
             Tensor.requires_grad_: self._mark,
             Tensor.requires_grad.__set__: self._mark,  # type: ignore[attr-defined]
@@ -74,9 +74,9 @@ class _Derivatives(VmapRules):
             Tensor.is_leaf.__get__: lambda x: self._plain(x).is_leaf,  # type: ignore[attr-defined]
         }
 
-    def replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def replaced(self, func: Function, args: Args, kwargs: Options) -> Tree:
         if func in self._own:
-            return self._own[func](*args, **(kwargs or {}))
+            return self._own[func](*args, **kwargs)
         return super().replaced(func, args, kwargs)
 
     def _plain(self, x: Tensor) -> Tensor:
@@ -88,7 +88,9 @@ class _Derivatives(VmapRules):
             plain.requires_grad_(requires_grad)
         return x
 
-    def _grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _grad(
+        self, outputs: Tree, inputs: Tree, grad_outputs: Tree = None, *args: Leaf, **kwargs: Leaf
+    ) -> tuple[Tensor | None, ...]:
         """Compute ``torch.autograd.grad`` of all samples at once."""
         outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
         given = [None] * len(outputs) if grad_outputs is None else grad_outputs

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,11 +63,12 @@ def _is_loop(way: Engine | None) -> bool:
         return torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float64).sin().view(shape)
 
     params = {"w": numbers(5, 4, first=0), "b": numbers(5, first=30), "v": numbers(5, first=60)}
-    options: dict[str, Any] = {"weights": None, "in_dims": (None, 0), "keep_batch_dim": False}
     reductions = Reductions([Norm()])
     traced = functools.partial(lift_compiled, reductions=reductions, engine="traced")
     for loss in (_layers, _attention, _distances):
-        call = normalize(loss, params, numbers(6, 3, 4, first=90), [Norm()], **options)
+        call = normalize(
+            loss, params, numbers(6, 3, 4, first=90), [Norm()], weights=None, in_dims=(None, 0), keep_batch_dim=False
+        )
         try:
             lifts = (traced if way is None else lift_by(way, reductions), lift_by(loop, reductions))
             found, expected = (run(call, lift, reductions, None)[0] for lift in lifts)

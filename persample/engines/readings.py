@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import linecache
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,13 @@ from persample import naive
 from persample.errors import BatchStatisticsWarning
 from persample.inputs import Call
 from persample.inputs.call import NotConnectedError
-from persample.reductions import Aux, Loss
+from persample.reductions import Aux, Loss, Reduction
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import storage_key
-from persample.utils.origin import OURS, users_depth
+from persample.utils.origin import frames, is_ours, users_depth
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import Tree
 from persample.vmap_rules.effects import guarded
 
 _DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -72,7 +73,9 @@ class _Recorder(TorchFunctionMode):
         self.steps: list[Step] = []
         self.drops = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func in _DROPOUT:
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -100,15 +103,10 @@ class _Recorder(TorchFunctionMode):
 
 def _origin() -> tuple[nn.Module | None, tuple[str, str, int]]:
     """Return the innermost module whose forward runs, and the innermost line of the user's: 0 for our own calls."""
-    frame, module, line = inspect.currentframe(), None, ("", "", 0)
-    while frame is not None and frame.f_code is not read.__code__:
-        code = frame.f_code
-        if not line[2] and not code.co_filename.startswith(OURS):
-            line = code.co_name, code.co_filename, frame.f_lineno
-        if module is None and code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            module = frame.f_locals["self"]
-        frame = frame.f_back
-    return module, line
+    inside = list(itertools.takewhile(lambda frame: frame.f_code is not read.__code__, frames()))
+    users = ((x.f_code.co_name, x.f_code.co_filename, x.f_lineno) for x in inside if not is_ours(x))
+    selves = (frame.f_locals.get("self") for frame in inside if frame.f_code.co_name == "forward")
+    return next((x for x in selves if isinstance(x, nn.Module)), None), next(users, ("", "", 0))
 
 
 def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
@@ -117,7 +115,7 @@ def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
     params, leaves = call.at(rows)
     start.go_back()
 
-    def recorded() -> Any:
+    def recorded() -> tuple[Tensor, object, Sequence[Tensor | None]]:
         with recorder:
             return naive.value_and_grad(guarded(loss), params, leaves, like=loss.params.tensors)
 
@@ -146,21 +144,13 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-def first_difference(one: Reading, other: Reading, parts: Mapping[str, nn.Module]) -> str:
-    """Return the place of the first step of ``other`` whose results differ from those of ``one``, or ""."""
-    for a, b in zip(one.steps, other.steps, strict=False):
-        if a.name != b.name or not all(map(_alike, a.results, b.results)):
-            return b.place(parts)
-    return ""
-
-
-def first_coupling(own: Sequence[Reading], whole: Reading, parts: Mapping[str, nn.Module]) -> str:
-    """Return the place of the first step of all samples whose results are not made of those of each, or ""."""
-    for steps, of_all in zip(zip(*(x.steps for x in own), strict=False), whole.steps, strict=False):
+def first_difference(own: Sequence[Reading], other: Reading, parts: Mapping[str, nn.Module]) -> str:
+    """Return the place of the first step whose results are not made of those of each sample's own, or ""."""
+    for steps, whole in zip(zip(*(x.steps for x in own), strict=False), other.steps, strict=False):
         rows = [list(found) for found in zip(*(x.results for x in steps), strict=False)]
-        matches = {x.name for x in steps} == {of_all.name} and len(rows) == len(of_all.results)
-        if not matches or not all(map(_consists_of, of_all.results, rows)):
-            return of_all.place(parts)
+        matches = {x.name for x in steps} == {whole.name} and len(rows) == len(whole.results)
+        if not matches or not all(map(_consists_of, whole.results, rows)):
+            return whole.place(parts)
     return ""
 
 
@@ -191,7 +181,7 @@ def weights(own: Sequence[Reading], whole: Reading) -> Tensor | None:
     return None
 
 
-def vanish(results: Any, reductions: Any) -> bool:
+def vanish(results: Tree, reductions: Sequence[Reduction]) -> bool:
     """Return whether all results of gradients, in the memory of a CPU, consist of zeros and NaN."""
     of_gradients = [x for x, one in zip(results, reductions, strict=True) if not isinstance(one, Loss | Aux)]
     tensors = [x for x in trees.flatten(of_gradients)[0] if isinstance(x, Tensor) and x.numel()]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from persample.utils import rng, trees
 from persample.utils.isolation import after_imports, undone
 from persample.utils.origin import is_users, users_depth
 from persample.utils.tracing import is_batched
-from persample.utils.trees import tree_map
+from persample.utils.trees import Leaf, Tree, tree_map
 from persample.vmap_rules import OwnTensors, SecondDerivativeError, VmapRules
 from persample.vmap_rules.effects import guarded
 
@@ -87,73 +87,63 @@ def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: 
     """Compute the gradients of all samples at once, written out, of any loss that vmap can batch."""
     if "torch._dynamo" not in sys.modules:  # torch.func.vjp imports it
         after_imports(import_dynamo)
-    go_back = rng.rewinding(call.randomness)
-    try:
-        found = batched_gradients(call)
-    except WritesError:
-        found = None
-    except DifferentiatesError as error:
-        if call.differentiated or transforms():
-            raise
-        go_back()
-        try:
-            return inner_derivatives.gradients(call)
-        except RuntimeError:  # which says less
-            raise error from error.__cause__
-    own = OwnTensors()
-    while found is None:
-        go_back()
+    go_back, own = rng.rewinding(call.randomness), OwnTensors()
+    rules = VmapRules()
+    while True:
         before = len(own.written)
         try:
-            found = batched_gradients(call, own)
+            grads, losses, aux, has_aux = batched_gradients(call, rules)
+            break
+        except SecondDerivativeError:
+            rules = VmapRules(differentiated_by="any")
         except WritesError:
-            if len(own.written) == before:  # into what the loss did not make
+            if rules is own and len(own.written) == before:  # into what the loss did not make
                 raise
-    grads, losses, aux, has_aux = found
+            rules = own
+        except DifferentiatesError as error:
+            if call.differentiated or transforms():
+                raise
+            go_back()
+            try:
+                return inner_derivatives.gradients(call)
+            except RuntimeError:  # which says less
+                raise error from error.__cause__
+        go_back()
     facts = {"spec": call.loss.spec, "losses": losses, "aux": aux, "has_aux": has_aux, "weights": call.weights}
     return Gradients.dense(grads, **facts)
 
 
-def batched_gradients(
-    call: Call, rules: AbstractContextManager[Any] | None = None
-) -> tuple[list[Tensor], Tensor, Any, bool]:
+def batched_gradients(call: Call, rules: AbstractContextManager[object]) -> tuple[list[Tensor], Tensor, Tree, bool]:
     """Differentiate the loss of all samples at once.
 
     Returns the gradients of each parameter, ``[B, *shape]`` (``[B, K, *shape]`` of K outputs), the losses, aux, and
-    whether the loss returned aux. ``rules`` is the context that the loss runs in, ``VmapRules`` if None.
+    whether the loss returned aux. ``rules`` is the context that the loss runs in.
     """
     has_aux = one_by_one = False
-    forward_mode = VmapRules() if rules is None else rules
 
-    def value_of(params: list[Tensor], leaves: list[Any]) -> tuple[Tensor, Any]:
+    def value_of(params: list[Tensor], leaves: list[Leaf]) -> tuple[Tensor, Tree]:
         nonlocal has_aux, one_by_one
-        if isinstance(forward_mode, OwnTensors):
-            forward_mode.begin(next(filter(is_batched, (*leaves, *params)), None))
-        with forward_mode:
+        if isinstance(rules, OwnTensors):
+            rules.begin(next(filter(is_batched, (*leaves, *params)), None))
+        with rules:
             value, (aux, has_aux) = call.loss(params, leaves)
         if not value.requires_grad:  # under vjp: no path from params to the loss
             raise NotConnectedError
         one_by_one = value.ndim > 0 and _uses_factorizations(value)
         return value, aux
 
-    def one(params: list[Tensor], leaves: list[Any]) -> tuple[list[Tensor], Tensor, Any]:
+    def one(params: list[Tensor], leaves: list[object]) -> tuple[list[Tensor], Tensor, object]:
         value, backward, *aux = vjp(lambda params: value_of(params, leaves), params, has_aux=True)
         with nullcontext() if call.differentiated else torch.no_grad():
             grads = _pulled_back(backward, value, one_by_one=one_by_one)
         return grads, value, aux[0]
 
-    go_back = rng.rewinding(call.randomness)
     with diagnosed(call, batched=True):
-        try:
-            grads, losses, aux = vmapped(one, call)
-        except SecondDerivativeError:
-            go_back()
-            forward_mode = VmapRules(differentiated_by="any")
-            grads, losses, aux = vmapped(one, call)
+        grads, losses, aux = vmapped(one, call)
     return grads, losses, tree_map(torch.clone, aux), has_aux  # aux may be the user's own tensors
 
 
-def _pulled_back(backward: Callable[..., Any], value: Tensor, *, one_by_one: bool) -> list[Tensor]:
+def _pulled_back(backward: Callable[..., tuple[list[Tensor]]], value: Tensor, *, one_by_one: bool) -> list[Tensor]:
     """Return the gradients of a loss; of a vector one per element, in one backward pass unless ``one_by_one``."""
     if value.ndim == 0:
         return backward(torch.ones_like(value), retain_graph=False)[0]
@@ -169,7 +159,7 @@ def _uses_factorizations(value: Tensor) -> bool:
 
     Under two levels of vmap without grad mode, torch 2.13 gives arbitrary numbers.
     """
-    seen, stack = set[Any](), [value.grad_fn]
+    seen, stack = set[object](), [value.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -181,12 +171,12 @@ def _uses_factorizations(value: Tensor) -> bool:
     return False
 
 
-def vmapped(one: Callable[[list[Tensor], list[Any]], Any], call: Call) -> Any:
+def vmapped(one: Callable[[list[Tensor], list[object]], T], call: Call) -> T:
     """Call a function of parameters and leaves for all samples at once; all tensors of the result get a batch axis."""
     given = [*call.params, *call.leaves]
     split = [*call.params_batched, *call.leaves_batched]
 
-    def of_row(*rows: Tensor) -> Any:
+    def of_row(*rows: Tensor) -> T:
         row = iter(rows)  # values that all samples share are not passed through vmap
         values = [next(row) if batched else x for x, batched in zip(given, split, strict=True)]
         return one(values[: len(call.params)], values[len(call.params) :])
@@ -218,13 +208,13 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001
     )
 
 
-def _rows(call: Call) -> Iterator[tuple[Any, ...]]:
+def _rows(call: Call) -> Iterator[tuple[Tensor, tuple[object, bool], Sequence[Tensor | None]]]:
     loss, start, rows = call.loss, rng.snapshot(), range(call.size)
     for i in rng.replayed(rows) if call.randomness == "same" else rows:
         with diagnosed(call, batched=False), hinted(call, i):
             params, leaves = call.at(i)
-            options: dict[str, Any] = {"like": loss.params.tensors, "create_graph": call.differentiated}
-            row = loss.params.unchanged(partial(naive.value_and_grad, guarded(loss), params, leaves, **options))
+            one = partial(naive.value_and_grad, guarded(loss), params, leaves)
+            row = loss.params.unchanged(partial(one, like=loss.params.tensors, create_graph=call.differentiated))
         if call.randomness == "error" and rng.moved_since(start):
             raise LossError(f"{loss.called} drew random numbers, received randomness='error'. {SAY_RANDOMNESS}")
         yield row
@@ -240,7 +230,7 @@ def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(losses))
 
 
-def _stacked(aux: list[Any]) -> Any:
+def _stacked(aux: list[object]) -> object:
     try:
         return tree_map(lambda *leaves: torch.stack(leaves), *aux)
     except (RuntimeError, ValueError) as error:
@@ -263,7 +253,7 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
     )
 
 
-def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], call: Call) -> Any:
+def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[object]], T], call: Call) -> T:
     """Call a function with the parameters and the leaves of a made-up sample.
 
     Tensors of the result may be fake: only their shapes, dtypes and devices are meaningful.
@@ -275,7 +265,7 @@ def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[Any]], Any], c
         return _fake_call(function, params, _one(call.leaves, call.leaves_batched))
 
 
-def _one(values: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+def _one(values: Sequence[Leaf], batched: Sequence[bool]) -> list[Leaf]:
     rows = [x.new_zeros(x.shape[1:]) if split else x for x, split in zip(values, batched, strict=True)]
     return trees.map_tensors(torch.Tensor.detach, rows)  # new tensor objects, so that requires_grad_ spares the user's
 
@@ -285,7 +275,7 @@ def no_rows(x: Tensor) -> Tensor:
     return torch.zeros((0, *x.shape), dtype=x.dtype, device=x.device)
 
 
-def _fake_call(function: Callable[..., Any], params: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+def _fake_call(function: Callable[..., T], params: Sequence[Tensor], leaves: Sequence[Leaf]) -> T:
     handled = sys.exc_info()[1]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

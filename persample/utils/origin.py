@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
@@ -44,20 +45,27 @@ def is_users(error: BaseException, handled: BaseException | None) -> bool:
     return all(map(is_raised, raised_since(handled, error)))
 
 
+def frames() -> Iterator[FrameType]:
+    """Yield the frames that run, from the caller's own to the outermost."""
+    frame = inspect.currentframe()
+    return (outer for outer, _ in traceback.walk_stack(frame and frame.f_back))
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Return whether a frame is one of torch or of this library."""
+    return frame.f_code.co_filename.startswith(OURS)
+
+
 def users_depth() -> int:
     """Return the ``stacklevel`` by which a warning of the caller's names the user's line that called the library."""
-    frame, depth = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
-        frame, depth = frame.f_back, depth + 1
-    return depth
+    return len(list(itertools.takewhile(is_ours, frames())))
 
 
 def user_line(stack: traceback.StackSummary) -> str:
     """Return the innermost line that belongs neither to torch nor to this library."""
-    frames = [frame for frame in stack if not frame.filename.startswith(OURS)]
-    if not frames:
+    frame = next((frame for frame in reversed(stack) if not frame.filename.startswith(OURS)), None)
+    if frame is None:
         return ""
-    frame = frames[-1]
     return f", in {frame.name} ({frame.filename}:{frame.lineno}): `{(frame.line or '').strip()}`"
 
 

@@ -7,7 +7,7 @@ those of one sample. A loss that catches an error that torch raises because of v
 from __future__ import annotations
 
 import functools
-import inspect
+import itertools
 import re
 from collections.abc import Callable
 from traceback import extract_tb
@@ -30,7 +30,7 @@ from persample._torch import (
 )
 from persample.errors import LossError
 from persample.utils.numerics import storage_key
-from persample.utils.origin import OURS, raised_since, user_line
+from persample.utils.origin import frames, is_ours, raised_since, user_line
 from persample.utils.tracing import flags, is_batched, is_inside, is_traced, unwrapped
 from persample.utils.trees import Leaf, Tree, flatten
 from persample.vmap_rules.levels import Args, Function, Options, Rules
@@ -106,9 +106,10 @@ def written_tensors(func: Function, args: Args, kwargs: Options) -> list[Tensor]
     return [x for x in flat if isinstance(x, Tensor)]
 
 
-def of_each(x: Tensor, sample: Tensor) -> Tensor:
-    """Return a copy of a tensor for each sample, to write into; ``sample`` is any tensor that differs between them."""
-    if is_batched(x):
+def of_each(x: Tensor, *others: object) -> Tensor:
+    """Return a copy of a tensor for each sample, to write into, if any of the others differs between samples."""
+    sample = None if is_batched(x) else next(filter(is_batched, others), None)
+    if not isinstance(sample, Tensor):
         return x
     each = sample.new_zeros((), dtype=torch.bool)  # under vmap, new_zeros has the batch axis of its tensor
     return torch.where(each, x, x)
@@ -162,8 +163,8 @@ def refusal(name: str) -> LossError:
 def lost_write() -> LossError:
     """Return the error of a write into a row at an index of the sample's, which would be lost."""
     return LossError(
-        f"{is_inside()} wrote in place into x[i], where i differs between samples: under vmap that is a copy, and x "
-        "did not change. Write x[i] = value, or pass engine='loop'."
+        f"{is_inside()} wrote in place into x[i], where i differs between samples, or is a tensor that a program does "
+        "not read: that is a copy, and x did not change. Write x[i] = value, or pass engine='loop'."
     )
 
 
@@ -282,10 +283,8 @@ def _truth(x: Tensor) -> bool:
         is_true = (plain != 0).flatten()
         if is_true.numel() and (is_true == is_true[0]).all():
             return bool(is_true[0])
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename.startswith(OURS):
-            frame = frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") in _SHORTCUTS:
+        users = itertools.dropwhile(is_ours, frames())
+        if (frame := next(users, None)) is not None and frame.f_globals.get("__name__") in _SHORTCUTS:
             return False
     return Tensor.__bool__(x)  # where samples differ, torch raises its error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -120,11 +120,6 @@ def _is_unreadable(x: Tensor) -> bool:
     return is_batched(x) or is_traced(unwrapped(x))
 
 
-def _getitem(x: Tensor, index: Leaf) -> Tensor:
-    # torch reads the value of a 0-d index, which vmap forbids.
-    return getitem_unread(x, index, _is_unreadable)
-
-
 def is_row(index: object) -> bool:
     """Return whether an index gives a view of one sample, and a copy under vmap: 0-d tensors, numbers, slices."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -137,13 +132,13 @@ def _is_row_number(part: object) -> bool:
     return isinstance(part, Tensor) and not part.ndim and part.dtype in _ROW_NUMBERS
 
 
-def getitem_unread(x: Tensor, index: Leaf, is_unreadable: Callable[[Tensor], bool]) -> Tensor:
-    """Index a tensor without reading the values of 0-d indices that are unreadable.
+def getitem(x: Tensor, index: Leaf) -> Tensor:
+    """Index a tensor without reading the values of 0-d indices, which vmap and traces forbid.
 
     torch reads the value of a 0-d index i. It does not read [i], which leaves an axis of 1 to be removed.
     """
     parts: list[Leaf] = list(index) if isinstance(index, tuple) else [index]
-    scalars = [isinstance(part, Tensor) and not part.ndim and is_unreadable(part) for part in parts]
+    scalars = [isinstance(part, Tensor) and not part.ndim and _is_unreadable(part) for part in parts]
     if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):
         return x[index]
     before: list[slice] = []
@@ -157,12 +152,10 @@ def getitem_unread(x: Tensor, index: Leaf, is_unreadable: Callable[[Tensor], boo
     return x[tuple(parts)]
 
 
-def setitem_unread(
-    x: Tensor, index: Leaf, value: Leaf, is_unreadable: Callable[[Tensor], bool] = _is_unreadable
-) -> None:
-    """Write into a tensor without reading unreadable 0-d indices, beside which there are slices and numbers."""
+def setitem(x: Tensor, index: Leaf, value: Leaf) -> None:
+    """Write into a tensor without reading the values of 0-d indices, beside which there are slices and numbers."""
     parts = index if isinstance(index, tuple) else (index,)
-    scalars = [_is_row_number(part) and is_unreadable(part) for part in parts]
+    scalars = [_is_row_number(part) and _is_unreadable(part) for part in parts]
     if not any(scalars) or not all(
         is_scalar or part is None or type(part) in _BASIC for part, is_scalar in zip(parts, scalars, strict=True)
     ):
@@ -281,8 +274,8 @@ RULES: Rules = {
     F.embedding: _embedding,
     F.one_hot: _one_hot,
     F.embedding_bag: partial(embedding_bag, _embedding),
-    Tensor.__getitem__: _getitem,
-    Tensor.__setitem__: setitem_unread,
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: setitem,
     **{add: partial(_index_add, add) for add in (torch.index_add, Tensor.index_add, Tensor.index_add_)},
     **{fill: partial(_index_fill, fill) for fill in (torch.index_fill, Tensor.index_fill, Tensor.index_fill_)},
     **dict.fromkeys((torch.index_select, Tensor.index_select), _index_select),

@@ -64,8 +64,8 @@ MUTATIONS = {
         "(found := self.vmap.rows(input)) is not None and _fits",
         "(found := self.vmap.rows(input.detach())) is not None and _fits",
     ),
-    "memory of a program that is read later": Mutation(
-        "engines/compiled/straight.py", " and last_reads[own] is node", ""
+    "two views of a program that are taken for one": Mutation(
+        "engines/compiled/straight.py", 'f"{node.target}{node.args}"', 'f"{node.target}{node.args[0]}"'
     ),
 }
 

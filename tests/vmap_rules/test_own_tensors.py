@@ -8,8 +8,9 @@ import pytest
 import torch
 from oracle import assert_trees_close, oracle
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from persample import LossError, Norm, per_sample_grads
+from persample import LossError, Norm, WeightedSum, per_sample_grads
 
 KEPT = torch.ones(3, dtype=torch.float64)
 MADE = {
@@ -162,3 +163,40 @@ def test_parameters_that_the_loss_freezes():
 
     with pytest.raises(LossError):
         per_sample_grads(loss, nn.Linear(3, 2).double(), X, engine="traced")
+
+
+def _filled(w, x):
+    z = torch.zeros(4, dtype=torch.float64)
+    z[1:] = w @ x
+    return z.square().sum()
+
+
+def in_a_checkpoint(w, x):
+    return checkpoint(_filled, w, x, use_reentrant=False)
+
+
+def in_a_branch(w, x):
+    return torch.cond(x.sum() > 0, _filled, lambda w, x: (w @ x).sum(), (w, x))
+
+
+def either(w, x):
+    return _filled(w, x) if x.sum() > 0 else (w @ x).sum()
+
+
+@pytest.mark.parametrize(("loss", "alone"), [(in_a_checkpoint, _filled), (in_a_branch, either)])
+def test_tensors_that_a_called_graph_makes_and_writes_into(loss, alone):
+    found, expected = (
+        per_sample_grads(*x, engine=e) for *x, e in ((loss, W[:3], X, "traced"), (alone, W[:3], X, "loop"))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def at_a_number_of_the_norm(norm):
+    return torch.tensor([1.0, 0.5])[(norm > 2).long()]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_function_of_norms_that_looks_up(engine):
+    weighted = WeightedSum(at_a_number_of_the_norm)
+    found, expected = (per_sample_grads(_filled, W[:3], X[:3], weighted, engine=name) for name in (engine, "loop"))
+    torch.testing.assert_close(found, expected)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import (
@@ -24,38 +24,32 @@ from persample._torch import (
     storage_id,
 )
 from persample.utils.tracing import is_wrapped
+from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules.effects import of_each
+from persample.vmap_rules.indexing import getitem, setitem
 
 _WRITES = {
     *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, setitem),
 }
+UNREAD = {getitem: operator.getitem, setitem: operator.setitem}
 _CHANGES_SHAPE = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}  # torch refuses all others
 
 
 def make_batchable(module: GraphModule) -> None:
-    """Rewrite a graph in place, and give it one more input, the first: any tensor of the sample.
-
-    After an interrupt, a second call completes the first.
-    """
+    """Rewrite a graph, and those that it calls, in place. After an interrupt, a second call completes the first."""
     for part in module.modules():
         if isinstance(part, GraphModule):
             _shift_levels(part.graph)
             _inline(part.graph)
             _keep_values(part.graph)
-    _give_each_sample_its_own(module.graph)
-    for part in module.modules():
-        if isinstance(part, GraphModule):
+            _give_each_sample_its_own(part.graph)
             part.recompile()
 
 
 def _give_each_sample_its_own(graph: Graph) -> None:
     """Copy for each sample what the loss made for all of them and writes into: vmap refuses the write otherwise."""
-    sample = next(iter(graph.nodes))
-    if sample.target != "sample":
-        with graph.inserting_before(sample):
-            sample = graph.placeholder("sample")
-    written = written_memory(graph)
+    inputs, written = graph.find_nodes(op="placeholder"), written_memory(graph)
     for node in list(graph.nodes):
         memory = memory_of(node)
         if memory not in written:
@@ -63,16 +57,17 @@ def _give_each_sample_its_own(graph: Graph) -> None:
         written.remove(memory)
         if node.op != "placeholder":
             with graph.inserting_after(node):
-                own = graph.call_function(of_each, (node, sample))
+                own = graph.call_function(of_each, (node, *inputs))
             node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
 
 
-def written_memory(graph: Graph) -> set[Any]:
+def written_memory(graph: Graph) -> set[int]:
     """Return the memory that a graph writes into, by ``memory_of``."""
-    return {memory_of(node.args[0]) for node in graph.nodes if writes(node)} - {None}
+    memory = (memory_of(node.args[0]) for node in graph.nodes if writes(node))
+    return {x for x in memory if x is not None}
 
 
-def memory_of(node: Any) -> Any:
+def memory_of(node: object) -> int | None:
     """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else.
 
     None also of a tensor of an inner transform, whose example has no memory.
@@ -116,24 +111,6 @@ def refused_view(module: GraphModule) -> str | None:
     return None
 
 
-def lost_write(module: GraphModule) -> str | None:
-    """Return why a graph computes something else: it reads x after a write into x[i], which is a copy there.
-
-    ``getitem_unread`` makes that copy, of an index whose value it does not read. ``VmapRules`` refuses the same.
-    """
-    rows, stale = dict[Any, Any](), set[Any]()  # by ``memory_of``: from copies to what they were taken from
-    for node in _nodes(module):
-        if node.target is operator.setitem and memory_of(node.args[2]) in rows:
-            stale.discard(rows[memory_of(node.args[2])])  # as x[i] += 1 does in the end
-        if any(memory_of(x) in stale for x in node.all_input_nodes) and memory_of(node) not in stale:  # and no view
-            return "it writes in place into x[i], a copy where i is not read, and then reads x: write x[i] = value"
-        if node.target is operator.getitem and any(x.target == "unsqueeze" for x in node.all_input_nodes[1:]):
-            rows[memory_of(node)] = memory_of(node.args[0])
-        elif writes(node) and (written := memory_of(node.all_input_nodes[0])) in rows:
-            stale.add(rows[written])
-    return None
-
-
 def _shift_levels(graph: Graph) -> None:
     """Replace the levels of inner transforms, which Dynamo counts from 1, by those that are opened here."""
     opened: list[Node] = []
@@ -159,19 +136,23 @@ def _inline(graph: Graph) -> None:
             node.target = _applied
         elif node.target is operators.cond:
             node.target = _chosen
+        else:  # kept from Dynamo, which would read the index
+            node.target = UNREAD.get(node.target, node.target)
 
 
-def _called(body: GraphModule, *args: Any) -> Any:
+def _called(body: GraphModule, *args: object) -> object:
     return body.forward(*args)
 
 
-def _chosen(condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[Any]) -> Any:
+def _chosen(
+    condition: Tensor, if_true: GraphModule, if_false: GraphModule, operands: Sequence[object]
+) -> tuple[Tensor, ...]:
     """Compute both branches of ``torch.cond`` for all samples, as torch's own rule for vmap does."""
     pairs = zip(if_true.forward(*operands), if_false.forward(*operands), strict=True)
     return tuple(torch.where(condition, one, other) for one, other in pairs)
 
 
-def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any) -> Any:
+def _applied(before: GraphModule, after: GraphModule, *args: object, **options: Leaf) -> tuple[Tensor, ...]:
     """Call an ``autograd.Function`` that Dynamo has split into two graphs.
 
     ``before`` gives (outputs, tensors kept for the backward pass), ``after`` takes the gradients and these tensors.
@@ -182,7 +163,7 @@ def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(*args: Any) -> Any:
+        def forward(*args: Leaf) -> Tree:
             nonlocal count
             with torch.no_grad():
                 outputs, kept = before.forward(*args)
@@ -190,14 +171,14 @@ def _applied(before: GraphModule, after: GraphModule, *args: Any, **options: Any
             return *outputs, *(x.detach() for x in kept)
 
         @staticmethod
-        def setup_context(ctx: Any, _inputs: Any, output: Any) -> None:
+        def setup_context(ctx: FunctionCtx, _inputs: object, output: tuple[Tensor, ...]) -> None:
             ctx.save_for_backward(*output[count:])
             ctx.mark_non_differentiable(
                 *output[count:], *(output[place] for place in options["non_differentiable_idx"])
             )
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Tree, *grads: Tensor) -> Tree:
             with torch.no_grad():
                 return after.forward(*grads[:count], *ctx.saved_tensors)
 
@@ -225,5 +206,5 @@ def _value(x: Tensor | float) -> Tensor | float:
 
 def read_inputs(graph: Graph) -> list[int]:
     """Return the places of the inputs of a graph whose values it reads."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"][1:]
+    inputs = graph.find_nodes(op="placeholder")
     return [place for place, node in enumerate(inputs) if any(user.target is _value for user in node.users)]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from persample._torch import (
     schema,
 )
 from persample.utils.tracing import untraced
+from persample.utils.trees import Leaf, Tree
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
 
 
 @functools.cache
-def _returns_a_number(func: Any) -> bool:
+def _returns_a_number(func: object) -> bool:
     """Return whether an operation returns a number of Python, as what ``Tensor.item`` calls does."""
     returns = schema(func).returns if isinstance(func, OpOverload) else ()
     return [str(x.type) for x in returns] == ["number"]
@@ -54,7 +55,9 @@ class Bounds(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted, self._clamps = noted, clamps
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> Tree:
         """Call an operation with its index in range, or read a value."""
         if _returns_a_number(func) and not isinstance(args[0], FakeTensor):
             with untraced():
@@ -71,28 +74,26 @@ class Bounds(TorchDispatchMode):
         return once.clamp(least, size - 1).expand_as(index)
 
 
-def reads_an_index(operation: Any) -> bool:
+def reads_an_index(operation: object) -> bool:
     """Return whether an operation reads or writes at an index, which may be out of range."""
     return getattr(operation, "overloadpacket", None) in _RULES
 
 
 _Within = Callable[..., Tensor]
+_Args = tuple[Leaf, ...]
 
 
-def _along(within: _Within, table: Tensor, dim: int, index: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return table, dim, within(index, _size(table, dim)), *rest
+def _at(place: int, size: Callable[..., int], within: _Within, *args: Leaf, from_the_end: bool = False) -> _Args:
+    """Return the arguments with the index at one place in range; ``size`` is a function of all of them."""
+    count = size(*args)
+    return *args[:place], within(args[place], count, -count if from_the_end else 0), *args[place + 1 :]
 
 
-def _along_from_the_end(within: _Within, table: Tensor, dim: int, index: Tensor, *rest: Any) -> tuple[Any, ...]:
-    size = _size(table, dim)
-    return table, dim, within(index, size, -size), *rest
+def _along(table: Tensor, dim: int, *_: object) -> int:
+    return table.shape[dim] if table.ndim else 1
 
 
-def _flat(within: _Within, table: Tensor, index: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return table, within(index, table.numel(), -table.numel()), *rest
-
-
-def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> tuple[Any, ...]:
+def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *rest: object) -> _Args:
     axis, parts = 0, list[Tensor | None]()
     for index in indices:
         is_mask = index is not None and index.dtype in _MASKS
@@ -104,44 +105,26 @@ def _axes(within: _Within, table: Tensor, indices: Sequence[Tensor | None], *res
     return table, parts, *rest
 
 
-def _embedding(within: _Within, table: Tensor, index: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return table, within(index, len(table)), *rest
+def _classes(first: int, within: _Within, *args: Leaf) -> _Args:
+    """Return the arguments with the classes in range; the first places are those of gradients."""
+    logits, target, _, _, ignored = args[first : first + 5]
+    is_ignored = target == ignored
+    classes = within(target.masked_fill(is_ignored, 0), logits.shape[min(1, logits.ndim - 1)])
+    return *args[: first + 1], torch.where(is_ignored, target, classes), *args[first + 2 :]
 
 
-def _embedding_backward(within: _Within, grad: Tensor, index: Tensor, rows: int, *rest: Any) -> tuple[Any, ...]:
-    return grad, within(index, rows), rows, *rest
-
-
-def _classes(within: _Within, logits: Tensor, target: Tensor, *rest: Any) -> tuple[Any, ...]:
-    ignored = target == rest[2]
-    target = torch.where(ignored, target, within(target.masked_fill(ignored, 0), logits.shape[min(1, logits.ndim - 1)]))
-    return logits, target, *rest
-
-
-def _classes_backward(within: _Within, grad: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return grad, *_classes(within, *rest)
-
-
-def _unpooled(within: _Within, images: Tensor, index: Tensor, size: Sequence[int], *rest: Any) -> tuple[Any, ...]:
-    return images, within(index, prod(size)), size, *rest
-
-
-def _size(table: Tensor, dim: int) -> int:
-    return table.shape[dim] if table.ndim else 1
-
-
-_RULES: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    _aten.embedding: _embedding,
-    _aten.embedding_dense_backward: _embedding_backward,
-    **dict.fromkeys([_aten.nll_loss_forward, _aten.nll_loss2d_forward], _classes),
-    **dict.fromkeys([_aten.nll_loss_backward, _aten.nll_loss2d_backward], _classes_backward),
+_RULES: dict[object, Callable[..., _Args]] = {
+    _aten.embedding: partial(_at, 1, lambda table, *_: len(table)),
+    _aten.embedding_dense_backward: partial(_at, 1, lambda _grad, _index, rows, *_: rows),
+    **dict.fromkeys([_aten.nll_loss_forward, _aten.nll_loss2d_forward], partial(_classes, 0)),
+    **dict.fromkeys([_aten.nll_loss_backward, _aten.nll_loss2d_backward], partial(_classes, 1)),
     **dict.fromkeys([_aten.index, _aten.index_put, _aten.index_put_], _axes),
-    **dict.fromkeys([_aten.max_unpool2d, _aten.max_unpool3d], _unpooled),
-    **dict.fromkeys([_aten.take, _aten.put, _aten.put_], _flat),
-    **dict.fromkeys([_aten.index_fill, _aten.index_fill_], _along_from_the_end),
-    **dict.fromkeys([_aten.gather, _aten.index_select], _along),
-    **dict.fromkeys([_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_], _along),
-    **dict.fromkeys([_aten.scatter_reduce, _aten.scatter_reduce_], _along),
-    **dict.fromkeys([_aten.index_add, _aten.index_add_, _aten.index_copy, _aten.index_copy_], _along),
-    **dict.fromkeys([_aten.index_reduce, _aten.index_reduce_], _along),
+    **dict.fromkeys([_aten.max_unpool2d, _aten.max_unpool3d], partial(_at, 1, lambda _x, _index, size, *_: prod(size))),
+    **dict.fromkeys([_aten.take, _aten.put, _aten.put_], partial(_at, 1, lambda x, *_: x.numel(), from_the_end=True)),
+    **dict.fromkeys([_aten.index_fill, _aten.index_fill_], partial(_at, 2, _along, from_the_end=True)),
+    **dict.fromkeys([_aten.gather, _aten.index_select], partial(_at, 2, _along)),
+    **dict.fromkeys([_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_], partial(_at, 2, _along)),
+    **dict.fromkeys([_aten.scatter_reduce, _aten.scatter_reduce_], partial(_at, 2, _along)),
+    **dict.fromkeys([_aten.index_add, _aten.index_add_, _aten.index_copy, _aten.index_copy_], partial(_at, 2, _along)),
+    **dict.fromkeys([_aten.index_reduce, _aten.index_reduce_], partial(_at, 2, _along)),
 }

@@ -38,6 +38,7 @@ from persample._torch import (
     set_dynamo_settings,
     tensors_read,
 )
+from persample.engines.compiled.batchable import UNREAD
 from persample.engines.compiled.graph import Capture, Captured, History, Marker, failed_guard, refusal
 from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
 from persample.errors import CompileLimitWarning
@@ -45,7 +46,8 @@ from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
 from persample.utils.origin import users_depth
 from persample.utils.tracing import without_warnings
-from persample.vmap_rules.indexing import getitem_unread, setitem_unread
+from persample.utils.trees import Tree
+from persample.vmap_rules.indexing import getitem, setitem
 from persample.vmap_rules.nn_functional import gaussian_nll_loss
 
 # Dynamo tries the captures of a loss one after the other, a microsecond each.
@@ -88,7 +90,9 @@ class Entry:
         import_dynamo()
         self._read: dict[str, CodeType] = {}  # for each capture: closures, globals, what modules hold
         self._globals = {"G": function.__globals__}
-        options: dict[str, Any] = {"guard_filter_fn": functools.partial(_compared, self._read)}
+        options: dict[str, str | int | bool | Callable[..., object]] = {
+            "guard_filter_fn": functools.partial(_compared, self._read)
+        }
         self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
         self.captures: WeakSet[Capture] = WeakSet()
         self.calls: list[Any] = []
@@ -99,7 +103,7 @@ class Entry:
         self._unread: type[_Unread] | None = None  # the mode is traced with the loss, which takes longer
 
     @in_one_thread
-    def find(self, function: Callable[..., Any], *args: Any) -> Any:
+    def find(self, function: Callable[..., object], *args: object) -> object:
         """Return what the function returns, with markers, by the capture whose guards hold; ``NewError`` if none do."""
         for code in self._read.values():
             with suppress(AttributeError, LookupError, NameError, TypeError):  # the capture is not of this call
@@ -109,7 +113,7 @@ class Entry:
         return self._run(function, args, self._unread)
 
     @in_one_thread
-    def capture(self, function: Callable[..., Any], *args: Any) -> Captured:
+    def capture(self, function: Callable[..., object], *args: object) -> Captured:
         """Return the capture of a function, recorded now if no other is valid."""
         try:
             return self._prepared(Captured.of(self.find(function, *args)))
@@ -136,6 +140,7 @@ class Entry:
             ) from error
         except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
             if self._unread is None and any(said in str(error) for said in _READS):
+                torch.compiler.allow_in_graph(list(UNREAD))
                 self._unread = _Unread
                 # Who marks a tensor to differentiate by it is told that, and not what stops the second attempt.
                 with suppress(UncapturableError) if _MARKS in str(error) else nullcontext():
@@ -155,7 +160,7 @@ class Entry:
         return captured
 
     def _record(
-        self, function: Callable[..., Any], args: Sequence[Any], *, numbers_are_constants: bool = False
+        self, function: Callable[..., object], args: Sequence[object], *, numbers_are_constants: bool = False
     ) -> Captured:
         def recorded() -> Captured:
             with capture_settings(numbers_are_constants=numbers_are_constants), without_warnings():
@@ -172,7 +177,7 @@ class Entry:
         return self._record(function, args, numbers_are_constants=True)
 
 
-def entry_of(function: Any) -> Entry:
+def entry_of(function: Callable[..., object]) -> Entry:
     """Return the captures of a function; lambdas made anew share their code, and so their captures."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -183,13 +188,8 @@ def entry_of(function: Any) -> Entry:
 
 
 @in_one_thread
-def _new_entry(key: Any) -> Entry:
+def _new_entry(key: object) -> Entry:
     return after_imports(lambda: _entries.setdefault(key, Entry(next(_numbers))))
-
-
-def entries() -> list[Entry]:
-    """Return all entries."""
-    return list(_entries.values())
 
 
 def forget_entry(entry: Entry) -> None:
@@ -208,13 +208,20 @@ def forget() -> None:
     _entries.clear()
 
 
-_entries: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[object, Entry] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
 # What Dynamo says of a value that it would read; the last one since torch 2.15.
 _MARKS = "requires_grad_()"
 _READS = ("specialized integer", "data-dependent", "Pending unbacked symbols", _MARKS)
+
+
+_RULES: dict[object, Callable[..., Tree]] = {
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: setitem,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+}
 
 
 class _Unread(TorchFunctionMode):
@@ -224,22 +231,16 @@ class _Unread(TorchFunctionMode):
     which checks the sign of variances.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> Tree:
         """Call a function of torch."""
-        if func is Tensor.__getitem__:
-            x, index = args
-            return getitem_unread(x, index, lambda _: True)
-        if func is Tensor.__setitem__:
-            x, index, value = args
-            return setitem_unread(x, index, value, lambda _: True)
         if func is Tensor.requires_grad_ and not (args[1:] or kwargs) and args[0].requires_grad:
             return args[0]  # by hooks of transformers
-        if func is F.gaussian_nll_loss:
-            func = gaussian_nll_loss
-        return func(*args, **(kwargs or {}))
+        return _RULES.get(func, func)(*args, **(kwargs or {}))
 
 
-def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any:
+def _call(function: Callable[..., object], args: Sequence[object], unread: type[_Unread] | None) -> object:
     if not torch.compiler.is_compiling():
         raise NewError  # Python runs this only if no capture is valid
     if unread is None:
@@ -248,20 +249,20 @@ def _call(function: Callable[..., Any], args: Sequence[Any], unread: Any) -> Any
         return function(*args)
 
 
-def _compared(read: dict[str, CodeType], guards: Sequence[Any]) -> list[bool]:
+def _compared(read: dict[str, CodeType], guards: Sequence[object]) -> list[bool]:
     if source := tensors_read(guards):
         read[source] = compile(source, source, "eval")
     return guards_to_compare(guards)
 
 
-def _backend(graph: GraphModule, _examples: Any) -> Callable[..., list[Any]]:
+def _backend(graph: GraphModule, _examples: object) -> Callable[..., list[object]]:
     split = split_kept(graph)
     made = Capture(graph if split is None else split.graph, failed_guard(recompile_reason()))
     if split is None:  # the usual case
         places = range(made.num_outputs)
         return lambda *inputs: [Marker(made, place, inputs) for place in places]
 
-    def returned(*inputs: Any) -> list[Any]:
+    def returned(*inputs: object) -> list[object]:
         values = dict(zip(split.kept, split.compute(*inputs), strict=True))
         read = [inputs[place] for place in split.used]
         known = [(place, values[n]) for n, place in split.outputs.items() if n in values]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
 from persample.utils import trees
 from persample.utils.numerics import is_folded, storage_key
+from persample.utils.trees import Leaf
 
 _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
@@ -36,7 +36,6 @@ class GraphFunction:
         structure: the structure of what the function returns.
         constants: the constants that the function returns, as text, which tells 1 from True.
         copied: the arguments that the function gets copies of, so that its writes to them are discarded.
-        sliced: the place of an argument that has one row per sample.
     """
 
     capture: Capture | None
@@ -45,20 +44,19 @@ class GraphFunction:
     structure: trees.TreeSpec
     constants: str
     copied: frozenset[int]
-    sliced: int
 
-    def __call__(self, first: Sequence[Tensor], *rest: Any) -> Any:
+    def __call__(self, first: Sequence[Tensor], *rest: Leaf) -> object:
         """Return what the function returns for one sample; last come the tensors that the function closed over."""
         given = [*first, *rest]
 
-        def found(origin: Origin) -> Any:
+        def found(origin: Origin) -> object:
             if isinstance(origin, Output):
                 return outputs[origin.index]
             if isinstance(origin, Constant):
                 return origin.value
             return given[origin.index].clone() if origin.index in self.copied else given[origin.index]
 
-        outputs = self.capture.run(given[self.sliced], *map(found, self.inputs)) if self.capture else ()
+        outputs = self.capture.run(*map(found, self.inputs)) if self.capture else ()
         return trees.unflatten(list(map(found, self.leaves)), self.structure)
 
 
@@ -136,7 +134,9 @@ def row_like(x: Tensor, keep_batch_dim: bool) -> Tensor:
     return row(Format.of(_first_row(x, keep_batch_dim)).empty())
 
 
-def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch.device) -> tuple[GraphFunction, Any]:
+def captured_function_of_a_norm(
+    function: Callable[[Tensor], object], device: torch.device
+) -> tuple[GraphFunction, list[Tensor]]:
     """Return a function from one norm to a number, captured, and the tensors that it closed over."""
     norm = torch.zeros((), dtype=torch.float64, device=device)
     with torch.enable_grad():
@@ -146,7 +146,7 @@ def captured_function_of_a_norm(function: Callable[[Tensor], Any], device: torch
 
 def _graph_function(
     captured: Captured,
-    given: Sequence[Any],
+    given: Sequence[object],
     batched: Sequence[bool],
     buffers: Sequence[Tensor] = (),
     stored: Set[int] = frozenset(),
@@ -171,8 +171,7 @@ def _graph_function(
     constants = repr([x for x in leaves if isinstance(x, Constant)])
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)
-    sliced = list(batched).index(True)
-    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, constants, copied, sliced)
+    fn = GraphFunction(captured.capture, inputs, leaves, captured.structure, constants, copied)
     return fn, [plain(x.detach()) for x in closed_over]
 
 

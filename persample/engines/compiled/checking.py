@@ -10,17 +10,17 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import OpOverload, schema
-from persample.engines.compiled.straight import Run, owner, returns_memory, straight, writes, written
+from persample.engines.compiled.straight import Run, straight, writes
 from persample.errors import CompilerWarning
 from persample.utils import rng
 from persample.utils.origin import users_depth
+from persample.utils.trees import Tree
 
 # How many times further from the graph the code may be than the graph for inputs that are rounded otherwise.
 _SPREADS = 100
@@ -30,7 +30,7 @@ class Checked:
     """Compiled code that is checked when it runs first.
 
     Args:
-        graph: the traced graph.
+        graph: the traced graph, in functional form.
         code: the compiled graph.
         compiled: compiles another graph with the same inputs, to find the operation at fault.
         noted: whether the last output is a flag that invalidates the others.
@@ -41,7 +41,7 @@ class Checked:
         self._check: _Check | None = _Check(graph, compiled, noted=noted)
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """Return the outputs; the list of inputs is emptied."""
+        """Return the outputs; the list of inputs may be emptied."""
         check = self._check
         if check is None:
             return self._run(tensors)
@@ -75,9 +75,8 @@ class _Check:
     def __init__(self, graph: GraphModule, compiled: Callable[[GraphModule], Run], *, noted: bool) -> None:
         self.noted, self.traced = noted, straight(graph)
         self._module, self._compiled = graph, compiled
-        nodes = {owner(x) for node in graph.graph.nodes for x in written(node)}
-        places = enumerate(graph.graph.find_nodes(op="placeholder"))
-        self._written = {place: node for place, node in places if node in nodes}
+        places = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        self._written = {places[x.all_input_nodes[0]]: x for x in graph.graph.nodes if writes(x)}
         self._random = _random(graph.graph)
 
     def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -94,7 +93,7 @@ class _Check:
         """
         error = _tolerance(self._module.graph, inputs)
         expected, into = self._results(before)
-        outputs: Any = self._module.graph.output_node().args[0]
+        outputs: Tree = self._module.graph.output_node().args[0]
         nodes, results = [*outputs, *self._written.values()], [*expected, *into]
         of_code = [*found, *(inputs[place] for place in self._written)]
         triples = list(zip(nodes, of_code, results, strict=True))
@@ -152,16 +151,15 @@ def _random(graph: Graph) -> set[Node]:
     random: set[Node] = set()
     for node in graph.nodes:
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws or not random.isdisjoint(map(owner, node.all_input_nodes)):
-            random |= {owner(node), *map(owner, written(node))}
-    return {node for node in graph.nodes if owner(node) in random}
+        if draws or not random.isdisjoint(node.all_input_nodes):
+            random.add(node)
+    return random
 
 
 def _is_value(node: Node) -> bool:
-    """Return whether a node computes a tensor of its own."""
-    if not isinstance(node.target, OpOverload) or writes(node) or returns_memory(node):
-        return False
-    return [str(x.type) for x in schema(node.target).returns] == ["Tensor"]
+    """Return whether a node computes one tensor."""
+    is_operation = isinstance(node.target, OpOverload) and not writes(node)
+    return is_operation and [str(x.type) for x in schema(node.target).returns] == ["Tensor"]
 
 
 def _tolerance(graph: Graph, inputs: Sequence[Tensor]) -> float:

@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,16 @@ from persample.inputs.params import are_hooked
 from persample.pipeline import is_apart
 from persample.reductions import Reduction
 from persample.utils import trees
+from persample.utils.trees import Leaf, Tree
 
 _MOST = 8
+
+
+class Guards(Protocol):
+    """Torch's comparison of tensors with those of an earlier call."""
+
+    def check(self, *tensors: object) -> bool:
+        """Return whether all have the dtypes, devices, shapes and strides of those."""
 
 
 class FlatParams(NamedTuple):
@@ -49,11 +57,11 @@ class FlatParams(NamedTuple):
     """
 
     names: tuple[str, ...]
-    tensors: list[Any]
+    tensors: list[object]
     structure: trees.TreeSpec | None
 
     @classmethod
-    def of(cls, params: Any) -> FlatParams:
+    def of(cls, params: object) -> FlatParams:
         """Flatten the parameters of a call."""
         if isinstance(params, nn.Module):
             named = trained_parameters(params)
@@ -76,13 +84,13 @@ class Asked(NamedTuple):
         flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
     """
 
-    loss_fn: Callable[..., Any]
-    params: Any
-    batch: Any
+    loss_fn: Callable[..., object]
+    params: object
+    batch: object
     wanted: Sequence[Reduction]
     container: trees.TreeSpec | None
-    out: Any
-    options: tuple[Any, ...]
+    out: object
+    options: tuple[object, ...]
     total: Total | None = None
     flat_params: FlatParams | None = None
 
@@ -99,12 +107,12 @@ class Flat(NamedTuple):
         key: what must be equal in a call like this one, beside the formats of tensors. The options come last.
     """
 
-    params: list[Any]
-    batch: list[Any]
-    out: list[Any]
-    structures: tuple[Any, ...]
-    tensors: list[Any]
-    key: tuple[Any, ...]
+    params: list[Leaf]
+    batch: list[Leaf]
+    out: list[Leaf]
+    structures: tuple[trees.TreeSpec | None, trees.TreeSpec, trees.TreeSpec | None]
+    tensors: list[Leaf]
+    key: tuple[object, ...]
 
     @classmethod
     def of(cls, asked: Asked) -> Flat:
@@ -139,8 +147,8 @@ class EarlierCall:
         program: the program.
     """
 
-    key: tuple[Any, ...]
-    guards: Any
+    key: tuple[object, ...]
+    guards: Guards
     rows: list[Tensor | None]
     unpack: bool
     is_list: bool
@@ -169,14 +177,16 @@ class EarlierCall:
         is_own = asked.total.outline is outline  # made for the program of this call
         return asked.total if is_own or self.total == form_of(asked.total.tensors, asked.total.outline) else None
 
-    def find(self, asked: Asked, flat: Flat, entry: Entry) -> tuple[Marker | None, list[Any]]:
+    def find(self, asked: Asked, flat: Flat, entry: Entry) -> tuple[Marker | None, list[Leaf]]:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
 
         Returns a marker of its graph, or None if it computes nothing; and the tensors that the loss was called with.
         """
-        is_module = isinstance(asked.params, nn.Module)
-        params = flat.params if is_module else list(map(parameter, flat.params))
-        args = asked.params if is_module else trees.unflatten(params, flat.structures[0])
+        structure, params = flat.structures[0], flat.params
+        args = asked.params
+        if structure is not None:
+            params = list(map(parameter, params))
+            args = trees.unflatten(params, structure)
         rows = [x.detach() if row is None else row for row, x in zip(self.rows, flat.batch)]  # noqa: B905 (equally long)
         sample = rows if self.is_list else trees.unflatten(rows, flat.structures[1])
         set_grad_enabled(True)
@@ -187,7 +197,7 @@ class EarlierCall:
         return first_marker(returned), [*params, *rows]
 
     def taken(
-        self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Any]
+        self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]
     ) -> tuple[list[Tensor], Total] | None:
         """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
 
@@ -210,7 +220,7 @@ class EarlierCall:
         return [*read, *flat.out], total
 
 
-def _places(inputs: Sequence[Any], given: Sequence[Tensor]) -> list[int | Origin]:
+def _places(inputs: Sequence[Leaf], given: Sequence[Tensor]) -> list[int | Origin]:
     known = dict(zip(map(id, given), itertools.count()))
     return [known.setdefault(id(x), len(known)) if isinstance(x, Tensor) else Constant(x) for x in inputs]
 
@@ -247,7 +257,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     entry.calls = [earlier, *entry.calls][:_MOST]
 
 
-def _is_same(x: Tensor, y: Any) -> bool:
+def _is_same(x: Tensor, y: object) -> bool:
     """Return whether two tensors have the same memory and format."""
     return isinstance(y, Tensor) and x.data_ptr() == y.data_ptr() and Format.of(x) == Format.of(y)
 
@@ -258,7 +268,7 @@ def _is_plain() -> bool:
     return not (inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 
-def repeated(asked: Asked) -> tuple[Any, int] | None:
+def repeated(asked: Asked) -> tuple[Tree, int] | None:
     """Return the result of a call by the program of an earlier one like it, and the number of its samples.
 
     None if there is no such program. Where leaves are merged, the result is the total and the other leaves.
@@ -284,7 +294,7 @@ def repeated(asked: Asked) -> tuple[Any, int] | None:
     return None
 
 
-def _answer(asked: Asked, total: Total, results: Any) -> Any:
+def _answer(asked: Asked, total: Total, results: Tree) -> object:
     if asked.container is None:
         return total, results
     return trees.unflatten(results, asked.container) if asked.out is None else asked.out

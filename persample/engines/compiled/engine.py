@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from persample import pipeline
 from persample.engines.compiled.capture import LimitError, UncapturableError
@@ -22,11 +22,12 @@ from persample.pipeline import is_apart
 from persample.reductions.base import Reductions
 from persample.utils import trees
 from persample.utils.numerics import full_precision
+from persample.utils.trees import Tree
 
 
 def compiled(
-    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: Any, *, engine: str
-) -> list[Any]:
+    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: object, *, engine: str
+) -> list[object]:
     """Compute the result of every reduction by a program, as ``pipeline.run`` does with the eager engine.
 
     By ``asked``, the next call like this one is recognized. ``out`` shares no memory with the inputs; if the program
@@ -40,7 +41,7 @@ def compiled(
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> Any:
+def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> object:
     """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines."""
     if _is_irregular(call):
         return pipeline.lift_by(eager, reductions)(call)
@@ -53,12 +54,12 @@ def _is_irregular(call: Call) -> bool:
     return units is not None and (not isinstance(units.sizes, int) or units.sizes > (units.most or units.sizes))
 
 
-def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[Any]:
+def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[object]:
     """Merge the leaves of one chunk into a total by a program, and return what ``Total.absorb`` returns."""
-    return cast("list[Any]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
+    return cast("list[object]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
 
 
-def _computed(task: Task, asked: Asked | None = None) -> Any:
+def _computed(task: Task, asked: Asked | None = None) -> Tree:
     """Return what the program of a task computes; ``asked`` are the user's arguments if the task is the whole call."""
     captured = None
     try:
@@ -90,7 +91,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Any:
     ) from refusal
 
 
-def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> Any:
+def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> Tree:
     if task.out is not None and not is_apart(task.out, captured.read):
         return _computed(replace(task, out=None), asked)
     doubt: DoubtfulError | None = None
@@ -109,5 +110,5 @@ def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> A
     return results
 
 
-def _eagerly(task: Task) -> Any:
+def _eagerly(task: Task) -> Tree:
     return task.last_step(pipeline.lift_chunks([task.call], eager, task.reductions))

@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import get_function_mode_stack
 from persample.engines.compiled.batchable import (
-    lost_write,
     make_batchable,
     memory_of,
     name_of,
@@ -25,6 +24,7 @@ from persample.engines.compiled.batchable import (
 from persample.inputs.modules import StandIn
 from persample.utils import trees
 from persample.utils.origin import OURS
+from persample.utils.trees import Leaf, Tree
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Capture:
     """The graph of a function, valid as long as Dynamo's guards hold.
 
     Args:
-        graph: from any tensor of the sample, and the tensors that the function read, to those that it computed.
+        graph: from the tensors that the function read to those that it computed.
         reason: the guard that failed, so that the function was captured once more; empty for the first capture.
 
     Attributes:
@@ -78,7 +78,7 @@ class Capture:
         self.graph = graph
         self.reason = reason
         self.programs: OrderedDict[Hashable, Any] = OrderedDict()
-        outputs: Any = graph.graph.output_node().args[0]
+        outputs: Tree = graph.graph.output_node().args[0]
         self.num_outputs = len(outputs)
         self.history = History()
         self.constants: list[int] = []
@@ -96,7 +96,7 @@ class Capture:
         if not self._prepared:
             sets_data = any(name_of(node) == "set_" for node in self.graph.graph.nodes)
             sets = "it gives other memory to a tensor (x.data = y)" if sets_data else None
-            self.refusal = sets or refused_view(self.graph) or lost_write(self.graph)
+            self.refusal = sets or refused_view(self.graph)
             make_batchable(self.graph)
             self.history = history
             self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)
@@ -104,7 +104,7 @@ class Capture:
             self.twin = next(same, self)
             self._prepared = True
 
-    def run(self, *inputs: Any) -> Any:
+    def run(self, *inputs: Leaf) -> tuple[Tensor, ...]:
         """Run the graph; an error gets an attribute ``users_line``, where it names the line that made the operation."""
         return _Naming(self.graph).run(*inputs)
 
@@ -114,13 +114,13 @@ class Capture:
         return self.constants != before
 
 
-def _contents(graph: GraphModule) -> list[Any]:
+def _contents(graph: GraphModule) -> list[object]:
     """Return what is the same for graphs that compute the same."""
     codes = [part.graph.python_code("self") for part in graph.modules() if isinstance(part, GraphModule)]
     return [*((code.src, code.globals) for code in codes), *map(id, (*graph.parameters(), *graph.buffers()))]
 
 
-def _settings() -> tuple[Any, ...]:
+def _settings() -> tuple[object, ...]:
     """Return the settings of torch's that a captured graph depends on."""
     return (
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda", "mps", "xpu")),
@@ -138,7 +138,7 @@ class _Naming(Interpreter):
         super().__init__(graph)
         self.extra_traceback = False  # torch's own naming would change the message
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         """Run one node."""
         try:
             return super().run_node(n)
@@ -160,14 +160,14 @@ class Marker(StandIn):
     __slots__ = ("capture", "index", "inputs", "known")
 
     def __init__(
-        self, capture: Capture, index: int, inputs: Sequence[Any], known: Sequence[tuple[int, Any]] = ()
+        self, capture: Capture, index: int, inputs: Sequence[Leaf], known: Sequence[tuple[int, Leaf]] = ()
     ) -> None:
         self.capture = capture
         self.index = index
         self.inputs = inputs
         self.known = known
 
-    def standing_for(self, x: Any) -> Any:
+    def standing_for(self, x: object) -> object:
         """Return a marker of the same call for a known output, and anything else as it is."""
         return next((Marker(self.capture, place, self.inputs) for place, output in self.known if output is x), x)
 
@@ -202,7 +202,7 @@ class Constant:
         value: the value.
     """
 
-    value: Any
+    value: object
 
 
 # Of an input of a graph, or of a leaf of what a captured function returns.
@@ -222,13 +222,13 @@ class Captured:
     """
 
     capture: Capture | None
-    inputs: Sequence[Any]
-    leaves: list[Any]
+    inputs: Sequence[Leaf]
+    leaves: list[Leaf]
     structure: trees.TreeSpec
     known: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, returned: Any) -> Captured:
+    def of(cls, returned: object) -> Captured:
         """Split what a captured function returned."""
         leaves, structure = trees.flatten(returned)
         marker = next(filter(_is_marker, leaves), None)
@@ -248,21 +248,21 @@ class Captured:
         return {x.index for x in filter(_is_marker, self.leaves)} | self.known
 
     @property
-    def written(self) -> list[Any]:
+    def written(self) -> list[Leaf]:
         """The tensors that the graph takes and writes into."""
         graph = self.capture.graph.graph if self.capture else Graph()
         memory = (written_memory(graph) | {memory_of(node.kwargs.get("out")) for node in graph.nodes}) - {None}
-        nodes = graph.find_nodes(op="placeholder")[1:]
+        nodes = graph.find_nodes(op="placeholder")
         return [x for node, x in zip(nodes, self.inputs, strict=True) if memory_of(node) in memory]
 
     def origins(
-        self, given: Sequence[Any], batched: Sequence[bool]
+        self, given: Sequence[Leaf], batched: Sequence[bool]
     ) -> tuple[tuple[Origin, ...], tuple[Origin, ...], list[Tensor]]:
         """Return where the inputs and the leaves come from."""
         known = {id(x): Argument(place) for place, x in enumerate(given) if isinstance(x, Tensor)}
         closed_over = list[Tensor]()
 
-        def origin(x: Any) -> Origin:
+        def origin(x: object) -> Origin:
             if isinstance(x, Marker):
                 return Output(x.index)
             if not isinstance(x, Tensor):
@@ -279,14 +279,14 @@ class Captured:
         return tuple(map(origin, inputs)), tuple(map(origin, self.leaves)), closed_over
 
 
-def first_marker(returned: Any) -> Marker | None:
+def first_marker(returned: object) -> Marker | None:
     """Return a marker in what a captured function returned, or None if it computes nothing from tensors."""
     if type(returned) is Marker:  # the usual case
         return returned
     return next(filter(_is_marker, trees.flatten(returned)[0]), None)
 
 
-def _is_marker(x: Any) -> bool:
+def _is_marker(x: object) -> bool:
     return isinstance(x, Marker)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from persample._torch import SETS_MODE, is_number_input, source_of
 from persample.engines.compiled.batchable import memory_of, written_memory
+from persample.utils.trees import Tree
 
 _SIZE = re.compile(r"\.(size\(\)\[\d+\]|stride\(\)\[\d+\]|storage_offset\(\))$")  # they tell calls of one graph apart
 CHANGES_A_NUMBER = "the function changes a number that its result depends on"
@@ -36,7 +37,7 @@ class Split(NamedTuple):
     used: list[int]
     outputs: dict[int, int]
     kept: list[int]
-    compute: Callable[..., list[Any]]
+    compute: Callable[..., list[object]]
 
 
 def split_kept(module: GraphModule) -> Split | None:
@@ -48,7 +49,7 @@ def split_kept(module: GraphModule) -> Split | None:
         RuntimeError: if a tensor depends on a number that the function changes: it would be another at every call.
     """
     nodes, numbers = list(module.graph.nodes), _numbers(module.graph)
-    results: Any = module.graph.output_node().args[0]
+    results: Tree = module.graph.output_node().args[0]
     inputs = [x for x in nodes if x.op == "placeholder"]
     of_tensors = _ancestors([x for x in nodes if x not in numbers])
     dropped = numbers - of_tensors - {x for x in inputs if _SIZE.search(source_of(x) or "")}

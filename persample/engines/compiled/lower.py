@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from persample._torch import (
     FakeTensorMode,
-    OpOverload,
     aten_unsafe_index_put,
     compile_graph,
     compiling,
@@ -24,7 +22,7 @@ from persample._torch import (
 )
 from persample.engines.compiled.checking import Checked
 from persample.engines.compiled.kernels import torch_kernel, with_torch_kernels
-from persample.engines.compiled.straight import Run, returns_memory, straight, writes
+from persample.engines.compiled.straight import Run, straight, writes
 from persample.errors import CompilerWarning, TorchVersionError
 from persample.utils.isolation import in_one_thread
 from persample.utils.tracing import without_warnings
@@ -41,17 +39,17 @@ _warned: set[str] = set()
 
 
 def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor], noted: bool) -> Run:
-    """Compile a graph with Inductor, the compiler behind ``torch.compile``.
+    """Compile a functional graph with Inductor, the compiler behind ``torch.compile``.
 
     Inductor is called below the guards of ``torch.compile``: programs.py and Dynamo check what they would. If
     compilation fails, one warning says so, and the graph runs operation by operation. ``flat`` is what
-    ``functional`` returned for it. ``noted`` says that the last output is a flag, which invalidates the others.
+    ``decomposed`` returned for it. ``noted`` says that the last output is a flag, which invalidates the others.
     """
 
     @in_one_thread
     def compiled(other: GraphModule) -> Run:
         with compiling(), without_warnings():
-            return _compiled(functional(other, mode, inputs), mode, inputs)
+            return _compiled(decomposed(other, mode, inputs), mode, inputs)
 
     try:
         with without_warnings():
@@ -67,16 +65,23 @@ def lower(graph: GraphModule, flat: GraphModule, mode: FakeTensorMode, inputs: S
 
 
 def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
-    """Return the same graph without in-place writes, decomposed into the operations that Inductor lowers."""
+    """Return the same graph without in-place writes, but for one into each written input at the end."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if not any(map(writes, graph.graph.nodes)):
+        return graph
+    with mode, enable_python_dispatcher():
+        return make_fx(functionalize(Interpreter(graph).run))(*inputs)
+
+
+def decomposed(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule:
+    """Return a functional graph in the operations that Inductor lowers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = with_torch_kernels(decompositions())
     if not all(isinstance(size, int) for x in inputs for size in x.shape):  # those of products branch on sizes
         table = {operation: rule for operation, rule in table.items() if operation not in _PRODUCTS}
     with mode, enable_python_dispatcher():  # operations in C++ refuse symbolic sizes or fix them
-        if any(writes(node) and not _is_result(node) for node in graph.graph.nodes):
-            # Before views become reshapes: one that copies would lose writes through it.
-            graph = make_fx(functionalize(Interpreter(graph).run))(*inputs)
         flat = make_fx(_Decomposable(graph).run, decomposition_table=table)(*inputs)
         if torch.__version__ < "2.14":
             _copy_overwritten(flat.graph)
@@ -88,25 +93,14 @@ def functional(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor
 class _Decomposable(Interpreter):
     """Runs a graph as decompositions need it."""
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         """Return the result of a node."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.target is _aten.view.default:  # results of decompositions may have other strides
+        if n.target is _aten.view.default:  # results of decompositions may have other strides, and nothing is written
             return _aten.reshape.default(*args)
         if kernel := torch_kernel(n.target, args):  # before torch's Python dispatcher decomposes the operation
             return kernel(*args, **kwargs)
         return super().run_node(n)
-
-
-def _is_result(node: Node) -> bool:
-    """Return whether a write fills an input that is read before only, and not by views: Inductor does it in place."""
-    written = node.all_input_nodes[0]
-    is_copy = node.target is _aten.copy_.default and written.op == "placeholder" and not node.users
-    return is_copy and all(user is node or (user < node and _returns_its_own(user)) for user in written.users)
-
-
-def _returns_its_own(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and not returns_memory(node)
 
 
 def _copy_overwritten(graph: Graph) -> None:
@@ -132,8 +126,7 @@ def _compiled(graph: GraphModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
     # and was not tried on GPUs.
     has_loops = any(node.target is scan for node in graph.graph.nodes)
     in_cpp = not has_loops and all(x.device.type == "cpu" for x in inputs)
-    code: Any = compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
-    return code
+    return compile_graph(graph, mode, inputs, prefers_channels_last=not grouped, calls_in_cpp=in_cpp)
 
 
 def _is_grouped(node: Node) -> bool:

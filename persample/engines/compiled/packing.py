@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
 from persample.utils.tracing import any_exception
+from persample.utils.trees import Leaf, Tree
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Made:
     """
 
     kind: type
-    parts: tuple[tuple[str, Any], ...]
+    parts: tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Outline:
         structure: the structure of the tree.
     """
 
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
     structure: trees.TreeSpec
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
+    def filled(self, tensors: Sequence[Tensor]) -> Tree:
         """Return the tree with tensors in their places, in the order of ``pack``."""
         return trees.unflatten(self.filled_leaves(tensors), self.structure)
 
-    def filled_leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def filled_leaves(self, tensors: Sequence[Tensor]) -> list[object]:
         """Return the leaves of the tree with tensors in their places."""
         rest = iter(tensors)
 
-        def put(x: Any) -> Any:
+        def put(x: object) -> object:
             if x is Tensor:
                 return next(rest)
             if isinstance(x, Made):
@@ -57,7 +57,7 @@ class Outline:
         return list(map(put, self.leaves))
 
 
-def pack(tree: Any) -> tuple[list[Tensor], Outline]:
+def pack(tree: object) -> tuple[list[Tensor], Outline]:
     """Split a tree into its tensors and its outline.
 
     Args:
@@ -72,7 +72,7 @@ def pack(tree: Any) -> tuple[list[Tensor], Outline]:
     """
     tensors: list[Tensor] = []
 
-    def taken(x: Any) -> Any:
+    def taken(x: object) -> object:
         if isinstance(x, Tensor):
             tensors.append(x)
             return Tensor
@@ -99,7 +99,7 @@ class Total:
     outline: Outline
 
     @classmethod
-    def like(cls, lifted: Any) -> Total:
+    def like(cls, lifted: object) -> Total:
         """Return the total of no samples."""
         tensors, outline = pack(trees.tree_map(lambda x: x.widened() if _is_part(x) else None, lifted))
         return cls(list(map(torch.zeros_like, tensors)), outline)
@@ -109,11 +109,11 @@ class Total:
         return Total([x.clone() for x in self.tensors], self.outline)
 
     @property
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[Leaf]:
         """The leaves of the tree."""
         return self.outline.filled_leaves(self.tensors)
 
-    def absorb(self, lifted: Any) -> list[Any]:
+    def absorb(self, lifted: Tree) -> list[Leaf]:
         """Merge the leaves of a chunk into the total, in its memory; in a trace, only if its results are valid.
 
         Returns the leaves that are not part of the total.
@@ -128,5 +128,5 @@ class Total:
         return [other for one, other in pairs if one is None]
 
 
-def _is_part(leaf: Any) -> bool:
+def _is_part(leaf: object) -> bool:
     return isinstance(leaf, Moments | Summed)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from persample._torch import FakeTensorMode, enable_python_dispatcher, symbolic_size
-from persample.engines.compiled.lower import functional, lower
+from persample.engines.compiled.lower import decomposed, functional, lower
 from persample.engines.compiled.packing import Outline
 from persample.engines.compiled.sizes import AnySize, Axes
 from persample.engines.compiled.straight import Run, straight
@@ -48,7 +48,7 @@ class Program:
     batch_size: int | None
     _shared: list[int] | None = field(default=None)
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def __call__(self, tensors: list[Tensor]) -> object:
         """Return the result, whose tensors share no memory with an input or with one another."""
         tensors = [*tensors, *self.constants]
         given = None if self._shared is not None else [memory(x) for x in tensors]
@@ -71,7 +71,8 @@ def for_one_size(task: Task) -> Program:
         with mode:
             inputs = [f.empty() for f in [*formats, *map(Format.of, traced.captured)]]
         with full_precision(inputs[0].device):  # autocast applied when the loss was traced
-            run = lower(traced.graph, functional(traced.graph, mode, inputs), mode, inputs, traced.noted)
+            graph = functional(traced.graph, mode, inputs)
+            run = lower(graph, decomposed(graph, mode, inputs), mode, inputs, traced.noted)
     else:
         run = operation_by_operation(traced.graph)
     return Program(run, traced.captured, traced.outline, traced.noted, formats.__eq__, task.call.size)
@@ -90,15 +91,13 @@ def for_any_size(task: Task, axes: Axes) -> Program | None:
         inputs += [Format.of(x).empty() for x in traced.captured]
     with full_precision(inputs[0].device):
         try:
-            flat = functional(family.graph, mode, inputs) if task.compiles else _guarded(family.graph, mode, inputs)
+            graph = functional(family.graph, mode, inputs) if task.compiles else family.graph
+            flat = decomposed(graph, mode, inputs) if task.compiles else _guarded(graph, mode, inputs)
         except (RuntimeError, ValueError):  # some operations of torch refuse symbolic sizes
             return None
         if not _allows(env, task.call.size):
             return None
-        if task.compiles:
-            run = lower(family.graph, flat, mode, inputs, traced.noted)
-        else:
-            run = operation_by_operation(family.graph)
+        run = lower(graph, flat, mode, inputs, traced.noted) if task.compiles else operation_by_operation(graph)
 
     def fits(formats: Sequence[Format]) -> bool:
         size = family.size(formats)

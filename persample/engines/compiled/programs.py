@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from persample._torch import compiling
-from persample.engines.compiled.capture import entries, entry_of, forget
+from persample.engines.compiled.capture import entry_of, forget
 from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.program import Program, for_any_size, for_one_size
 from persample.engines.compiled.sizes import Axes, axes_between, axes_of_samples
@@ -61,13 +60,7 @@ def clear_cache() -> None:
     forget()
 
 
-def compilations() -> int:
-    """Return the number of programs that are alive."""
-    captures = [made for entry in entries() for made in entry.captures]
-    return sum(len(family.programs) for made in captures for family in made.programs.values())
-
-
-def compilations_of(loss_fn: Any) -> tuple[Compilation, ...]:
+def compilations_of(loss_fn: Callable[..., object]) -> tuple[Compilation, ...]:
     """Return the compilations of the programs of a loss, in order."""
     return tuple(entry_of(loss_fn).history.compilations)
 

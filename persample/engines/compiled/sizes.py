@@ -10,15 +10,16 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from persample._torch import cond, scan
 from persample.engines.compiled.task import Task
-from persample.engines.compiled.trace import Format, Traced, TraceError, trace
+from persample.engines.compiled.trace import Format, Size, Traced, TraceError, trace
 from persample.errors import ArgumentError
 from persample.factors import cost_model
 from persample.utils import trees
@@ -74,7 +75,7 @@ class AnySize:
             return None
         return cls(axes, formats, other, graph) if _is_alike(one, other) else None
 
-    def inputs(self, size: Any) -> list[Tensor]:
+    def inputs(self, size: Size) -> list[Tensor]:
         """Return uninitialized tensors in the formats of the inputs at some batch size."""
         return _at(self.formats, self.axes, size)
 
@@ -88,9 +89,9 @@ class AnySize:
         return cost_model.fits_at_once(self.traced.written * size / _SIZES[-1])
 
 
-def _forms(formats: Sequence[Format], axes: Axes, size: Any) -> list[tuple[Any, ...]]:
+def _forms(formats: Sequence[Format], axes: Axes, size: Size) -> list[tuple[tuple[Size, ...], tuple[Size, ...]]]:
     """Return the shape and strides of every input at another batch size."""
-    shapes = [list(f.shape) for f in formats]
+    shapes: list[list[Size]] = [list(f.shape) for f in formats]
     for place, axis in axes:
         shapes[place][axis] = size
     moved = {place for place, _ in axes}
@@ -98,7 +99,7 @@ def _forms(formats: Sequence[Format], axes: Axes, size: Any) -> list[tuple[Any, 
     return [(tuple(shape), contiguous(shape) if place in moved else f.stride) for place, (f, shape) in pairs]
 
 
-def _at(formats: Sequence[Format], axes: Axes, size: Any) -> list[Tensor]:
+def _at(formats: Sequence[Format], axes: Axes, size: Size) -> list[Tensor]:
     return [f.empty(*form) for f, form in zip(formats, _forms(formats, axes, size), strict=True)]
 
 
@@ -110,7 +111,7 @@ def _is_alike(one: Traced, other: Traced) -> bool:
     return all(x is y or (Format.of(x) == Format.of(y) and torch.equal(x, y)) for x, y in pairs)
 
 
-def contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
+def contiguous(shape: Sequence[Size]) -> tuple[Size, ...]:
     """Return the strides of a contiguous tensor."""
     steps = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
     return tuple(reversed(list(steps)))[-len(shape) :] if shape else ()
@@ -138,8 +139,8 @@ def unified(
     inputs = one.graph.find_nodes(op="placeholder")
     size: Node | None = None
 
-    def merged(value: Any, second: Any) -> Any:
-        if isinstance(value, Node) and made[value] is of_other.get(second):
+    def merged(value: Argument, second: Argument) -> Argument:
+        if isinstance(value, Node) and isinstance(second, Node) and made[value] is of_other.get(second):
             return made[value]
         if type(value) is type(second) and value == second:
             return value
@@ -170,7 +171,7 @@ def _size(graph: Graph, tensor: Node, axis: int) -> Node:
     return graph.call_function(torch.ops.aten.sym_size.int, (tensor, axis))
 
 
-def _formula(graph: Graph, size: Node | None, sizes: tuple[int, int], values: tuple[int, int]) -> Any:
+def _formula(graph: Graph, size: Node | None, sizes: tuple[int, int], values: tuple[int, int]) -> Argument:
     """Return the node of the integer a + b · size that has these values at the sizes.
 
     Raises:
@@ -181,5 +182,5 @@ def _formula(graph: Graph, size: Node | None, sizes: tuple[int, int], values: tu
     first = values[0] - step * sizes[0]
     if rest or first < -sizes[0] * sizes[1] // 2:
         raise UnlikeError
-    product: Any = size if step == 1 else graph.call_function(operator.mul, (size, step))
+    product = size if step == 1 else graph.call_function(operator.mul, (size, step))
     return graph.call_function(operator.add, (product, first)) if first else product

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from persample.pipeline import write_into
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.utils import trees
+from persample.utils.trees import Leaf, Tree
+from persample.vmap_rules import VmapRules
 
 
 class FunctionKey(NamedTuple):
@@ -32,6 +34,9 @@ class FunctionKey(NamedTuple):
 
     field: str
     group: str | None
+
+
+_Functions: TypeAlias = Mapping[FunctionKey, tuple[GraphFunction, list[Tensor]]]
 
 
 class UnfinishedError(Exception):
@@ -58,9 +63,9 @@ class Task:
     finishes: bool
     engine: str
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
-    out: Any = None
+    out: object = None
     total: Total | None = None
-    functions: Sequence[Mapping[FunctionKey, tuple[GraphFunction, list[Tensor]]]] = ()
+    functions: Sequence[_Functions] = ()
 
     def captured(self) -> Task:
         """Return the same task with the loss, and the functions of reductions, captured as graphs."""
@@ -139,7 +144,7 @@ class Task:
             (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
         )
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor]) -> object:
         """Run the pipeline on other tensors, perhaps of other sizes; None if the results were written into ``out``."""
         given, (live, outline) = iter(tensors), self._live
         params = tuple(next(given) for _ in self.call.params)
@@ -168,18 +173,18 @@ class Task:
         write_into(out, trees.unflatten(results, self.container))
         return None
 
-    def last_step(self, lifted: Any) -> Any:
+    def last_step(self, lifted: object) -> Tree:
         """Return the results if ``finishes``; else the leaves, those that are not merged into a ``total``."""
         if self.finishes:
             return pipeline.finish(self.call, lifted, self.reductions)
         return lifted if self.total is None else self.total.absorb(lifted)
 
 
-def _as_inputs(fields: Any, device: torch.device) -> tuple[list[Tensor], Outline]:
+def _as_inputs(fields: Tree, device: torch.device) -> tuple[list[Tensor], Outline]:
     return pack(trees.tree_map(lambda x: _as_input(x, device), fields))
 
 
-def _as_input(x: Any, device: torch.device) -> Any:
+def _as_input(x: Leaf, device: torch.device) -> Leaf:
     if isinstance(x, Rule):
         return replace(x, max_norm=_as_input(x.max_norm, device))
     if isinstance(x, Tensor):
@@ -217,7 +222,7 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: 
     return Live(tensors, form_of(tensors, outline), text)
 
 
-def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, Any], ...]]:
+def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, object], ...]]:
     """Return what a program depends on of a reduction: its class and the fields that may not change."""
     changing = {*_live_fields(reduction), *reduction.functions_of_a_norm}
     return type(reduction), tuple((name, type(x), x) for name, x in vars(reduction).items() if name not in changing)
@@ -237,14 +242,14 @@ def _key(reduction: Reduction) -> Hashable:
     return kind, fields
 
 
-def _live_fields(reduction: Reduction) -> dict[str, Any]:
+def _live_fields(reduction: Reduction) -> dict[str, Leaf]:
     found = {name: getattr(reduction, name) for name in reduction.live}
     return {name: x for name, x in found.items() if x is not None and not any(map(callable, trees.flatten(x)[0]))}
 
 
-def _functions_of_a_norm(reduction: Reduction) -> dict[FunctionKey, Callable[[Tensor], Any]]:
+def _functions_of_a_norm(reduction: Reduction) -> dict[FunctionKey, Callable[[Tensor], Leaf]]:
     """Return the functions of a norm by their fields, and by their names in it where it has several."""
-    found: dict[FunctionKey, Callable[[Tensor], Any]] = {}
+    found: dict[FunctionKey, Callable[[Tensor], Leaf]] = {}
     for field_name in set(reduction.functions_of_a_norm) - _live_fields(reduction).keys():
         given = getattr(reduction, field_name)
         for name, x in given.items() if isinstance(given, Mapping) else [(None, given)]:
@@ -254,9 +259,9 @@ def _functions_of_a_norm(reduction: Reduction) -> dict[FunctionKey, Callable[[Te
 
 def _changed(
     reduction: Reduction,
-    numbers: Mapping[str, Any],
-    kept: Mapping[FunctionKey, Any],
-    functions: Mapping[FunctionKey, Any],
+    numbers: Mapping[str, Leaf],
+    kept: Mapping[FunctionKey, list[Tensor]],
+    functions: _Functions,
 ) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     fields = dict(numbers)
@@ -268,5 +273,9 @@ def _changed(
     return changed
 
 
-def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    return lambda norm: graph([norm], *closed_over)
+def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], object]:
+    def of_norm(norm: Tensor) -> object:
+        with VmapRules():
+            return graph([norm], *closed_over)
+
+    return of_norm

@@ -6,11 +6,11 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from persample._torch import OpOverload, force_original_view_tracking, schema
 from persample.engines.compiled.bounds import Bounds
@@ -29,6 +29,9 @@ class TraceError(Exception):
 
 # torch's warning where vmap runs an operation once for each sample.
 _LOOPS = "There is a performance drop because we have not yet implemented the batching rule"
+
+
+Size: TypeAlias = int | torch.SymInt  # the latter where a program is made for any number of samples
 
 
 class Format(NamedTuple):
@@ -51,7 +54,7 @@ class Format(NamedTuple):
         """Return the format of a tensor."""
         return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
 
-    def empty(self, shape: Sequence[Any] | None = None, stride: Sequence[Any] | None = None) -> Tensor:
+    def empty(self, shape: Sequence[Size] | None = None, stride: Sequence[Size] | None = None) -> Tensor:
         """Return an uninitialized tensor of this format, or of another shape."""
         sizes, steps = shape or self.shape, stride or self.stride
         return torch.empty_strided(sizes, steps, dtype=self.dtype, device=self.device)
@@ -78,7 +81,7 @@ class Traced:
 
 
 def trace(
-    function: Callable[[list[Tensor]], Any],
+    function: Callable[[list[Tensor]], object],
     inputs: Callable[[], list[Tensor]],
     *,
     any_size: bool = False,
@@ -138,7 +141,7 @@ def _lifted(graph: GraphModule) -> list[Tensor]:
     constants = {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     nodes = {node: x for node, x in constants.items() if isinstance(x, Tensor)}  # others are the bodies of loops
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    inputs: dict[int, tuple[Any, Tensor]] = {}
+    inputs: dict[int, tuple[Node, Tensor]] = {}
     for node, tensor in nodes.items():
         if id(tensor) not in inputs:
             with graph.graph.inserting_after(last):

@@ -9,8 +9,8 @@ given small parameters as one copy per sample; one of large parameters and sampl
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, precast, storage_key
 from persample.utils.origin import is_users
 from persample.utils.tracing import is_traced, is_wrapped, unwrapped, wrapped
-from persample.utils.trees import tree_map
+from persample.utils.trees import Leaf, Tree, tree_map
 from persample.vmap_rules import MAKERS, RULED, VmapRules
 from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, written_tensors
 from persample.vmap_rules.levels import batched
@@ -49,7 +49,7 @@ _SINGLE_PRECISION = {
     *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
     *(F.hinge_embedding_loss, F.poisson_nll_loss, F.adaptive_avg_pool3d, torch.trace, Tensor.trace),
 }
-_LOSSES: set[Any] = {F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
+_LOSSES: set[object] = {F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 _OF_LOSSES = {"beta", "delta", "ignore_index"}  # options
 
 
@@ -63,12 +63,14 @@ class LayerGuard(VmapRules):
     Such functions read autograd's state or memory, register hooks, or write into tensors that the loss did not compute.
     """
 
-    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[Any]) -> None:
+    def __init__(self, interceptor: LayerInterceptor, leaves: Sequence[object]) -> None:
         super().__init__(differentiated_by="autograd")
         self._interceptor, self._leaves = interceptor, leaves
         self._made: dict[int, Tensor] = {}  # by address, kept alive: tensors of the loss's own that all samples share
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
+    ) -> Tree:
         kwargs = kwargs or {}
         try:
             if self._rows or not is_pure(func) or kwargs:
@@ -103,16 +105,16 @@ class LayerGuard(VmapRules):
             self._made[storage_key(result)] = result
         return result
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         refusal = self._refusal
         try:
-            super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, at)
         except LossError as swallowed:
             raise NotLayersError(str(swallowed)) from error
         if isinstance(refusal, NotLayersError) and isinstance(error, Exception) and error is not refusal:
             raise NotLayersError("the loss caught a refusal") from error
 
-    def _check_effects(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _check_effects(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._rows:
             self.check_rows(func, args, kwargs)
         params, written = self._interceptor.params, written_tensors(func, args, kwargs)
@@ -127,10 +129,19 @@ class LayerGuard(VmapRules):
         if self._interceptor.vmap.level not in map(maybe_get_level, wrapped(x)):
             return storage_key(x) in self._made
         given = [y for y in (*self._leaves, *self._interceptor.params.plain) if isinstance(y, Tensor)]
+        # Traced tensors have no addresses, so that captured losses that write are left to vmap(vjp): layers lay out
+        # their results otherwise than one sample does, and whether a write reaches another tensor depends on that.
         return memory(unwrapped(x)) not in {memory(unwrapped(y)) for y in given}
 
 
-def _loss_of_rows(vmap: Vmap, function: Any, input: Any, target: Any, *args: Any, **options: Any) -> Any:  # noqa: A002
+def _loss_of_rows(
+    vmap: Vmap,
+    function: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    *args: object,
+    **options: Leaf,
+) -> Tree:
     """Call one of ``_LOSSES`` once for all samples; return ``NotImplemented`` for arguments that this does not know."""
     given = {name: option for name, option in options.items() if option is not None}
     reduction, smoothing = given.pop("reduction", "mean"), given.pop("label_smoothing", 0)
@@ -221,7 +232,7 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights)
 
 
-def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
+def _differentiated(losses: Tensor, inputs: Leaf) -> tuple[Tensor | None, ...]:
     """Return the gradients of the losses ``[B]``; those of ``[B, K]`` with a first axis of K, by one backward pass."""
     if losses.ndim == 1:
         return torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
@@ -230,7 +241,7 @@ def _differentiated(losses: Tensor, inputs: list[Any]) -> tuple[Tensor | None, .
     return torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
 
 
-def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Any, bool]:
+def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Tree, bool]:
     """Return the parameters, the recorder, the losses with their graph, aux, and whether the loss returned any."""
     load_decompositions()
     with torch.enable_grad(), vmap_increment_nesting(call.size, call.randomness) as level:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from persample.engines.layers.recorder import (
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
 from persample.utils.numerics import autocast, full_precision, is_autocast
 from persample.utils.tracing import is_wrapped, unwrapped
-from persample.utils.trees import flatten, unflatten
+from persample.utils.trees import Leaf, Tree, flatten, unflatten
 from persample.vmap_rules import VmapRules
 from persample.vmap_rules.effects import getters
 from persample.vmap_rules.indexing import embedding_bag
@@ -41,7 +40,7 @@ class LayerInterceptor:
     def __init__(self, params: SharedParams, vmap: Vmap, recorder: LayerRecorder) -> None:
         self.params, self.vmap, self._recorder = params, vmap, recorder
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, func: Callable[..., Tree], args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> Tree:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
         try:
             layer = _LAYERS.get(func) or (None if kwargs else _OPERATORS.get(func))
@@ -63,7 +62,7 @@ class LayerInterceptor:
         except RuntimeError as error:  # perhaps of this way alone: the loss must not go on with it
             raise NotLayersError(str(error)) from error
 
-    def _other(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _other(self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Call a function that is no layer."""
         if func in WITHIN_A_DERIVATIVE:
             raise NotLayersError("the loss calls a function that torch batches within a derivative alone")
@@ -74,15 +73,15 @@ class LayerInterceptor:
         with VmapRules(differentiated_by="autograd"):
             return func(*args, **kwargs)
 
-    def _is_other(self, x: Any) -> bool:
+    def _is_other(self, x: object) -> bool:
         """Return whether a value is a tensor with one value per sample, copies of vectors among them."""
         return isinstance(x, Tensor) and self.params.get(x) is None and (x.requires_grad or is_wrapped(x))
 
-    def _with_copies(self, func: Any, leaves: Sequence[Any]) -> list[Any]:
+    def _with_copies(self, func: object, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the arguments of a function with copies in place of parameters, or raise ``NotLayersError``."""
         largest = max(unwrapped(x).numel() for x in leaves if self._is_other(x))
 
-        def copied(x: Any) -> Any:
+        def copied(x: Leaf) -> object:
             param = self.params.get(x)
             if param is None:
                 return x
@@ -123,8 +122,8 @@ class LayerInterceptor:
         input: Tensor,  # noqa: A002
         weight: Tensor,
         bias: Tensor | None = None,
-        *settings: Any,
-        **named: Any,
+        *settings: object,
+        **named: object,
     ) -> Tensor:
         """Compute ``F.conv2d``, ``F.conv_transpose2d`` and their like, whose kernel is a parameter."""
         place, bias_place = self._parameter(weight), self.params.place_of(bias)
@@ -192,7 +191,7 @@ class LayerInterceptor:
             states.append(results[len(state)])  # before each step
             return results
 
-        def gradients(needed: Sequence[bool], *saved: Any) -> tuple[Any, ...]:
+        def gradients(needed: Sequence[bool], *saved: Tensor) -> tuple[Tensor | None, ...]:
             grads, (_, w_ih, w_hh, *kept) = saved[: len(state)], saved[len(state) :]
             of_state, of_x, signals = scan_signals(cell, grads, w_ih, w_hh, kept, needs_x=needed[-3])
             return *signals, *of_state, *[None] * len(biases), of_x, None, None  # layers give weights no gradient
@@ -209,7 +208,7 @@ class LayerInterceptor:
                 self._recorder.record(LayerRecorder.add_products, (layer,), inputs.flatten(0, 2), gates[k])
         return out, out[-1], *others
 
-    def _parameter(self, x: Any) -> int:
+    def _parameter(self, x: object) -> int:
         """Return the place of a parameter, or raise ``NotLayersError`` for any other value."""
         place = self.params.place_of(x)
         if place is None:
@@ -251,7 +250,7 @@ class LayerInterceptor:
             return self.linear(right, left, bias)
         raise NotLayersError("the loss adds a product with a parameter to a tensor that is no bias")
 
-    def einsum(self, equation: str, *operands: Any) -> Tensor:
+    def einsum(self, equation: str, *operands: Tensor) -> Tensor:
         """Compute ``torch.einsum`` of a matrix and one other tensor as a linear layer of a parameter."""
         place = next((place for place, x in enumerate(operands) if self.params.get(x) is not None), None)
         layer = None if place is None or not isinstance(equation, str) else linear_einsum(equation, place)
@@ -295,7 +294,7 @@ class LayerInterceptor:
             raise NotLayersError("the loss selects something else than rows")
         return self.embedding(index, table)
 
-    def row(self, table: Tensor, index: Any) -> Tensor:
+    def row(self, table: Tensor, index: Leaf) -> Tensor:
         """Compute ``table[index]`` for an index of rows as a lookup."""
         rows = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
         if not rows or index.dtype in {torch.bool, torch.uint8}:
@@ -322,12 +321,12 @@ WITHIN_A_DERIVATIVE = {
     *(torch.kl_div, torch.margin_ranking_loss, torch.triplet_margin_loss, torch.diagflat, Tensor.diagflat),
     *(torch.linalg.tensorsolve, torch.lu_solve, Tensor.lu_solve),
 }
-_LAYERS: dict[Any, Callable[..., Tensor]] = {
+_LAYERS: dict[object, Callable[..., Tensor]] = {
     F.linear: LayerInterceptor.linear,
     F.embedding: LayerInterceptor.embedding,
     F.embedding_bag: lambda self, *args, **kwargs: embedding_bag(self.embedding, *args, **kwargs),
 }
-_CONVOLUTIONS: dict[Any, Callable[..., Geometry | None]] = {
+_CONVOLUTIONS: dict[object, Callable[..., Geometry | None]] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), geometry_of),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_geometry_of),
 }
@@ -338,7 +337,7 @@ _UNLIKE_COPIES = {
 }
 # The latter as torch.compile writes them since torch 2.14.
 _TRANSPOSES = *getters("T", "mT"), torch.ops.aten.numpy_T, torch.ops.aten.mT
-_OPERATORS: dict[Any, Callable[..., Tensor]] = {  # without keyword arguments
+_OPERATORS: dict[object, Callable[..., Tensor]] = {  # without keyword arguments
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), LayerInterceptor.matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), LayerInterceptor.matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv), LayerInterceptor.addmm),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from persample.engines.layers.shared import Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.numerics import as_real, autocast
+from persample.utils.trees import Tree
 
 _MOST = 32  # nodes of a graph, which are passed once for each path
 
@@ -34,6 +35,9 @@ class LayerParams(NamedTuple):
     weight: int | None
     bias: int | None
     transposed: bool = False
+
+
+Sizes: TypeAlias = int | Sequence[int]
 
 
 class Geometry(NamedTuple):
@@ -48,7 +52,7 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(
-    kernel: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    kernel: Tensor, stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1
 ) -> Geometry | None:
     """Return the geometry of ``F.conv2d`` and its like, or None if the two sides are padded unequally."""
     sizes = kernel.shape[2:]
@@ -62,7 +66,12 @@ def geometry_of(
 
 
 def transposed_geometry_of(
-    kernel: Tensor, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
+    kernel: Tensor,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
 ) -> Geometry | None:
     """Return the geometry of ``F.conv_transpose2d`` and its like.
 
@@ -74,7 +83,7 @@ def transposed_geometry_of(
     return Geometry(stride, padding, dilation, True, output_padding, groups) if fits else None
 
 
-def _per_axis(x: Any, axes: int) -> tuple[int, ...]:
+def _per_axis(x: Sizes, axes: int) -> tuple[int, ...]:
     values = tuple(map(int, x if isinstance(x, list | tuple) else (x,)))  # numbers of NumPy, too
     return values * axes if len(values) == 1 else values
 
@@ -89,10 +98,10 @@ class LayerRecorder:
         self._params, self._plan = params, plan
         self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
-        self._uses: list[tuple[Callable[..., None], tuple[Any, ...], Tensor, int]] = []
+        self._uses: list[tuple[Callable[..., None], tuple[object, ...], Tensor, int]] = []
         self._factors: dict[int, list[Factor]] = defaultdict(list)
 
-    def record(self, use: Callable[..., None], settings: tuple[Any, ...], inputs: Tensor, output: Tensor) -> None:
+    def record(self, use: Callable[..., None], settings: tuple[object, ...], inputs: Tensor, output: Tensor) -> None:
         """Record the call of a layer.
 
         Args:
@@ -222,7 +231,7 @@ class LayerRecorder:
             self.add_written_out(place, grad)
 
 
-def _products(node: Any, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
+def _products(node: Tree, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
     """Return the gradients of the leaves of a graph, or None where they are no sums of products."""
     if not isinstance(factor, Outer) or len(factor.param_shape) != 2 or not factor.has_rows:
         return None
@@ -251,7 +260,7 @@ def _products(node: Any, factor: Factor) -> list[tuple[Tensor, Outer]] | None:
 _Step = Callable[[Outer], Outer]
 
 
-def _times(number: Any, *, divided: bool = False) -> _Step | None:
+def _times(number: Tensor | complex, *, divided: bool = False) -> _Step | None:
     if isinstance(number, Tensor) and number.ndim:
         return None
     return lambda x: replace(x, left=x.left / number if divided else x.left * number)
@@ -265,7 +274,7 @@ def _of_product(left: Tensor, right: Tensor) -> Sequence[_Step]:
 
 
 # From what a node of a graph has saved to what the gradient of each of its arguments is, of the gradient of its result.
-_LINEAR: dict[str, Callable[[Any], Sequence[_Step | None]]] = {
+_LINEAR: dict[str, Callable[[Callable[[str], Tree]], Sequence[_Step | None]]] = {
     "AddBackward0": lambda saved: (lambda x: x, _times(saved("alpha"))),
     "SubBackward0": lambda saved: (lambda x: x, _times(-saved("alpha"))),
     "NegBackward0": lambda _saved: (_times(-1),),

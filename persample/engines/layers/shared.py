@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_list
@@ -16,7 +16,7 @@ from persample._torch import (
     view_base,
 )
 from persample.utils.tracing import is_wrapped, unwrapped_once
-from persample.utils.trees import TreeSpec, flatten, unflatten
+from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, unflatten
 from persample.vmap_rules import VmapRules
 
 LISTS = {list, tuple, immutable_list}  # the last in captured graphs
@@ -33,7 +33,7 @@ class Vmap(NamedTuple):
     level: int
     size: int
 
-    def rows(self, x: Any) -> tuple[Tensor, list[int]] | None:
+    def rows(self, x: Leaf) -> tuple[Tensor, list[int]] | None:
         """Return the plain tensor of all samples, and the levels whose batch axes are its first, the outermost first.
 
         None if the vmap does not batch the value, or if anything but vmaps that the loss has called acts on it, too.
@@ -96,19 +96,19 @@ class SharedParams:
             self.values = list(map(Tensor.detach, params))  # for layers: a gradient of ``plain`` is of another use
             self.given = list(map(self._give, range(len(self.plain))))
 
-    def get(self, x: Any) -> SharedParam | None:
+    def get(self, x: object) -> SharedParam | None:
         """Return a shared parameter or its transpose, or None for any other value."""
         return self.shared.get(id(x))
 
-    def place_of(self, x: Any) -> int | None:
+    def place_of(self, x: object) -> int | None:
         """Return the place of a parameter or of its copies, or None for any other value, a transpose among them."""
         return self.places.get(id(x))
 
-    def are_among(self, values: Sequence[Any]) -> bool:
+    def are_among(self, values: Sequence[object]) -> bool:
         """Return whether there is a shared parameter among values, or in lists among them."""
         if not self.shared.keys().isdisjoint(map(id, values)):
             return True
-        return any(not self.shared.keys().isdisjoint(map(id, x)) for x in values if type(x) in LISTS)
+        return any(not self.shared.keys().isdisjoint(map(id, x)) for x in values if isinstance(x, list | tuple))
 
     def transpose(self, x: Tensor) -> Tensor:
         """Return the transpose of a shared matrix."""
@@ -123,7 +123,7 @@ class SharedParams:
             copies = self._expanded(param.place)
         return copies.mT if param.transposed else copies
 
-    def compute(self, func: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
+    def compute(self, func: Callable[..., Tree], leaves: Sequence[object], structure: TreeSpec) -> object:
         """Call a function of parameters alone, whose results are further parameters."""
         args, kwargs = unflatten([self._with_graph(x) for x in leaves], structure)
         with VmapRules(differentiated_by="any"):  # the backward pass will be batched
@@ -133,7 +133,7 @@ class SharedParams:
         given = [self._add(x) if yes else x for x, yes in zip(results, computed, strict=True)]
         return unflatten(given, results_structure)
 
-    def _with_graph(self, x: Any) -> Any:
+    def _with_graph(self, x: object) -> object:
         """Return the tensor that plain autograd differentiates for an argument of a function."""
         param = self.get(x)
         place = self.place_of(x) if param is None else param.place

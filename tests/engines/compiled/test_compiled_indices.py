@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiler import lowered, without_compiling
+from compiler import compilations, lowered, without_compiling
 from oracle import assert_trees_close, oracle
 from torch.nn import functional as F
 
 import persample as ps
 from persample import per_sample_grads
 from persample.engines.compiled import clear_cache
-from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 B, T, V, D = 4, 3, 12, 5

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiler import calls_in_cpp, lowered, without_compiling
+from compiler import calls_in_cpp, compilations, lowered, without_compiling
 from oracle import assert_trees_close
 from torch import nn
 
 from persample import ClippedMean, Norm, Stack, per_sample_grads
 from persample.engines.compiled import clear_cache
-from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 LAYERS = {

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from compiler import lowered, without_compiling
+from compiler import compilations, lowered, without_compiling
 from grid import REDUCTIONS
 from oracle import assert_trees_close, oracle
 from seams import graphs_compared
@@ -15,7 +15,6 @@ from torch import nn
 import persample as ps
 from persample import per_sample_grads, stop_gradient
 from persample.engines.compiled import clear_cache
-from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 SIZES = [2, 1000, 3, 5, 8, 26, 33, *random.Random(0).sample(range(40, 1000), 13)]  # small ones too

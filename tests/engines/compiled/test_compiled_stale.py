@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from compiler import compilations
 from oracle import assert_trees_close
 from paths import ROOT
 from seams import captures_at_most
@@ -33,7 +34,6 @@ from torch import nn
 import persample as ps
 from persample import per_sample_grads
 from persample.engines.compiled import capture, clear_cache, graph, program
-from persample.engines.compiled.programs import compilations
 
 F64 = torch.float64
 
@@ -1042,7 +1042,7 @@ def test_losses_that_are_dropped_leave_nothing():
         gc.collect()
         kinds = (graph.Capture, capture.Entry, program.Program, torch.fx.Graph)
         counts = [sum(type(x) is kind for x in gc.get_objects()) for kind in kinds]
-        return compilations(), len(capture.entries()), *counts
+        return compilations(), len(capture._entries), *counts
 
     counts = []
     for scale in range(85):
@@ -1075,13 +1075,13 @@ def test_a_loss_that_is_dropped_frees_what_it_closed_over(times):
 def test_clear_cache_frees_programs():
     loss = new_loss(3)
     grads(loss)
-    captures = [x for entry in capture.entries() for x in entry.captures]
+    captures = [x for entry in capture._entries.values() for x in entry.captures]
     programs = [weakref.ref(x) for made in captures for family in made.programs.values() for x in family.programs]
     assert len(programs) == compilations() == 1
     clear_cache()
     gc.collect()
     assert programs[0]() is None
-    assert (compilations(), capture.entries()) == (0, [])
+    assert (compilations(), len(capture._entries)) == (0, 0)
     grads(loss)
 
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import persample as ps
 from persample._torch import FakeTensorMode
-from persample.engines.compiled.lower import functional
+from persample.engines.compiled.lower import decomposed, functional
 from persample.engines.compiled.straight import writes
 
 
@@ -104,7 +104,8 @@ WRITES = [
 def traced(function, *inputs):
     """The trace of a function, and the graph that Inductor would compile."""
     graph, mode = make_fx(function)(*(x.clone() for x in inputs)), FakeTensorMode(shape_env=ShapeEnv())
-    return graph, functional(graph, mode, [mode.from_tensor(x) for x in inputs])
+    fakes = [mode.from_tensor(x) for x in inputs]
+    return graph, decomposed(functional(graph, mode, fakes), mode, fakes)
 
 
 @pytest.mark.parametrize("function", WRITES, ids=lambda function: function.__name__)
