@@ -21,8 +21,8 @@ from persample.losses import (
 )
 from persample.per_sample import per_sample_grads
 from persample.reductions import ClippedMean, Dot, Loss, Mean, NaturalGradient, Norm
-from persample.rl.environments import Envs
-from persample.rl.policies import ActorCritic, actor_critic, count_actions, linear, log_prob, mlp, sampling
+from persample.rl.environments import Envs, check_number
+from persample.rl.policies import ActorCritic, count_actions, linear, log_prob, mlp
 from persample.rl.rollouts import Episodes, collect_episodes, collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 
@@ -92,7 +92,7 @@ class Algorithm(Generic[_Network]):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_range(field.name, getattr(self, field.name), *self.ranges.get(field.name, (0.0, math.inf)))
+            check_number(field.name, getattr(self, field.name), *self.ranges.get(field.name, (0.0, math.inf)))
 
     @property
     def num_envs(self) -> int:
@@ -120,14 +120,6 @@ class Algorithm(Generic[_Network]):
     def metrics(self, network: _Network) -> dict[str, float]:  # noqa: ARG002 (for subclasses)
         """Return further metrics of the network, with the same names at every call."""
         return {}
-
-
-def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Reject a number out of its range; a least value of type int asks for an int."""
-    kinds = int if isinstance(least, int) else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        expected = f"{'an int' if kinds is int else 'a number'} from {least:g} to {most:g}"
-        raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Choose one in that range.")
 
 
 class Evaluation(nn.Module):
@@ -264,11 +256,11 @@ class Reinforce(Algorithm[ActorCritic]):
 
     def network(self, envs: Envs) -> ActorCritic:
         """Return policy and value function."""
-        return actor_critic(envs, self.hidden)
+        return ActorCritic(envs, self.hidden)
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Return observations, actions, returns, advantages and masks, ``[B, T, …]``."""
-        episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
+        episodes = collect_episodes(envs, network.policy, self.batch, discount=self.discount, seed=seed)
         obs_t, mask_t = episodes.obs_t, episodes.mask_t
         return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
         with torch.no_grad():
@@ -327,11 +319,11 @@ class NPG(Algorithm[ActorCritic]):
 
     def network(self, envs: Envs) -> ActorCritic:
         """Return policy and value function."""
-        return actor_critic(envs, self.hidden)
+        return ActorCritic(envs, self.hidden)
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Return observations, actions, advantages and λ-returns of the steps, ``[B, …]``."""
-        episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
+        episodes = collect_episodes(envs, network.policy, self.batch, discount=self.discount, seed=seed)
         mask_t = bootstrapped(episodes)
         with torch.no_grad():
             v_t = network.value(episodes.obs_t)

@@ -138,12 +138,6 @@ class TestRefusals:
         assert len(result.stderr.strip().splitlines()) == 1
         assert re.search(message, result.stderr)
 
-    def test_a_figure_of_another_format(self, tmp_path):
-        result = CliRunner().invoke(app, ["baird", "--output", str(tmp_path / "errors.txt")])
-        assert result.exit_code == 2
-        assert re.search(r"--output: expected a \.png file, received .*errors\.txt", result.stderr)
-        assert not list(tmp_path.iterdir())
-
     def test_a_directory_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").write_text("in the way")
         result = run(*SMALL, "--output", tmp_path / "file" / "report")
