@@ -21,7 +21,7 @@ from torch import Tensor
 
 from persample import Loss, NoiseScale, Norm, Project, accumulate
 from persample.cli.figures import save_statistics
-from persample.cli.output import check_counts, console, writable
+from persample.cli.output import console, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 
@@ -128,7 +128,7 @@ def leverages(rows: Tensor) -> Tensor:
 
 def stats(
     source: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What returns loss, parameters, batches.")],
-    top: Annotated[int, typer.Option(help="How many samples to list.")] = 10,
+    top: Annotated[int, typer.Option(min=0, help="How many samples to list.")] = 10,
     dim: Annotated[int, typer.Option(help="Random projections of each gradient, for its leverage.")] = 64,
     engine: Annotated[Engine, typer.Option(help="Engine of persample.")] = "eager",
     output: Annotated[
@@ -143,7 +143,6 @@ def stats(
     rank, rank + world, … Alone: FUNCTION(0, 1). On several processes: torchrun --nproc-per-node 2 -m persample stats
     MODULE:FUNCTION.
     """
-    check_counts(0, top=top)
     function = _function(source)
     directory = None if output is None else writable(output, "stats.json", "stats.png")
     with _processes() as (rank, world, group):

@@ -14,8 +14,6 @@ from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.losses import (
     discounted_returns,
-    gaussian_policy_gradient_loss,
-    reinforce_loss,
     td_loss,
     truncated_generalized_advantage_estimation,
 )
@@ -271,13 +269,8 @@ class Reinforce(Algorithm[ActorCritic]):
         """Return the loss of an episode."""
         obs_t, a_t, return_t, adv_t, mask_t = sample
         errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
-        outputs = network.policy(obs_t)
-        if isinstance(outputs, tuple):
-            mu_t, sigma = outputs
-            score = gaussian_policy_gradient_loss(mu_t, sigma, a_t, adv_t, mask_t=mask_t)
-        else:
-            score = reinforce_loss(outputs, a_t, adv_t, mask_t)
-        return score + self.value_weight * (errors**2).sum()
+        scores = log_prob(network.policy, obs_t, a_t) * adv_t  # of finite numbers, 0 at padding
+        return self.value_weight * (errors**2).sum() - scores.sum()
 
 
 @dataclass(frozen=True)
