@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import wrap_torch_function
 
 from persample.errors import ArgumentError
-from persample.utils.trees import Leaf, Tree
 
-_Loss = TypeVar("_Loss", bound=Callable[..., Tree])
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
 _FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
@@ -136,19 +133,9 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
 
 
-def overridable(loss: _Loss) -> _Loss:
-    """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
-
-    The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
-    """
-
-    @functools.wraps(loss)
-    def whole(*args: Leaf, **kwargs: Any) -> Tree:
-        if has_torch_function(args):
-            return handle_torch_function(whole, args, *args, **kwargs)
-        return loss(*args, **kwargs)
-
-    return whole  # type: ignore[return-value]
+# Lets ``__torch_function__`` modes intercept a loss as a whole, like the functions of ``torch.nn.functional``. The mode of
+# the eager engine would otherwise intercept each access to a shape, at 2 µs each.
+overridable = wrap_torch_function(lambda *args, **_: args)
 
 
 def of_actions(rows: Tensor, a: Tensor) -> Tensor:

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.utils.trees import Leaf, Tree
 
-Envs = VectorEnv[Any, Any, Any]
-Space = spaces.Space[Any]
-Array = NDArray[Any]
-Infos = dict[str, Any]
+Array = NDArray[np.generic]
+Envs = VectorEnv[Array, Array, Array]
+Space = spaces.Space[Array]
+Infos = dict[str, Leaf]
 Policy = Callable[[Tensor, torch.Generator], Tensor]
-Network = Callable[[Tensor], Any]
+Network = Callable[[Tensor], Tree]
 
 _ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
@@ -103,7 +104,7 @@ def checked_actions(envs: Envs, actions: Tensor) -> Array:
     return chosen
 
 
-def make_envs(env_id: str, num_envs: int = 8, **kwargs: Any) -> Envs:
+def make_envs(env_id: str, num_envs: int = 8, **kwargs: Leaf) -> Envs:
     """Make copies of an environment that are stepped together in this process.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from persample.rl.environments import (
+    Array,
     Envs,
     Network,
     Policy,
@@ -24,7 +25,7 @@ from persample.rl.environments import (
 from persample.rl.policies import as_policy
 
 # One step of one episode: observation, action, reward, discount.
-Row = tuple[Any, Any, Any, Any]
+Row = tuple[Array, Array, np.float32, np.float32]
 
 
 class Transitions(NamedTuple):

@@ -20,6 +20,7 @@ from persample.rl.algorithms import NPG, TD0, Algorithm, Batch, Reinforce, Updat
 from persample.rl.environments import check_number, make_envs
 from persample.rl.rollouts import collect_episodes
 from persample.utils import rng
+from persample.utils.trees import Tree
 
 __all__ = [
     "NPG",
@@ -224,7 +225,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         persample.errors.ArgumentError: resume: expected a checkpoint, received 'nowhere.pt' (FileNotFoundError)...
     """
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: Tree = torch.load(path, weights_only=True)
         saved = {name: value for name, value in state["config"].items() if not isinstance(value, Tensor)}
     except (*_MALFORMED, OSError, EOFError, UnpicklingError) as error:
         fix = "Train without resuming first."
@@ -243,7 +244,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         raise ArgumentError.about("resume", expected="a whole checkpoint", received=received, fix=fix) from error
 
 
-def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
+def _restore(trainer: Trainer, state: Tree) -> None:
     steps, history, returns = state["steps"], list(state["history"]), list(state["returns"])
     numbers = [steps, *returns, *(value for row in history for value in row.values())]
     if type(steps) is not int or not all(isinstance(x, int | float) for x in numbers):

@@ -6,9 +6,10 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+from persample.utils.trees import Tree
 
 
 def time_rounds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -84,7 +85,7 @@ def allocations(call: Callable[[], object]) -> list[int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     del result
-    results: Any = profiler.profiler
+    results: Tree = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     ordered = sorted(events, key=lambda event: event.start_ns())
     return [event.nbytes() for event in ordered if event.device_type().name == "CPU"]
