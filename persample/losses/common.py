@@ -133,8 +133,8 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
 
 
-# Lets ``__torch_function__`` modes intercept a loss as a whole, like functions of ``torch.nn.functional``. The mode of the
-# eager engine would otherwise intercept each access to a shape, at 2 µs each.
+# Lets ``__torch_function__`` modes intercept a loss as a whole, like functions of ``torch.nn.functional``: the eager
+# engine runs one, which would otherwise intercept each access to a shape, at 2 µs each.
 overridable = wrap_torch_function(lambda *args, **_: args)
 
 
