@@ -33,25 +33,20 @@ def time_rounds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(_seconds(call))
-    return seconds
-
-
-def _seconds(call: Callable[[], object]) -> float:
     collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
     try:
-        start = time.perf_counter()
-        result = call()
-        elapsed = time.perf_counter() - start
-        del result  # the clock excludes freeing the result
-        return elapsed
+        for _ in range(rounds):
+            gc.collect()
+            gc.disable()
+            for name, call in calls.items():
+                start = time.perf_counter()
+                result = call()
+                seconds[name].append(time.perf_counter() - start)
+                del result  # the clock excludes freeing the result
     finally:
         if collecting:
             gc.enable()
+    return seconds
 
 
 def peak_memory(call: Callable[[], object]) -> int:
