@@ -903,8 +903,7 @@ def test_compile_graph(calls_in_cpp):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("calls_in_cpp", [False, True])
-@pytest.mark.parametrize("steps", [64, 61])
+@pytest.mark.parametrize(("steps", "calls_in_cpp"), [(64, True), (61, False)])
 def test_fused_loops_over_rows_and_columns_share_no_buffer(steps, calls_in_cpp):
     """Without the pass of compile_graph, torch 2.13 is off by 0.1 here, with vector instructions."""
 
@@ -1345,7 +1344,8 @@ def test_calls_without_one_are_answered():
 
 @pytest.mark.slow
 def test_compiled_calls_without_one_are_answered():
-    _check_answers(_without(EVERY, **dict.fromkeys(["traced", "compiled"], ["vector", "layers"])))
+    programs = ["vector", "layers"]
+    _check_answers(_without(EVERY, traced=programs, compiled=programs))
 
 
 def test_calls_without_what_is_needed_are_refused():
