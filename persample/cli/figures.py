@@ -13,10 +13,10 @@ from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from persample.rl.training import EPISODES, Row, Trainer
+from persample.utils.trees import Leaf
 
-if TYPE_CHECKING:  # these modules draw
+if TYPE_CHECKING:  # it draws
     from persample.cli.compare_command import Comparison
-    from persample.cli.stats_command import Statistics
 
 # Okabe, Ito, "Color Universal Design" (2008).
 _GREY, _BLUE, _LIGHT, _ORANGE = "#999999", "#0072b2", "#56b4e9", "#e69f00"
@@ -97,13 +97,13 @@ def _log_scale(axes: Axes) -> None:
         axes.set(yscale="log", ylabel="log scale")
 
 
-def save_statistics(source: str, found: Statistics, norms: Tensor, leverages: Tensor, path: Path) -> None:
+def save_statistics(source: str, found: dict[str, Leaf], norms: Tensor, leverages: Tensor, path: Path) -> None:
     """Draw a histogram of the norms of the samples of a data set, and their leverages over their norms."""
-    figure = _figure(12, 4, f"{source}: {found.samples:,} samples, noise scale {found.noise_scale:.3g}")
+    figure = _figure(12, 4, f"{source}: {found['samples']:,} samples, noise scale {found['noise_scale']:.3g}")
     left, right = figure.subplots(1, 2)
     left.hist(norms.double().numpy(), bins=60, color=_BLUE)
     for share in ("0.5", "0.99"):
-        value = found.norm_quantiles[share]
+        value = found["norm_quantiles"][share]
         left.axvline(value, color=_ORANGE, label=f"quantile {share}: {value:.3g}")
     left.set(xlabel="norm of a sample's gradient", ylabel="samples", yscale="log")
     right.scatter(norms.double().numpy(), leverages.numpy(), s=4, alpha=0.5, color=_BLUE, linewidths=0, rasterized=True)

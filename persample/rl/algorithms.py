@@ -20,7 +20,7 @@ from persample.losses import (
 from persample.per_sample import per_sample_grads
 from persample.reductions import ClippedMean, Dot, Loss, Mean, NaturalGradient, Norm
 from persample.rl.environments import Envs, check_number
-from persample.rl.policies import ActorCritic, count_actions, linear, log_prob, mlp
+from persample.rl.policies import ActorCritic, Evaluation, count_actions, linear, log_prob, mlp
 from persample.rl.rollouts import Episodes, collect_episodes, collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 
@@ -118,35 +118,6 @@ class Algorithm(Generic[_Network]):
     def metrics(self, network: _Network) -> dict[str, float]:  # noqa: ARG002 (for subclasses)
         """Return further metrics of the network, with the same names at every call."""
         return {}
-
-
-class Evaluation(nn.Module):
-    """A value function and the policy that it evaluates.
-
-    Args:
-        value: from observations to ``[*, 1]``.
-        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for a policy that is equal in all states.
-        exact: the policy's exact values, ``[S]``; ``[0]`` if they are unknown.
-    """
-
-    probabilities: Tensor
-    exact: Tensor
-
-    def __init__(self, value: nn.Module, probabilities: Tensor, exact: Tensor) -> None:
-        super().__init__()
-        self.value = value
-        self.register_buffer("probabilities", probabilities)
-        self.register_buffer("exact", exact)
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Return values, ``[*]``, of observations, ``[*, *obs]``."""
-        return self.value(observations).squeeze(-1)
-
-    def policy(self, observations: Tensor, generator: torch.Generator) -> Tensor:
-        """Return random actions, ``[N]``, at observations, ``[N, *obs]``."""
-        everywhere = len(self.probabilities) == 1
-        rows = self.probabilities.expand(len(observations), -1) if everywhere else self.probabilities[observations]
-        return torch.multinomial(rows, 1, generator=generator).squeeze(1)
 
 
 @dataclass(frozen=True)

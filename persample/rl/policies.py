@@ -231,6 +231,35 @@ class ActorCritic(nn.Module):
         return self.critic(observations).squeeze(-1)
 
 
+class Evaluation(nn.Module):
+    """A value function and the policy that it evaluates.
+
+    Args:
+        value: from observations to ``[*, 1]``.
+        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for a policy that is equal in all states.
+        exact: the policy's exact values, ``[S]``; ``[0]`` if they are unknown.
+    """
+
+    probabilities: Tensor
+    exact: Tensor
+
+    def __init__(self, value: nn.Module, probabilities: Tensor, exact: Tensor) -> None:
+        super().__init__()
+        self.value = value
+        self.register_buffer("probabilities", probabilities)
+        self.register_buffer("exact", exact)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Return values, ``[*]``, of observations, ``[*, *obs]``."""
+        return self.value(observations).squeeze(-1)
+
+    def policy(self, observations: Tensor, generator: torch.Generator) -> Tensor:
+        """Return random actions, ``[N]``, at observations, ``[N, *obs]``."""
+        everywhere = len(self.probabilities) == 1
+        rows = self.probabilities.expand(len(observations), -1) if everywhere else self.probabilities[observations]
+        return torch.multinomial(rows, 1, generator=generator).squeeze(1)
+
+
 def log_prob(policy: nn.Module, observations: Tensor, actions: Tensor) -> Tensor:
     """Return log π(a|s), ``[*]``, of the policy of an ``ActorCritic``; actions are ``[*]``, or ``[*, D]`` of a Box."""
     outputs = policy(observations)

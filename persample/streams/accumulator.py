@@ -134,8 +134,12 @@ def _own_rows(leaf: object, taken: set[int]) -> Tree:
     tensors = [rows] if isinstance(rows, Tensor) else rows.tensors
     if taken.isdisjoint(map(memory, tensors)):
         return leaf
-    everyone = torch.arange(len(rows), device=tensors[0].device)
-    return Stacked(rows[everyone] if isinstance(rows, Tensor) else rows.rows(everyone), leaf.dtype)
+    return _rows_of(leaf, torch.arange(len(rows), device=tensors[0].device))
+
+
+def _rows_of(leaf: Stacked, places: Tensor | slice) -> Stacked:
+    rows = leaf.concatenated()
+    return Stacked(rows[places] if isinstance(rows, Tensor) else rows.rows(places), leaf.dtype)
 
 
 def check_rows(expected: object, received: object) -> None:
@@ -193,11 +197,7 @@ def sorted_rows(merged: object, places: Tensor | None) -> Tree:
         return merged
 
     def in_order(leaf: object) -> Tree:
-        if not isinstance(leaf, Stacked):
-            return leaf
-        rows = leaf.concatenated()
-        index = places.to(rows.device)
-        return Stacked(rows[index] if isinstance(rows, Tensor) else rows.rows(index), leaf.dtype)
+        return _rows_of(leaf, places.to(leaf.rows.device)) if isinstance(leaf, Stacked) else leaf
 
     return trees.tree_map(in_order, merged)
 
@@ -284,5 +284,5 @@ def _nothing_like(leaf: object) -> Tree:
     if isinstance(leaf, Moments):
         return Moments(zeros(leaf.n), zeros(leaf.mean), zeros(leaf.m2), leaf.dtype)
     if isinstance(leaf, Stacked):
-        return Stacked(leaf.rows[:0] if isinstance(leaf.rows, Tensor) else leaf.rows.rows(slice(0)), leaf.dtype)
+        return _rows_of(Stacked(leaf.rows, leaf.dtype), slice(0))
     return leaf
