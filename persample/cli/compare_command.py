@@ -150,11 +150,9 @@ def methods(case: Case, engine: Engine) -> dict[str, Callable[[], Params]]:
 
 
 def _loop(case: Case) -> Params:
-    totals = {name: torch.zeros_like(param) for name, param in case.params.items()}
-    for _, grads in naive.loop(case.loss_fn, case.params, case.batch):
-        for name, total in totals.items():
-            total.add_(grads[name])
-    return {name: total / len(case.batch[0]) for name, total in totals.items()}
+    losses = (case.loss_fn(case.params, *sample) for sample in zip(*case.batch, strict=True))
+    grads: Params = naive.backward_each(losses, case.params, len(case.batch[0]))
+    return grads
 
 
 def _batch(case: Case) -> Params:
