@@ -44,7 +44,7 @@ def statistics(
 ) -> tuple[Report, Tensor, Tensor]:
     """Compute the statistics in one pass, and return them with all norms and leverages, ``[n]`` each.
 
-    The three of the noise are those of ``NoiseScaleEstimate``. Without a measurable mean no batch size is critical: None.
+    The three of the noise are those of ``NoiseScaleEstimate``; no critical batch size (None) follows from a lost mean.
 
     Leverages are estimated from ``dim`` random projections of each gradient.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 from persample.errors import ArgumentError
+from persample.utils.trees import stop_gradient
 
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
@@ -47,12 +48,13 @@ def is_tensor(value: object, name: str) -> TypeGuard[Tensor]:
     return False
 
 
-def is_on(name: str, option: bool) -> bool:
-    """Return an option; reject anything but a bool: options are often mistaken for the place of a mask."""
-    if not isinstance(option, bool):
+def constant(x: Tensor, **option: bool) -> Tensor:
+    """Stop the gradient of a tensor if an option is on; reject anything but a bool, such as a mask in its place."""
+    ((name, on),) = option.items()
+    if not isinstance(on, bool):
         fix = "Pass options by name, and a mask as mask_t=."
-        raise ArgumentError.about(name, expected="a bool", received=_described(option), fix=fix)
-    return option
+        raise ArgumentError.about(name, expected="a bool", received=_described(on), fix=fix)
+    return stop_gradient(x) if on else x
 
 
 def check_shapes(shape: Sequence[int], like: str, **values: object) -> None:
