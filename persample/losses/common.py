@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch.overrides import wrap_torch_function
 from persample.errors import ArgumentError
 from persample.utils.trees import stop_gradient
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
 _FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
@@ -135,9 +137,12 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
 
 
-# Lets ``__torch_function__`` modes intercept a loss as a whole, like functions of ``torch.nn.functional``: the eager
-# engine runs one, which would otherwise intercept each access to a shape, at 2 µs each.
-overridable = wrap_torch_function(lambda *args, **_: args)
+def overridable(loss: Callable[P, T]) -> Callable[P, T]:
+    """Let ``__torch_function__`` modes intercept a loss as a whole, like functions of ``torch.nn.functional``.
+
+    The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
+    """
+    return wrap_torch_function(lambda *args, **_: args)(loss)
 
 
 def of_actions(rows: Tensor, a: Tensor) -> Tensor:

@@ -191,6 +191,7 @@ def _record(recorded: list[list[list[Row]]], shares: list[int], step: Step, max_
 
 def _pad(episodes: list[list[Row]]) -> Episodes:
     columns = zip(*(zip(*episode, strict=True) for episode in episodes), strict=True)  # of obs_t, a_t, r_t, discount_t
-    padded = [pad_sequence([torch.from_numpy(np.stack(x)) for x in column], batch_first=True) for column in columns]
+    tensors = ([torch.from_numpy(np.stack(x)) for x in column] for column in columns)
+    obs_t, a_t, r_t, discount_t = (pad_sequence(column, batch_first=True) for column in tensors)
     lengths = torch.tensor(list(map(len, episodes)))
-    return Episodes._make([*padded, torch.arange(int(lengths.max())) < lengths[:, None]])
+    return Episodes(obs_t, a_t, r_t, discount_t, torch.arange(int(lengths.max())) < lengths[:, None])
