@@ -1,4 +1,4 @@
-"""The cost of chunks and units, the savings of several reductions in one call: ``make bench``; compare within groups."""
+"""The cost of chunks and units, the savings of several reductions in one call: ``make bench``, compared in groups."""
 
 from __future__ import annotations
 

@@ -155,10 +155,10 @@ class Stacked:
         rows: list[Leaf] = [self.rows, *self.tail]
         return torch.cat(rows) if isinstance(self.rows, Tensor) else concatenate(rows)
 
-    def at(self, places: Tensor) -> Stacked:
+    def at(self, places: Tensor | slice) -> Stacked:
         """Return the rows at some places, in their order."""
         rows = self.concatenated()
-        index = places.to(rows.device)
+        index = places.to(rows.device) if isinstance(places, Tensor) else places
         return Stacked(rows[index] if isinstance(rows, Tensor) else rows.rows(index), self.dtype)
 
     def fits(self, out: object) -> bool:

@@ -235,7 +235,8 @@ def _unpacked(data: Tree, own: list[Leaf], processes: Processes) -> Tree:
         ) from error
 
 
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    for one in kind.__subclasses__():
+def _subclasses(kind: type) -> Iterator[type[Tree]]:
+    subclasses: list[type[Tree]] = kind.__subclasses__()
+    for one in subclasses:
         yield one
         yield from _subclasses(one)

@@ -1,22 +1,19 @@
-"""The commands, and how they report errors; ``baird``, the figure of Baird's counterexample."""
+"""The commands, and how they report errors."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from persample.cli.compare_command import compare
-from persample.cli.figures import BAIRD, save_baird
-from persample.cli.output import check_counts, spelled, writable
+from persample.cli.output import spelled
 from persample.cli.stats_command import stats
 from persample.cli.train_command import train
 from persample.errors import ArgumentError
-from persample.rl.baird import STEP_SIZES, baird_run
 from persample.utils.trees import Tree
 
 # typer raises click's errors, and newer versions of typer vendor click: this is the class in both.
@@ -73,23 +70,3 @@ def root(
         typer.echo(f"persample {importlib.metadata.version('persample')}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-@app.command()
-def baird(
-    updates: Annotated[int, typer.Option(help="Updates of 32 transitions each.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the transitions.")] = 0,
-    output: Annotated[Path, typer.Option(help="The PNG file.")] = Path("baird.png"),
-) -> None:
-    """Draw Baird's counterexample: semi-gradient TD(0) diverges, GTD2 and TDC do not."""
-    check_counts(1, updates=updates)
-    if output.suffix.lower() != ".png":
-        fix = "Name it like errors.png."
-        raise ArgumentError.about("output", expected="a .png file", received=str(output), fix=fix)
-    writable(output.parent, output.name)
-    runs = {method: baird_run(method, updates, seed=seed) for method in STEP_SIZES}
-    for method, run in runs.items():
-        values, bellman = run.value_error[-1], run.bellman_error[-1]
-        typer.echo(f"{BAIRD[method][0]}: value error {values:.3g}, Bellman error {bellman:.3g}")
-    save_baird(runs, output)
-    typer.echo(f"Written: {output}")

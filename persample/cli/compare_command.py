@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from persample import ClippedMean, Mean, Norm, naive, per_sample_grads, rl
 from persample.cli.figures import save_comparison
-from persample.cli.output import check_counts, console, writable
+from persample.cli.output import console, writable
 from persample.inputs import Engine
 from persample.losses import discounted_returns, reinforce_loss, td_loss
 from persample.rl.policies import count_actions, mlp
@@ -65,11 +65,13 @@ class Comparison:
 
 def compare(
     env: Annotated[str, typer.Option(help="A gymnasium environment with discrete actions.")] = "CartPole-v1",
-    episodes: Annotated[int, typer.Option(help="Episodes for REINFORCE; TD(0) gets 8 transitions for each.")] = 64,
-    hidden: Annotated[int, typer.Option(help="Width of the two hidden layers.")] = 64,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Episodes for REINFORCE; TD(0) gets 8 transitions for each.")
+    ] = 64,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of the two hidden layers.")] = 64,
     engine: Annotated[Engine, typer.Option(help="Engine of persample.")] = "eager",
-    seed: Annotated[int, typer.Option(help="Seed of networks, environments and actions.")] = 0,
-    rounds: Annotated[int, typer.Option(help="How many times each method is timed.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of networks, environments and actions.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="How many times each method is timed.")] = 5,
     output: Annotated[
         Optional[Path],  # noqa: UP045 (typer reads it at run time, on Python 3.10 too)
         typer.Option(help="Directory for compare.png; nothing is written without it."),
@@ -79,8 +81,6 @@ def compare(
 
     The averaged updates of TD(0) and of REINFORCE, with time, memory, and the largest difference.
     """
-    check_counts(1, episodes=episodes, hidden=hidden, rounds=rounds)
-    check_counts(0, seed=seed)
     directory = None if output is None else writable(output, "compare.png")
     cases = make_cases(env, episodes, hidden, seed)
     comparisons = [measured(case, engine, rounds) for case in cases]
@@ -150,11 +150,9 @@ def methods(case: Case, engine: Engine) -> dict[str, Callable[[], Params]]:
 
 
 def _loop(case: Case) -> Params:
-    totals = {name: torch.zeros_like(param) for name, param in case.params.items()}
-    for _, grads in naive.loop(case.loss_fn, case.params, case.batch):
-        for name, total in totals.items():
-            total.add_(grads[name])
-    return {name: total / len(case.batch[0]) for name, total in totals.items()}
+    losses = (case.loss_fn(case.params, *sample) for sample in zip(*case.batch, strict=True))
+    grads: Params = naive.backward_each(losses, case.params, len(case.batch[0]))
+    return grads
 
 
 def _batch(case: Case) -> Params:

@@ -12,16 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
-from persample.rl.baird import BairdRun
 from persample.rl.training import EPISODES, Row, Trainer
+from persample.utils.trees import Leaf
 
-if TYPE_CHECKING:  # these modules draw
+if TYPE_CHECKING:  # it draws
     from persample.cli.compare_command import Comparison
-    from persample.cli.stats_command import Statistics
 
 # Okabe, Ito, "Color Universal Design" (2008).
 _GREY, _BLUE, _LIGHT, _ORANGE = "#999999", "#0072b2", "#56b4e9", "#e69f00"
-BAIRD = {"td0": ("semi-gradient TD(0)", _ORANGE), "gtd2": ("GTD2", _LIGHT), "tdc": ("TDC", _BLUE)}
 
 
 def _figure(width: float, height: float, title: str) -> Figure:
@@ -99,27 +97,15 @@ def _log_scale(axes: Axes) -> None:
         axes.set(yscale="log", ylabel="log scale")
 
 
-def save_statistics(source: str, found: Statistics, norms: Tensor, leverages: Tensor, path: Path) -> None:
+def save_statistics(source: str, found: dict[str, Leaf], norms: Tensor, leverages: Tensor, path: Path) -> None:
     """Draw a histogram of the norms of the samples of a data set, and their leverages over their norms."""
-    figure = _figure(12, 4, f"{source}: {found.samples:,} samples, noise scale {found.noise_scale:.3g}")
+    figure = _figure(12, 4, f"{source}: {found['samples']:,} samples, noise scale {found['noise_scale']:.3g}")
     left, right = figure.subplots(1, 2)
     left.hist(norms.double().numpy(), bins=60, color=_BLUE)
     for share in ("0.5", "0.99"):
-        value = found.norm_quantiles[share]
+        value = found["norm_quantiles"][share]
         left.axvline(value, color=_ORANGE, label=f"quantile {share}: {value:.3g}")
     left.set(xlabel="norm of a sample's gradient", ylabel="samples", yscale="log")
     right.scatter(norms.double().numpy(), leverages.numpy(), s=4, alpha=0.5, color=_BLUE, linewidths=0, rasterized=True)
     right.set(xlabel="norm of a sample's gradient", ylabel="leverage")
-    _save(figure, path)
-
-
-def save_baird(runs: dict[str, BairdRun], path: Path) -> None:
-    """Draw the errors of the methods on Baird's counterexample."""
-    figure = _figure(5.5, 6.2, "Baird's counterexample, batches of 32 off-policy transitions")
-    panels = figure.subplots(2, 1)
-    for axes, field, label in zip(panels, BairdRun._fields, ("values", "Bellman errors"), strict=True):
-        for method, run in runs.items():
-            name, color = BAIRD[method]
-            axes.plot(getattr(run, field), color=color, label=name)
-        axes.set(xlabel="updates", ylabel=f"RMS of the {label}, log scale", yscale="log")
     _save(figure, path)

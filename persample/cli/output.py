@@ -24,14 +24,6 @@ def spelled(argument: str) -> str:
     return f"--{argument.removesuffix('_id').rstrip('_').replace('_', '-')}"
 
 
-def check_counts(least: int, **counts: int) -> None:
-    """Reject options below the least number."""
-    for option, value in counts.items():
-        if value < least:
-            expected, fix = "a positive integer" if least else "0 or more", f"Use {least} or more."
-            raise ArgumentError.about(option, expected=expected, received=str(value), fix=fix)
-
-
 def writable(directory: Path, *names: str) -> Path:
     """Make a directory, check that files with these names can be written to it, and return it."""
     try:

@@ -9,7 +9,6 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -21,39 +20,17 @@ from torch import Tensor
 
 from persample import Loss, NoiseScale, Norm, Project, UnitIds, accumulate
 from persample.cli.figures import save_statistics
-from persample.cli.output import check_counts, console, writable
+from persample.cli.output import console, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.streams.accumulator import Order
-from persample.utils.trees import Tree
+from persample.utils.trees import Leaf, Tree
 
 QUANTILES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sample: its place in the data set, the norm of its gradient, its leverage, its loss."""
-
-    index: int
-    norm: float
-    leverage: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of the gradients of all samples; the three of the noise are those of ``NoiseScaleEstimate``."""
-
-    samples: int
-    mean_loss: float
-    mean_norm: float
-    norm_quantiles: dict[str, float]
-    covariance_trace: float
-    squared_mean: float
-    noise_scale: float
-    critical_batch_size: int | None  # None where the mean gradient is lost in the noise
-    top: list[Sample]
-    top_leverage: list[Sample]
+# What stats.json says: numbers by name, quantiles by share, and lists of samples.
+Report = dict[str, Leaf]
 
 
 def statistics(
@@ -66,8 +43,10 @@ def statistics(
     engine: Engine,
     group: dist.ProcessGroup | None = None,
     unit: Tree = None,
-) -> tuple[Statistics, Tensor, Tensor]:
+) -> tuple[Report, Tensor, Tensor]:
     """Compute the statistics in one pass, and return them with all norms and leverages, ``[n]`` each.
+
+    The three of the noise are those of ``NoiseScaleEstimate``; no critical batch size (None) follows from a lost mean.
 
     Leverages are estimated from ``dim`` random projections of each gradient. With ``unit``, as ``accumulate`` takes it,
     samples are units, and their indices are the ids of the units.
@@ -78,7 +57,7 @@ def statistics(
     Examples:
         >>> batches = [torch.tensor([[1.0, 0.0], [3.0, 4.0]])]
         >>> found, norms, _ = statistics(lambda w, x: w @ x, torch.zeros(2), batches, top=1, dim=8, engine="eager")
-        >>> found.top[0].index, norms
+        >>> found["top"][0]["index"], norms
         (1, tensor([1., 5.]))
     """
     wanted = {"norms": Norm(), "losses": Loss(), "noise": NoiseScale(), "projected": Project(dim, seed=0)}
@@ -92,31 +71,27 @@ def statistics(
     trace, squared_mean, scale = (x.item() for x in found["noise"])
     scores = leverages(projected)
 
-    def highest(values: Tensor) -> list[Sample]:
+    def highest(values: Tensor) -> list[Report]:
         order = values.argsort(descending=True, stable=True)[:top].tolist()
-        return [
-            Sample(int(found["ids"][i]) if has_ids else i, norms[i].item(), scores[i].item(), losses[i].item())
-            for i in order
-        ]
+        columns = {"norm": norms, "leverage": scores, "loss": losses}
+        indices = {i: int(found["ids"][i]) if has_ids else i for i in order}
+        return [{"index": indices[i], **{name: column[i].item() for name, column in columns.items()}} for i in order]
 
     # torch.quantile refuses more than 16 million elements
     quantiles = norms.double().sort().values[[round(share * (len(norms) - 1)) for share in QUANTILES]]
-    return (
-        Statistics(
-            samples=len(norms),
-            mean_loss=losses.double().mean().item(),
-            mean_norm=norms.double().mean().item(),
-            norm_quantiles={f"{share:g}": value for share, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
-            covariance_trace=trace,
-            squared_mean=squared_mean,
-            noise_scale=scale,
-            critical_batch_size=max(1, math.ceil(scale)) if 0 <= scale < math.inf else None,
-            top=highest(norms),
-            top_leverage=highest(scores),
-        ),
-        norms,
-        scores,
-    )
+    report = {
+        "samples": len(norms),
+        "mean_loss": losses.double().mean().item(),
+        "mean_norm": norms.double().mean().item(),
+        "norm_quantiles": {f"{share:g}": value for share, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
+        "covariance_trace": trace,
+        "squared_mean": squared_mean,
+        "noise_scale": scale,
+        "critical_batch_size": max(1, math.ceil(scale)) if 0 <= scale < math.inf else None,
+        "top": highest(norms),
+        "top_leverage": highest(scores),
+    }
+    return report, norms, scores
 
 
 def leverages(rows: Tensor) -> Tensor:
@@ -140,7 +115,7 @@ def leverages(rows: Tensor) -> Tensor:
 
 def stats(
     source: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What returns loss, parameters, batches.")],
-    top: Annotated[int, typer.Option(help="How many samples to list.")] = 10,
+    top: Annotated[int, typer.Option(min=0, help="How many samples to list.")] = 10,
     dim: Annotated[int, typer.Option(help="Random projections of each gradient, for its leverage.")] = 64,
     engine: Annotated[Engine, typer.Option(help="Engine of persample.")] = "eager",
     output: Annotated[
@@ -156,7 +131,6 @@ def stats(
     batch to the ids of its samples' units, for statistics of units, all of one process each. Alone: FUNCTION(0, 1). On
     several processes: torchrun --nproc-per-node 2 -m persample stats MODULE:FUNCTION.
     """
-    check_counts(0, top=top)
     function = _function(source)
     directory = None if output is None else writable(output, "stats.json", "stats.png")
     with _processes() as (rank, world, group):
@@ -173,10 +147,10 @@ def stats(
     out = console()
     out.print(_table(found))
     if top:
-        out.print(_top("largest gradients", found.top))
-        out.print(_top("highest leverages", found.top_leverage))
+        out.print(_top("largest gradients", found["top"]))
+        out.print(_top("highest leverages", found["top_leverage"]))
     if directory is not None:
-        report = {"source": source, "processes": world, **asdict(found)}
+        report = {"source": source, "processes": world, **found}
         (directory / "stats.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         save_statistics(source, found, norms, scores, directory / "stats.png")
         out.print(f"Written: {directory / 'stats.json'}, {directory / 'stats.png'}", soft_wrap=True)
@@ -209,25 +183,25 @@ def _processes() -> Iterator[tuple[int, int, dist.ProcessGroup | None]]:
         dist.destroy_process_group()
 
 
-def _table(found: Statistics) -> Table:
+def _table(found: Report) -> Table:
     table = Table(title="per-sample gradients")
     table.add_column("statistic")
     table.add_column("value", justify="right")
-    table.add_row("samples", f"{found.samples:,}")
-    values = {"mean loss": found.mean_loss, "mean norm": found.mean_norm}
-    values |= {f"norm, quantile {share}": value for share, value in found.norm_quantiles.items()}
-    values |= {"trace of the covariance": found.covariance_trace, "squared norm of the mean": found.squared_mean}
-    for name, value in (values | {"noise scale": found.noise_scale}).items():
+    table.add_row("samples", f"{found['samples']:,}")
+    values = {"mean loss": found["mean_loss"], "mean norm": found["mean_norm"]}
+    values |= {f"norm, quantile {share}": value for share, value in found["norm_quantiles"].items()}
+    values |= {"trace of the covariance": found["covariance_trace"], "squared norm of the mean": found["squared_mean"]}
+    for name, value in (values | {"noise scale": found["noise_scale"]}).items():
         table.add_row(name, f"{value:.4g}")
-    size = found.critical_batch_size
+    size = found["critical_batch_size"]
     table.add_row("critical batch size", "none: the mean is lost in the noise" if size is None else f"{size:,}")
     return table
 
 
-def _top(title: str, samples: list[Sample]) -> Table:
+def _top(title: str, samples: list[Report]) -> Table:
     table = Table(title=title)
     for heading in ("sample", "norm", "leverage", "loss"):
         table.add_column(heading, justify="right")
     for sample in samples:
-        table.add_row(str(sample.index), *(f"{x:.4g}" for x in (sample.norm, sample.leverage, sample.loss)))
+        table.add_row(str(sample["index"]), *(f"{sample[name]:.4g}" for name in ("norm", "leverage", "loss")))
     return table

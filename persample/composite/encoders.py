@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,13 @@ _CHECKPOINTS = (
 class TrainModeBatchNorm(TorchFunctionMode):
     """Replaces every ``F.batch_norm`` that normalizes with the statistics of its input."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Tree],
+        types: object,
+        args: Sequence[Leaf] = (),
+        kwargs: Mapping[str, Leaf] | None = None,
+    ) -> Tree:
         if func is F.batch_norm:
             bound = _SIGNATURE.bind(*args, **(kwargs or {}))
             bound.apply_defaults()
@@ -47,13 +52,8 @@ class TrainModeBatchNorm(TorchFunctionMode):
                 return self.normalize(**bound.arguments)
         return func(*args, **(kwargs or {}))
 
-    def normalize(self, **arguments: Any) -> Tensor:
-        """Return the result of ``F.batch_norm``, from its arguments by name."""
-        raise NotImplementedError
-
-
-class _Rejecting(TrainModeBatchNorm):
-    def normalize(self, **_: object) -> Tensor:
+    def normalize(self, **arguments: Leaf) -> Tensor:  # noqa: ARG002 (for those of a subclass)
+        """Return the result of ``F.batch_norm``, from its arguments by name; here refuse it."""
         raise LossError(
             "encode_fn normalizes with the statistics of a chunk (batch norm in train mode, or without running "
             "statistics): its results depend on chunk_size. Use .eval(), or choose with batch_norm='chunk' or 'full'."
@@ -75,20 +75,12 @@ def refuse_batch_statistics(params: object) -> None:
 
 
 def guarded(fn: Callable[..., Tree], rule: str) -> Callable[..., Tree]:
-    """Wrap an encoder of chunks, so that it raises an error where it breaks the rule."""
-    return _without_batch_statistics(fn) if rule == "refuse" else _without_checkpoints(fn)
+    """Wrap an encoder of chunks, so that batch norm that a rule refuses, or checkpoints beside others, are an error."""
 
-
-def _without_batch_statistics(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     def encode(*args: Leaf) -> Tree:
-        with _Rejecting():
-            return fn(*args)
-
-    return encode
-
-
-def _without_checkpoints(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    def encode(*args: Leaf) -> Tree:
+        if rule == "refuse":
+            with TrainModeBatchNorm():
+                return fn(*args)
         try:
             with disable_saved_tensors_hooks(_CHECKPOINTS):
                 return fn(*args)
@@ -193,7 +185,7 @@ def build_encoders(
     params: object,
     inputs: object,
     *,
-    in_dims: object,
+    in_dims: tuple[Tree, Tree],
     keep_batch_dim: bool,
     chunk_size: int | None,
     mode: str,
@@ -208,26 +200,27 @@ def build_encoders(
         raise ArgumentError.about("inputs", expected=expected, received=f"{trees.structure(inputs)}", fix=fix)
     if batch_norm == "refuse":
         refuse_batch_statistics(params)
-    shared: dict[str, Any] = {
-        "weights": None,
-        "in_dims": in_dims,
-        "keep_batch_dim": keep_batch_dim,
-        "randomness": "different",
-        "batch_statistics": batch_norm != "refuse",
-    }
     names = zip(trees.paths(encode_fn, "encode_fn"), trees.paths(encode_fn, "inputs"), strict=True)
     encoders = []
     for fn, batch, (called, given) in zip(functions, batches, names, strict=True):
-        call = normalize(fn, params, as_dicts(batch), (), called=called, given=given, **shared)
+        call = normalize(
+            fn,
+            params,
+            as_dicts(batch),
+            (),
+            weights=None,
+            in_dims=in_dims,
+            keep_batch_dim=keep_batch_dim,
+            randomness="different",
+            batch_statistics=batch_norm != "refuse",
+            called=called,
+            given=given,
+        )
         encoder = Encoder(call, chunk_size, mode, batch_norm)
         if mode == "batched":
-            _refuse_params_of_samples(call, in_dims)
+            if any(call.params_batched):
+                fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
+                raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)
             encoder = encoder.calling(guarded(fn, batch_norm))
         encoders.append(encoder)
     return encoders, container
-
-
-def _refuse_params_of_samples(call: Call, in_dims: Tree) -> None:
-    if any(call.params_batched):
-        fix = "With batched=True all samples of a chunk share the parameters; leave batched=False."
-        raise ArgumentError.about("in_dims[0]", expected="None", received=repr(in_dims[0]), fix=fix)

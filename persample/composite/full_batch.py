@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class FullBatch(TrainModeBatchNorm):
         self.moments: list[Moments] = []
         self.term: Tensor | float = 0.0
 
-    def normalize(self, **arguments: Any) -> Tensor:
+    def normalize(self, **arguments: Leaf) -> Tensor:
         """Return the result of ``F.batch_norm`` with the given statistics."""
         x, momentum = arguments["input"], arguments["momentum"]
         values = x.to(accumulate_dtype(x.dtype))

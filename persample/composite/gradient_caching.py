@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -118,9 +118,7 @@ def loss_and_gradients(
     processes: Processes,
 ) -> tuple[Tensor, Tree, list[Leaf]]:
     """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions."""
-    sizes = list(
-        zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)
-    )  # each by rank
+    sizes = [*zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)]  # by rank
     inputs.check_averages(reductions.reductions, None, sum(map(sum, sizes)))
     encoded, pullbacks = zip(*(vjp(encoder, reductions, recorder, processes) for encoder in encoders), strict=True)
     z = [processes.gather_rows(*pair) for pair in zip(encoded, sizes, strict=True)]
@@ -148,7 +146,9 @@ def vjp(
     return first.z, lambda cotangents: second_pass.back_propagate(encoder, first, cotangents, reductions, processes)
 
 
-def _differentiated(head: LossHead, z: Sequence[Leaf], processes: Processes) -> tuple[Tensor, Tree, Any]:
+def _differentiated(
+    head: LossHead, z: Sequence[Leaf], processes: Processes
+) -> tuple[Tensor, Tree, list[list[Tensor | None]]]:
     before = None if processes.group is None else rng.snapshot()
     result = head.differentiate(z)
     if before is not None and rng.moved_since(before):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +41,12 @@ def chunk_engine(chunk: Call, required_ops: frozenset[str]) -> Gradients:  # noq
         loss, tree = chunk.loss, chunk.loss.params
         differentiate = partial(naive.value_and_grad, guarded(loss), chunk.params, chunk.leaves, like=tree.tensors)
         value, (aux, has_aux), grads = tree.unchanged(differentiate)
-    return one_row(chunk, grads, value, aux=tree_map(lambda leaf: leaf.unsqueeze(0), aux), has_aux=has_aux)
+    return one_row(chunk, grads, value, tree_map(lambda leaf: leaf.unsqueeze(0), aux), has_aux=has_aux)
 
 
-def one_row(chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, **fields: Any) -> Gradients:
+def one_row(
+    chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, aux: Tree = (), *, has_aux: bool = False
+) -> Gradients:
     """Return the gradient of a chunk as that of one sample."""
     pairs = zip(chunk.params, grads, strict=True)
     return Gradients.dense(
@@ -53,7 +54,8 @@ def one_row(chunk: Call, grads: Sequence[Tensor | None], loss: Tensor, **fields:
         spec=chunk.loss.spec,
         losses=loss.unsqueeze(0),
         connected=any(g is not None for g in grads),
-        **fields,
+        aux=aux,
+        has_aux=has_aux,
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import wrap_torch_function
 
 from persample.errors import ArgumentError
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import stop_gradient
 
-_Loss = TypeVar("_Loss", bound=Callable[..., Tree])
+P = ParamSpec("P")
+T = TypeVar("T")
 _ONE_SAMPLE = "A loss sees one sample: per_sample_grads or torch.vmap add the batch axis."
 _MIXING = "0 is for single TD errors, 1 for whole returns."
 _FRACTIONS = {"discount_t": "1 is for undiscounted rewards.", "lambda_": _MIXING, "lambda_t": _MIXING}
@@ -50,12 +50,13 @@ def is_tensor(value: object, name: str) -> TypeGuard[Tensor]:
     return False
 
 
-def is_on(name: str, option: bool) -> bool:
-    """Return an option; reject anything but a bool: options are often mistaken for the place of a mask."""
-    if not isinstance(option, bool):
+def constant(x: Tensor, **option: bool) -> Tensor:
+    """Stop the gradient of a tensor if an option is on; reject anything but a bool, such as a mask in its place."""
+    ((name, on),) = option.items()
+    if not isinstance(on, bool):
         fix = "Pass options by name, and a mask as mask_t=."
-        raise ArgumentError.about(name, expected="a bool", received=_described(option), fix=fix)
-    return option
+        raise ArgumentError.about(name, expected="a bool", received=_described(on), fix=fix)
+    return stop_gradient(x) if on else x
 
 
 def check_shapes(shape: Sequence[int], like: str, **values: object) -> None:
@@ -136,19 +137,12 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, bool | int | float) else type(value).__name__
 
 
-def overridable(loss: _Loss) -> _Loss:
-    """Let ``__torch_function__`` modes intercept a function as a whole, like those of ``torch.nn.functional``.
+def overridable(loss: Callable[P, T]) -> Callable[P, T]:
+    """Let ``__torch_function__`` modes intercept a loss as a whole, like functions of ``torch.nn.functional``.
 
     The eager engine runs such a mode, which would otherwise intercept each access to a shape, at 2 µs each.
     """
-
-    @functools.wraps(loss)
-    def whole(*args: Leaf, **kwargs: Any) -> Tree:
-        if has_torch_function(args):
-            return handle_torch_function(whole, args, *args, **kwargs)
-        return loss(*args, **kwargs)
-
-    return whole  # type: ignore[return-value]
+    return wrap_torch_function(lambda *args, **_: args)(loss)
 
 
 def of_actions(rows: Tensor, a: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from persample.losses.common import check_axes, check_not_negative, check_same, is_on, overridable
+from persample.losses.common import check_axes, check_not_negative, check_same, constant, overridable
 from persample.losses.td import huber_loss
-from persample.utils.trees import stop_gradient
 
 
 @overridable
@@ -51,8 +50,7 @@ def categorical_td_learning(
     check_same(v_atoms_tm1=v_atoms_tm1, v_logits_tm1=v_logits_tm1)
     check_same(v_atoms_t=v_atoms_t, v_logits_t=v_logits_t)
     target = _project(r_t + discount_t * v_atoms_t, torch.softmax(v_logits_t, -1), v_atoms_tm1)
-    if is_on("stop_target_gradients", stop_target_gradients):
-        target = stop_gradient(target)
+    target = constant(target, stop_target_gradients=stop_target_gradients)
     return -(target * torch.log_softmax(v_logits_tm1, -1)).sum()
 
 
@@ -90,9 +88,7 @@ def quantile_regression_loss(
     check_axes(1, dist_src=dist_src, tau_src=tau_src, dist_target=dist_target)
     check_same(dist_src=dist_src, tau_src=tau_src)
     check_not_negative("huber_param", huber_param, "Use 0 for the absolute error.")
-    if is_on("stop_target_gradients", stop_target_gradients):
-        dist_target = stop_gradient(dist_target)
-    delta = dist_target - dist_src[:, None]
+    delta = constant(dist_target, stop_target_gradients=stop_target_gradients) - dist_src[:, None]
     weight = (tau_src[:, None] - (delta < 0).to(delta)).abs()
     loss = huber_loss(delta, huber_param) if huber_param > 0 else delta.abs()
     return (weight * loss).mean(1).sum()

@@ -13,7 +13,7 @@ from persample.losses.common import (
     check_rows,
     check_same,
     check_steps,
-    is_on,
+    constant,
     of_actions,
     overridable,
     real_steps,
@@ -22,7 +22,6 @@ from persample.losses.common import (
 )
 from persample.losses.returns import compose, entries, lambda_returns, result_dtype, shift
 from persample.losses.td import error_of
-from persample.utils.trees import stop_gradient
 
 
 @overridable
@@ -260,8 +259,8 @@ def vtrace_td_error_and_advantage(
     values, following, r, discounts, rho, mixing = entries(mask, *arguments)
     delta = rho.clamp(max=clip_rho_threshold) * (r + discounts * following - values)
     errors, _ = compose(delta, discounts * mixing * rho.clamp(max=1), r_t.shape[axis], axis)
-    if is_on("stop_target_gradients", stop_target_gradients):
-        errors = stop_gradient(errors + values) - values
+    targets = constant(errors + values, stop_target_gradients=stop_target_gradients)
+    errors = targets - values if stop_target_gradients else errors
     continued = shift(values, 1, axis) + mixing * shift(errors, 1, axis)
     bootstrap = torch.where(shift(mask, 1, axis), continued, following)
     q_estimate = r + discounts * bootstrap

@@ -15,8 +15,8 @@ from persample.losses.common import (
     check_rows,
     check_same,
     check_steps,
+    constant,
     expand_to_steps,
-    is_on,
     of_actions,
     over_time,
     overridable,
@@ -221,8 +221,7 @@ def clipped_surrogate_pg_loss(
     check_not_negative("epsilon", epsilon, "Ratios are clipped to 1 ± ε; 0.2 is usual.")
     mask = padding(mask_t, prob_ratios_t)
     ratios, adv = unpadded(mask, prob_ratios_t), unpadded(mask, expand_to_steps(adv_t, prob_ratios_t))
-    if is_on("use_stop_gradient", use_stop_gradient):
-        adv = stop_gradient(adv)
+    adv = constant(adv, use_stop_gradient=use_stop_gradient)
     return over_time(-torch.minimum(ratios * adv, ratios.clamp(1 - epsilon, 1 + epsilon) * adv), mask, reduction)
 
 
@@ -231,9 +230,7 @@ def score_loss(
 ) -> Tensor:
     """Compute −Σₜ wₜ log π(aₜ|sₜ) Aₜ from log-probabilities ``[T]`` that are finite at padding."""
     check_steps("a_t", log_pi_a_t, adv_t=adv_t, w_t=w_t)
-    adv = unpadded(mask, expand_to_steps(adv_t, log_pi_a_t))
-    if is_on("use_stop_gradient", use_stop_gradient):
-        adv = stop_gradient(adv)
+    adv = constant(unpadded(mask, expand_to_steps(adv_t, log_pi_a_t)), use_stop_gradient=use_stop_gradient)
     loss_t = log_pi_a_t * -adv  # adv is usually a constant, so that its negation needs no backward pass
     if not (isinstance(w_t, int | float) and w_t == 1):
         loss_t = loss_t * unpadded(mask, expand_to_steps(w_t, log_pi_a_t))

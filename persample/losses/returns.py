@@ -15,15 +15,14 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.losses.common import (
     check_steps,
+    constant,
     expand_to_steps,
-    is_on,
     is_tensor,
     overridable,
     real_steps,
     time_axis,
     unpadded,
 )
-from persample.utils.trees import stop_gradient
 
 
 def entries(mask: Tensor, *values: Tensor | float) -> list[Tensor]:
@@ -268,5 +267,4 @@ def truncated_generalized_advantage_estimation(
 
 
 def _finished(returns: Tensor, dtype: torch.dtype, stop_target_gradients: bool) -> Tensor:
-    returns = returns.to(dtype)
-    return stop_gradient(returns) if is_on("stop_target_gradients", stop_target_gradients) else returns
+    return constant(returns.to(dtype), stop_target_gradients=stop_target_gradients)

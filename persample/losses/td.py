@@ -11,14 +11,13 @@ from persample.losses.common import (
     check_axes,
     check_same,
     check_steps,
+    constant,
     expand_to_steps,
-    is_on,
     overridable,
     padding,
     unpadded,
 )
 from persample.losses.returns import lambda_returns
-from persample.utils.trees import stop_gradient
 
 
 @overridable
@@ -148,5 +147,4 @@ def huber_loss(x: Tensor, delta: float = 1.0) -> Tensor:
 
 def error_of(target_tm1: Tensor, prediction_tm1: Tensor, stop_target_gradients: bool) -> Tensor:
     """Return target minus prediction; no gradient flows through the target if asked so."""
-    stops = is_on("stop_target_gradients", stop_target_gradients)
-    return (stop_gradient(target_tm1) if stops else target_tm1) - prediction_tm1
+    return constant(target_tm1, stop_target_gradients=stop_target_gradients) - prediction_tm1

@@ -5,7 +5,6 @@ try:
 except ImportError as error:
     raise ImportError("persample.rl needs gymnasium. Install it with: pip install gymnasium") from error
 
-from persample.rl.baird import BairdRun, baird_features, baird_run
 from persample.rl.environments import RandomWalk, make_envs
 from persample.rl.policies import categorical_policy, gaussian_policy
 from persample.rl.rollouts import Episodes, Transitions, collect_episodes, collect_transitions
@@ -13,14 +12,11 @@ from persample.rl.tabular import exact_values, optimal_actions, transition_table
 from persample.rl.td_steps import GradientTDStep, TDLambdaStep, gradient_td_step, td_lambda_step
 
 __all__ = [
-    "BairdRun",
     "Episodes",
     "GradientTDStep",
     "RandomWalk",
     "TDLambdaStep",
     "Transitions",
-    "baird_features",
-    "baird_run",
     "categorical_policy",
     "collect_episodes",
     "collect_transitions",

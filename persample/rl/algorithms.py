@@ -14,15 +14,13 @@ from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.losses import (
     discounted_returns,
-    gaussian_policy_gradient_loss,
-    reinforce_loss,
     td_loss,
     truncated_generalized_advantage_estimation,
 )
 from persample.per_sample import per_sample_grads
 from persample.reductions import ClippedMean, Dot, Loss, Mean, NaturalGradient, Norm
-from persample.rl.environments import Envs
-from persample.rl.policies import ActorCritic, actor_critic, count_actions, linear, log_prob, mlp, sampling
+from persample.rl.environments import Envs, check_number
+from persample.rl.policies import ActorCritic, Evaluation, count_actions, linear, log_prob, mlp
 from persample.rl.rollouts import Episodes, collect_episodes, collect_transitions
 from persample.rl.tabular import exact_values, optimal_actions, transition_table
 
@@ -92,7 +90,7 @@ class Algorithm(Generic[_Network]):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_range(field.name, getattr(self, field.name), *self.ranges.get(field.name, (0.0, math.inf)))
+            check_number(field.name, getattr(self, field.name), *self.ranges.get(field.name, (0.0, math.inf)))
 
     @property
     def num_envs(self) -> int:
@@ -120,43 +118,6 @@ class Algorithm(Generic[_Network]):
     def metrics(self, network: _Network) -> dict[str, float]:  # noqa: ARG002 (for subclasses)
         """Return further metrics of the network, with the same names at every call."""
         return {}
-
-
-def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Reject a number out of its range; a least value of type int asks for an int."""
-    kinds = int if isinstance(least, int) else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        expected = f"{'an int' if kinds is int else 'a number'} from {least:g} to {most:g}"
-        raise ArgumentError.about(name, expected=expected, received=repr(value), fix="Choose one in that range.")
-
-
-class Evaluation(nn.Module):
-    """A value function and the policy that it evaluates.
-
-    Args:
-        value: from observations to ``[*, 1]``.
-        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for a policy that is equal in all states.
-        exact: the policy's exact values, ``[S]``; ``[0]`` if they are unknown.
-    """
-
-    probabilities: Tensor
-    exact: Tensor
-
-    def __init__(self, value: nn.Module, probabilities: Tensor, exact: Tensor) -> None:
-        super().__init__()
-        self.value = value
-        self.register_buffer("probabilities", probabilities)
-        self.register_buffer("exact", exact)
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Return values, ``[*]``, of observations, ``[*, *obs]``."""
-        return self.value(observations).squeeze(-1)
-
-    def policy(self, observations: Tensor, generator: torch.Generator) -> Tensor:
-        """Return random actions, ``[N]``, at observations, ``[N, *obs]``."""
-        everywhere = len(self.probabilities) == 1
-        rows = self.probabilities.expand(len(observations), -1) if everywhere else self.probabilities[observations]
-        return torch.multinomial(rows, 1, generator=generator).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -264,11 +225,11 @@ class Reinforce(Algorithm[ActorCritic]):
 
     def network(self, envs: Envs) -> ActorCritic:
         """Return policy and value function."""
-        return actor_critic(envs, self.hidden)
+        return ActorCritic(envs, self.hidden)
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Return observations, actions, returns, advantages and masks, ``[B, T, …]``."""
-        episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
+        episodes = collect_episodes(envs, network.policy, self.batch, discount=self.discount, seed=seed)
         obs_t, mask_t = episodes.obs_t, episodes.mask_t
         return_t = discounted_returns(episodes.r_t, episodes.discount_t, 0.0, time_dim=1)
         with torch.no_grad():
@@ -279,13 +240,8 @@ class Reinforce(Algorithm[ActorCritic]):
         """Return the loss of an episode."""
         obs_t, a_t, return_t, adv_t, mask_t = sample
         errors = torch.where(mask_t, network.value(obs_t) - return_t, 0)
-        outputs = network.policy(obs_t)
-        if isinstance(outputs, tuple):
-            mu_t, sigma = outputs
-            score = gaussian_policy_gradient_loss(mu_t, sigma, a_t, adv_t, mask_t=mask_t)
-        else:
-            score = reinforce_loss(outputs, a_t, adv_t, mask_t)
-        return score + self.value_weight * (errors**2).sum()
+        scores = log_prob(network.policy, obs_t, a_t) * adv_t  # of finite numbers, 0 at padding
+        return self.value_weight * (errors**2).sum() - scores.sum()
 
 
 @dataclass(frozen=True)
@@ -327,11 +283,11 @@ class NPG(Algorithm[ActorCritic]):
 
     def network(self, envs: Envs) -> ActorCritic:
         """Return policy and value function."""
-        return actor_critic(envs, self.hidden)
+        return ActorCritic(envs, self.hidden)
 
     def collect(self, network: ActorCritic, envs: Envs, seed: int) -> Batch:
         """Return observations, actions, advantages and λ-returns of the steps, ``[B, …]``."""
-        episodes = collect_episodes(envs, sampling(network.policy), self.batch, discount=self.discount, seed=seed)
+        episodes = collect_episodes(envs, network.policy, self.batch, discount=self.discount, seed=seed)
         mask_t = bootstrapped(episodes)
         with torch.no_grad():
             v_t = network.value(episodes.obs_t)

@@ -8,6 +8,8 @@ DISABLED returns the last one and waits for ``reset(options={"reset_mask": …})
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,21 +22,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from persample.errors import ArgumentError
+from persample.utils.trees import Leaf, Tree
 
-Envs = VectorEnv[Any, Any, Any]
-Space = spaces.Space[Any]
-Array = NDArray[Any]
-Infos = dict[str, Any]
+Array = NDArray[np.generic]
+Envs = VectorEnv[Array, Array, Array]
+Space = spaces.Space[Array]
+Infos = dict[str, Leaf]
 Policy = Callable[[Tensor, torch.Generator], Tensor]
-Network = Callable[[Tensor], Any]
+Network = Callable[[Tensor], Tree]
 
 _ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-def check_count(argument: str, count: int) -> None:
-    """Reject a count that is no positive int."""
-    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-        raise ArgumentError.about(argument, expected="a positive int", received=repr(count), fix="Use 1 or more.")
+def check_number(name: str, value: float, least: float, most: float = math.inf, fix: str = "") -> None:
+    """Reject a number out of its range; a least value of type int asks for an int."""
+    whole = isinstance(least, int)
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        expected = f"{'an int' if whole else 'a number'} from {least:g} to {most:g}"
+        if whole and most == math.inf:
+            expected = "a positive int" if least else "a non-negative int"
+        fix = fix or ("Choose one in that range." if most < math.inf else f"Use {least:g} or more.")
+        raise ArgumentError.about(name, expected=expected, received=repr(value), fix=fix)
 
 
 def check_rollout(envs: object, discount: float, seed: int) -> None:
@@ -42,23 +51,16 @@ def check_rollout(envs: object, discount: float, seed: int) -> None:
     if not isinstance(envs, VectorEnv):
         fix = "Use persample.rl.make_envs, or SyncVectorEnv([lambda: env]) for one environment."
         raise ArgumentError.about("envs", expected="a gymnasium VectorEnv", received=type(envs).__name__, fix=fix)
-    if not 0 <= discount <= 1:
-        fix = "Use 1.0 for undiscounted rewards."
-        raise ArgumentError.about("discount", expected="a number from 0 to 1", received=repr(discount), fix=fix)
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        fix = "Pass any int; the same one gives the same batch."
-        raise ArgumentError.about("seed", expected="a non-negative int", received=repr(seed), fix=fix)
+    check_number("discount", discount, 0.0, 1.0, "Use 1.0 for undiscounted rewards.")
+    check_number("seed", seed, 0, fix="Pass any int; the same one gives the same batch.")
     _check_autoreset(envs)
-    _check_space(
-        envs.single_observation_space, "observation", "Flatten it: make_envs(…, wrappers=[FlattenObservation])"
-    )
-    _check_space(envs.single_action_space, "action", "Wrap the environment in a TransformAction")
-
-
-def _check_space(space: Space, kind: str, fix: str) -> None:
-    if not isinstance(space, _ARRAY_SPACES):
-        expected = f"a single array as {kind} (Box, Discrete, MultiDiscrete or MultiBinary)"
-        raise ArgumentError.about("envs", expected=expected, received=str(space), fix=f"{fix} (gymnasium.wrappers).")
+    for space, kind, fix in (
+        (envs.single_observation_space, "observation", "Flatten it: make_envs(…, wrappers=[FlattenObservation])"),
+        (envs.single_action_space, "action", "Wrap the environment in a TransformAction"),
+    ):
+        if not isinstance(space, _ARRAY_SPACES):
+            expected, received = f"a single array as {kind} (Box, Discrete, MultiDiscrete or MultiBinary)", str(space)
+            raise ArgumentError.about("envs", expected=expected, received=received, fix=f"{fix} (gymnasium.wrappers).")
 
 
 def _check_autoreset(envs: Envs) -> None:
@@ -102,7 +104,7 @@ def checked_actions(envs: Envs, actions: Tensor) -> Array:
     return chosen
 
 
-def make_envs(env_id: str, num_envs: int = 8, **kwargs: Any) -> Envs:
+def make_envs(env_id: str, num_envs: int = 8, **kwargs: Leaf) -> Envs:
     """Make copies of an environment that are stepped together in this process.
 
     Args:
@@ -121,14 +123,13 @@ def make_envs(env_id: str, num_envs: int = 8, **kwargs: Any) -> Envs:
         >>> make_envs("CartPole-v1", 2)
         SyncVectorEnv(CartPole-v1, num_envs=2)
     """
-    check_count("num_envs", num_envs)
+    check_number("num_envs", num_envs, 1)
     try:
         return gymnasium.make_vec(env_id, int(num_envs), vectorization_mode="sync", **kwargs)
-    except (error.DependencyNotInstalled, ImportError) as cause:
-        expected, fix = "an environment whose dependencies are installed", f"gymnasium says: {cause}"
-        raise ArgumentError.about("env_id", expected=expected, received=repr(env_id), fix=fix) from cause
-    except error.Error as cause:
-        expected, fix = "the id of a registered environment", f"gymnasium says: {cause}"
+    except (error.Error, ImportError) as cause:
+        known = isinstance(cause, error.DependencyNotInstalled | ImportError)
+        expected = "an environment whose dependencies are installed" if known else "the id of a registered environment"
+        fix = f"gymnasium says: {cause}"
         raise ArgumentError.about("env_id", expected=expected, received=repr(env_id), fix=fix) from cause
 
 
@@ -153,8 +154,7 @@ class RandomWalk(gymnasium.Env[Any, Any]):
     """
 
     def __init__(self, states: int = 5) -> None:
-        if states < 1:
-            raise ArgumentError.about("states", expected="a positive int", received=repr(states), fix="Use 1 or more.")
+        check_number("states", states, 1)
         self.observation_space = spaces.Discrete(states + 2)
         self.action_space = spaces.Discrete(2)
         end = states + 1

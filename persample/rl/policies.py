@@ -42,15 +42,12 @@ def categorical_policy(network: Network) -> Policy:
         >>> categorical_policy(always_last)(torch.zeros(3, 4), torch.Generator().manual_seed(0))
         tensor([1, 1, 1])
     """
-    _check_network(network)
 
-    def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
-        with torch.no_grad():
-            logits = _logits(_called(network, observations), len(observations))
-            probabilities = torch.softmax(logits.to(generator.device, torch.float32), dim=-1)
-            return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    def sample(output: Tree, count: int, generator: torch.Generator) -> Tensor:
+        logits = _logits(output, count).to(generator.device, torch.float32)
+        return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator).squeeze(1)
 
-    return policy
+    return _sampling(network, sample)
 
 
 def gaussian_policy(network: Network) -> Policy:
@@ -77,15 +74,12 @@ def gaussian_policy(network: Network) -> Policy:
         >>> gaussian_policy(constant)(torch.zeros(3, 4), torch.Generator().manual_seed(0)).squeeze(1)
         tensor([2., 2., 2.])
     """
-    _check_network(network)
 
-    def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
-        with torch.no_grad():
-            mu_sigma = _mean_and_deviation(_called(network, observations), len(observations))
-            mu, sigma = (x.to(generator.device, torch.float32) for x in mu_sigma)
-            return mu + sigma * torch.randn(mu.shape, generator=generator, device=generator.device)
+    def sample(output: Tree, count: int, generator: torch.Generator) -> Tensor:
+        mu, sigma = (x.to(generator.device, torch.float32) for x in _mean_and_deviation(output, count))
+        return mu + sigma * torch.randn(mu.shape, generator=generator, device=generator.device)
 
-    return policy
+    return _sampling(network, sample)
 
 
 def as_policy(policy: Policy | Network, space: Space) -> Policy:
@@ -109,16 +103,19 @@ def _is_network(call: Callable[..., Tree]) -> TypeGuard[Network]:
     return len(given) == 1
 
 
-def _check_network(network: object) -> None:
+def _sampling(network: Network, sample: Callable[[Tree, int, torch.Generator], Tensor]) -> Policy:
+    """Return the policy that samples from the outputs of a network."""
     if not callable(network):
         fix = "Pass a module or a function that maps observations to the distribution of actions."
         raise ArgumentError.about("network", expected="a callable", received=type(network).__name__, fix=fix)
 
+    def policy(observations: Tensor, generator: torch.Generator) -> Tensor:
+        parameters = network.parameters() if isinstance(network, nn.Module) else ()
+        device = next((parameter.device for parameter in parameters), observations.device)
+        with torch.no_grad():
+            return sample(network(observations.to(device)), len(observations), generator)
 
-def _called(network: Network, observations: Tensor) -> Tree:
-    parameters = network.parameters() if isinstance(network, nn.Module) else ()
-    device = next((parameter.device for parameter in parameters), observations.device)
-    return network(observations.to(device))
+    return policy
 
 
 def _logits(output: Tree, count: int) -> Tensor:
@@ -218,11 +215,15 @@ class Gaussian(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value function: two perceptrons without shared parameters."""
+    """A policy for discrete actions or vectors of real numbers (Box), and a value function: two perceptrons."""
 
-    def __init__(self, space: Space, hidden: int, actions: int, *, continuous: bool = False) -> None:
+    def __init__(self, envs: Envs, hidden: int) -> None:
         super().__init__()
-        self.policy = (Gaussian if continuous else mlp)(space, hidden, actions)
+        space, actions = envs.single_observation_space, envs.single_action_space
+        if isinstance(actions, spaces.Box) and len(actions.shape) == 1:
+            self.policy: nn.Module = Gaussian(space, hidden, actions.shape[0])
+        else:
+            self.policy = mlp(space, hidden, count_actions(actions))
         self.critic = mlp(space, hidden, 1)
 
     def value(self, observations: Tensor) -> Tensor:
@@ -230,17 +231,33 @@ class ActorCritic(nn.Module):
         return self.critic(observations).squeeze(-1)
 
 
-def actor_critic(envs: Envs, hidden: int) -> ActorCritic:
-    """Return policy and value function for discrete actions, or for vectors of real numbers (Box)."""
-    space = envs.single_action_space
-    if isinstance(space, spaces.Box) and len(space.shape) == 1:
-        return ActorCritic(envs.single_observation_space, hidden, space.shape[0], continuous=True)
-    return ActorCritic(envs.single_observation_space, hidden, count_actions(space))
+class Evaluation(nn.Module):
+    """A value function and the policy that it evaluates.
 
+    Args:
+        value: from observations to ``[*, 1]``.
+        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for a policy that is equal in all states.
+        exact: the policy's exact values, ``[S]``; ``[0]`` if they are unknown.
+    """
 
-def sampling(policy: nn.Module) -> Policy:
-    """Return the function that samples actions of the policy of an ``ActorCritic``, Gaussian or of logits."""
-    return gaussian_policy(policy) if isinstance(policy, Gaussian) else categorical_policy(policy)
+    probabilities: Tensor
+    exact: Tensor
+
+    def __init__(self, value: nn.Module, probabilities: Tensor, exact: Tensor) -> None:
+        super().__init__()
+        self.value = value
+        self.register_buffer("probabilities", probabilities)
+        self.register_buffer("exact", exact)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Return values, ``[*]``, of observations, ``[*, *obs]``."""
+        return self.value(observations).squeeze(-1)
+
+    def policy(self, observations: Tensor, generator: torch.Generator) -> Tensor:
+        """Return random actions, ``[N]``, at observations, ``[N, *obs]``."""
+        everywhere = len(self.probabilities) == 1
+        rows = self.probabilities.expand(len(observations), -1) if everywhere else self.probabilities[observations]
+        return torch.multinomial(rows, 1, generator=generator).squeeze(1)
 
 
 def log_prob(policy: nn.Module, observations: Tensor, actions: Tensor) -> Tensor:

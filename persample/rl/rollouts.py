@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from persample.rl.environments import (
+    Array,
     Envs,
     Network,
     Policy,
     Step,
     advance,
-    check_count,
+    check_number,
     check_rollout,
     restart,
     start,
@@ -23,7 +25,7 @@ from persample.rl.environments import (
 from persample.rl.policies import as_policy
 
 # One step of one episode: observation, action, reward, discount.
-Row = tuple[Any, Any, Any, Any]
+Row = tuple[Array, Array, np.float32, np.float32]
 
 
 class Transitions(NamedTuple):
@@ -85,7 +87,7 @@ def collect_transitions(
         (torch.Size([100, 4]), torch.Size([100]), torch.Size([100]))
     """
     check_rollout(envs, discount, seed)
-    check_count("num_transitions", num_transitions)
+    check_number("num_transitions", num_transitions, 1)
     act = as_policy(policy, envs.single_action_space)
     state, generator = start(envs, seed)
     parts, missing = [], int(num_transitions)
@@ -158,9 +160,9 @@ def collect_episodes(
         (5, True, True)
     """
     check_rollout(envs, discount, seed)
-    check_count("num_episodes", num_episodes)
+    check_number("num_episodes", num_episodes, 1)
     if max_steps is not None:
-        check_count("max_steps", max_steps)
+        check_number("max_steps", max_steps, 1)
     act = as_policy(policy, envs.single_action_space)
     state, generator = start(envs, seed)
     shares = [len(range(i, num_episodes, envs.num_envs)) for i in range(envs.num_envs)]
@@ -188,14 +190,8 @@ def _record(recorded: list[list[list[Row]]], shares: list[int], step: Step, max_
 
 
 def _pad(episodes: list[list[Row]]) -> Episodes:
-    lengths = torch.tensor([len(episode) for episode in episodes])
-    longest = int(lengths.max())
-
-    def padded(field: int) -> Tensor:
-        first = np.asarray(episodes[0][0][field])
-        table = np.zeros((len(episodes), longest, *first.shape), first.dtype)
-        for row, episode in zip(table, episodes, strict=True):
-            row[: len(episode)] = [step[field] for step in episode]
-        return torch.from_numpy(table)
-
-    return Episodes(padded(0), padded(1), padded(2), padded(3), torch.arange(longest) < lengths[:, None])
+    columns = zip(*(zip(*episode, strict=True) for episode in episodes), strict=True)  # of obs_t, a_t, r_t, discount_t
+    tensors = ([torch.from_numpy(np.stack(x)) for x in column] for column in columns)
+    obs_t, a_t, r_t, discount_t = (pad_sequence(column, batch_first=True) for column in tensors)
+    lengths = torch.tensor(list(map(len, episodes)))
+    return Episodes(obs_t, a_t, r_t, discount_t, torch.arange(int(lengths.max())) < lengths[:, None])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ def transition_table(envs: Envs) -> Table | None:
         >>> transition_table(make_envs("FrozenLake-v1", 1, is_slippery=False))[14][2]
         [(1.0, 15, 1, True)]
     """
-    first: Any = getattr(envs.unwrapped, "envs", [None])[0]
+    first: object = getattr(envs.unwrapped, "envs", [None])[0]
     table: Table | None = getattr(getattr(first, "unwrapped", None), "P", None)
     return table
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,11 +16,11 @@ from persample import inputs
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.inputs.params import set_grads
-from persample.rl.algorithms import NPG, TD0, Algorithm, Batch, Reinforce, Update, check_range
-from persample.rl.environments import make_envs
-from persample.rl.policies import sampling
+from persample.rl.algorithms import NPG, TD0, Algorithm, Batch, Reinforce, Update
+from persample.rl.environments import check_number, make_envs
 from persample.rl.rollouts import collect_episodes
 from persample.utils import rng
+from persample.utils.trees import Tree
 
 __all__ = [
     "NPG",
@@ -30,7 +29,6 @@ __all__ = [
     "Batch",
     "Reinforce",
     "Trainer",
-    "TrainingConfig",
     "Update",
     "evaluate",
     "load_checkpoint",
@@ -38,32 +36,6 @@ __all__ = [
 ]
 
 Row = dict[str, float]
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The arguments of a ``Trainer`` as one value, to keep or to vary by ``dataclasses.replace``.
-
-    Args:
-        algorithm: as of ``Trainer``, as are all others.
-        env: id of the environment.
-        seed: the seed.
-        steps: the number of environment steps.
-        engine: the engine of ``per_sample_grads``.
-        target: the average return that ends the training.
-
-    Examples:
-        >>> config = TrainingConfig(TD0(discount=1.0), "persample/RandomWalk-v0", steps=100)
-        >>> Trainer(config).env
-        'persample/RandomWalk-v0'
-    """
-
-    algorithm: Algorithm[Any]
-    env: str = "CartPole-v1"
-    seed: int = 0
-    steps: int = 300_000
-    engine: Engine = "eager"
-    target: float = math.inf
 
 
 # Gymnasium's thresholds apply to averages over this number of episodes.
@@ -77,8 +49,7 @@ class Trainer:
     update, so that a checkpoint between two updates holds the whole state.
 
     Args:
-        algorithm: ``TD0()``, ``Reinforce()``, ``NPG()``, or an ``Algorithm`` of your own; or a ``TrainingConfig`` in
-            place of all arguments.
+        algorithm: ``TD0()``, ``Reinforce()``, ``NPG()``, or an ``Algorithm`` of your own.
         env: id of the environment.
         seed: the seed of network, environments and actions.
         steps: the number of environment steps. The update that reaches it is the last, and the learning rate decreases
@@ -100,7 +71,7 @@ class Trainer:
 
     def __init__(
         self,
-        algorithm: Algorithm[Any] | TrainingConfig,
+        algorithm: Algorithm[Any],
         env: str = "CartPole-v1",
         *,
         seed: int = 0,
@@ -108,13 +79,9 @@ class Trainer:
         engine: Engine = "eager",
         target: float = math.inf,
     ) -> None:
-        if isinstance(algorithm, TrainingConfig):
-            config = algorithm
-            algorithm, env, seed, steps = config.algorithm, config.env, config.seed, config.steps
-            engine, target = config.engine, config.target
-        check_range("seed", seed, 0, 2**63 - 1)
-        check_range("steps", steps, 1, 2**63 - 1)
-        check_range("target", target, -math.inf, math.inf)
+        check_number("seed", seed, 0, 2**63 - 1)
+        check_number("steps", steps, 1, 2**63 - 1)
+        check_number("target", target, -math.inf)
         inputs.check_options(engine=engine, randomness="error", chunk_size=None)
         self.algorithm, self.env, self.seed, self.last_step = algorithm, env, seed, steps
         self.engine, self.target = engine, target
@@ -194,14 +161,13 @@ def evaluate(network: nn.Module, env: str, num_episodes: int = 100, *, seed: int
 
     Examples:
         >>> from persample.rl.policies import ActorCritic
-        >>> envs = make_envs("CartPole-v1", 1)
-        >>> network = ActorCritic(envs.single_observation_space, 8, 2)
+        >>> network = ActorCritic(make_envs("CartPole-v1", 1), 8)
         >>> min(evaluate(network, "CartPole-v1", 3, seed=0)) > 0
         True
     """
     envs = make_envs(env, min(16, num_episodes))
     try:
-        episodes = collect_episodes(envs, sampling(network.get_submodule("policy")), num_episodes, seed=seed)
+        episodes = collect_episodes(envs, network.get_submodule("policy"), num_episodes, seed=seed)
     finally:
         envs.close()
     returns: list[float] = episodes.r_t.sum(1).tolist()
@@ -259,7 +225,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         persample.errors.ArgumentError: resume: expected a checkpoint, received 'nowhere.pt' (FileNotFoundError)...
     """
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: Tree = torch.load(path, weights_only=True)
         saved = {name: value for name, value in state["config"].items() if not isinstance(value, Tensor)}
     except (*_MALFORMED, OSError, EOFError, UnpicklingError) as error:
         fix = "Train without resuming first."
@@ -278,7 +244,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         raise ArgumentError.about("resume", expected="a whole checkpoint", received=received, fix=fix) from error
 
 
-def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
+def _restore(trainer: Trainer, state: Tree) -> None:
     steps, history, returns = state["steps"], list(state["history"]), list(state["returns"])
     numbers = [steps, *returns, *(value for row in history for value in row.values())]
     if type(steps) is not int or not all(isinstance(x, int | float) for x in numbers):

@@ -134,8 +134,7 @@ def _own_rows(leaf: object, taken: set[int]) -> Tree:
     tensors = [rows] if isinstance(rows, Tensor) else rows.tensors
     if taken.isdisjoint(map(memory, tensors)):
         return leaf
-    everyone = torch.arange(len(rows), device=tensors[0].device)
-    return Stacked(rows[everyone] if isinstance(rows, Tensor) else rows.rows(everyone), leaf.dtype)
+    return leaf.at(torch.arange(len(rows)))
 
 
 def check_rows(expected: object, received: object) -> None:
@@ -193,9 +192,7 @@ def sorted_rows(merged: object, places: Tensor | None) -> Tree:
         return merged
 
     def in_order(leaf: object) -> Tree:
-        if not isinstance(leaf, Stacked):
-            return leaf
-        return leaf.at(places)
+        return leaf.at(places) if isinstance(leaf, Stacked) else leaf
 
     return trees.tree_map(in_order, merged)
 
@@ -282,5 +279,5 @@ def _nothing_like(leaf: object) -> Tree:
     if isinstance(leaf, Moments):
         return Moments(zeros(leaf.n), zeros(leaf.mean), zeros(leaf.m2), leaf.dtype)
     if isinstance(leaf, Stacked):
-        return Stacked(leaf.rows[:0] if isinstance(leaf.rows, Tensor) else leaf.rows.rows(slice(0)), leaf.dtype)
+        return Stacked(leaf.rows, leaf.dtype).at(slice(0))
     return leaf

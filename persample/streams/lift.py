@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,25 +46,21 @@ class RandomStream:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
         seed = processes.gather_objects(seed)[0] + (processes.rank if self.randomness == "different" else 0)
-        before = rng.snapshot()
-        torch.manual_seed(seed)
-        self.state = rng.snapshot()
-        rng.rewind(before)
-
-    def drawing(self) -> AbstractContextManager[None]:
-        """Return a context in which the loss of one chunk draws random numbers."""
-        return nullcontext() if self.randomness == "error" else self._drawing()
+        with rng.kept():
+            torch.manual_seed(seed)
+            self.state = rng.snapshot()
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        before = rng.snapshot()
-        rng.rewind(self.state)
-        try:
+    def drawing(self) -> Iterator[None]:
+        """Let the loss of one chunk draw random numbers."""
+        if self.randomness == "error":
+            yield
+            return
+        with rng.kept():
+            rng.rewind(self.state)
             yield
             if self.randomness == "different":
                 self.state = rng.snapshot()
-        finally:
-            rng.rewind(before)
 
 
 @dataclass(frozen=True)

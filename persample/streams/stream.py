@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ class Lockstep:
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
-        self._round: tuple[torch.Tensor, Any] | None = None
+        self._round: tuple[torch.Tensor, dist.Work] | None = None
         self._is_over = False
 
     def through(self, items: Iterable[T]) -> Iterator[T]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,9 @@ class BackwardGuard(TorchFunctionMode):
         self._stand_ins, self._has_differentiated = stand_ins, False
         self._foreign: set[torch.Size] = set()  # shapes of other parameters that are differentiated
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Leaf, types: object, args: Sequence[Leaf] = (), kwargs: Mapping[str, Leaf] | None = None
+    ) -> Tree:
         kwargs = dict(kwargs or {})
         if func is Tensor.backward:
             func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient")
@@ -46,7 +47,7 @@ class BackwardGuard(TorchFunctionMode):
             func = run_by(self._run, func)  # blocks may run again inside of this one
         return func(*args, **kwargs)
 
-    def _run(self, *args: Leaf, **kwargs: Any) -> Tree:
+    def _run(self, *args: Leaf, **kwargs: Leaf) -> Tree:
         with self:  # torch's own functions leave the mode before the backward pass
             return engine_run_backward(*args, **kwargs)
 

@@ -6,9 +6,10 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+from persample.utils.trees import Tree
 
 
 def time_rounds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -32,25 +33,20 @@ def time_rounds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(_seconds(call))
-    return seconds
-
-
-def _seconds(call: Callable[[], object]) -> float:
     collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
     try:
-        start = time.perf_counter()
-        result = call()
-        elapsed = time.perf_counter() - start
-        del result  # the clock excludes freeing the result
-        return elapsed
+        for _ in range(rounds):
+            gc.collect()
+            gc.disable()
+            for name, call in calls.items():
+                start = time.perf_counter()
+                result = call()
+                seconds[name].append(time.perf_counter() - start)
+                del result  # the clock excludes freeing the result
     finally:
         if collecting:
             gc.enable()
+    return seconds
 
 
 def peak_memory(call: Callable[[], object]) -> int:
@@ -84,7 +80,7 @@ def allocations(call: Callable[[], object]) -> list[int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     del result
-    results: Any = profiler.profiler
+    results: Tree = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     ordered = sorted(events, key=lambda event: event.start_ns())
     return [event.nbytes() for event in ordered if event.device_type().name == "CPU"]

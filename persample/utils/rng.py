@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -79,13 +79,13 @@ class Streams:
     """The states of all global random streams: torch's on all devices, Python's and NumPy's."""
 
     torch: list[Tensor]
-    python: Any
-    numpy: Any
+    python: tuple[object, ...]
+    numpy: dict[str, object]
 
     @classmethod
     def now(cls) -> Streams:
         """Return the present states."""
-        return cls(snapshot(), random.getstate(), np.random.get_state())  # noqa: NPY002 (the global stream is meant)
+        return cls(snapshot(), random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002 (the global stream is meant)
 
     def go_back(self) -> None:
         """Set all streams to these states."""

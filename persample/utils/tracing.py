@@ -32,7 +32,7 @@ from persample._torch import (
     maybe_get_level,
     temporarily_clear_interpreter_stack,
 )
-from persample.utils.trees import Tree
+from persample.utils.trees import Leaf, Tree
 
 _REQUIRES_GRAD, _TYPE_OF_DEVICE = attrgetter("requires_grad"), attrgetter("device.type")
 
@@ -160,12 +160,12 @@ def are_free_to_read(tensors: Sequence[Tensor]) -> bool:
 class Opaque:
     """A function that may read values: one node of a program that runs operation by operation."""
 
-    functions: ClassVar[dict[Any, Callable[..., Tensor]]] = {}  # by the operations that stand for them
+    functions: ClassVar[dict[object, Callable[..., Tensor]]] = {}  # by the operations that stand for them
 
     def __init__(self, schema: str, function: Callable[..., Tensor], like: Callable[..., Tensor]) -> None:
         self._schema, self._function, self._like = schema, function, like
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Leaf) -> Tensor:
         """Return the result of the function."""
         first = args[0][0] if type(args[0]) is list else args[0]  # if one tensor is traced, all are
         is_node = type(first) is FakeTensor and not is_compiling()

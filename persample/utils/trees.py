@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from persample import _torch
@@ -34,7 +35,7 @@ def leaf(kind: _Kind) -> _Kind:
     return kind
 
 
-def structure(tree: Any) -> TreeSpec:
+def structure(tree: object) -> TreeSpec:
     """Return the structure of a tree."""
     return _torch.tree_flatten(tree)[1]
 
@@ -61,7 +62,7 @@ def flatten(tree: object, is_leaf: Callable[[Tree], bool] | None = None) -> tupl
 
 def _outline(tree: Tree, leaves: list[Leaf]) -> Tree:
     """Return a key of the structure of built-in containers, and collect the leaves; None if others are among them."""
-    kind: Any = type(tree)
+    kind: type[Tree] = type(tree)
     if kind not in _KINDS or (kind is dict and not {str}.issuperset(map(type, tree))):
         return None
     outline = [kind, tuple(tree) if kind is dict else ()]
@@ -201,7 +202,7 @@ def stop_gradient(tree: object) -> Tree:
     return spec.unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def as_array(x: Tensor) -> np.ndarray[Any, Any]:
+def as_array(x: Tensor) -> NDArray[np.generic]:
     """Return a tensor as an array; bfloat16, which NumPy does not have, as the integers of the same bits."""
     x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()

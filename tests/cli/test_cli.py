@@ -75,10 +75,14 @@ class TestCompare:
         assert "every gradient is zero" not in report[0].output
 
     def test_says_where_there_is_nothing_to_compare(self):
-        result = run(*SMALL, "--env", "MountainCar-v0")  # every reward is −1
-        assert "every gradient is zero" not in result.output
+        """On FrozenLake, whose observations are discrete, one episode gets no reward."""
         result = run("compare", "--episodes", "1", "--hidden", "4", "--rounds", "1", "--env", "FrozenLake-v1")
+        assert result.exit_code == 0, result.output
         assert "REINFORCE: every gradient is zero" in result.output
+
+    def test_rewards_that_are_all_equal_can_be_compared(self, environment):
+        result = run(*SMALL, "--env", environment(lambda: -1.0))
+        assert "every gradient is zero" not in result.output
 
     @pytest.mark.filterwarnings("ignore:.*NaN value:UserWarning")
     def test_a_wrong_update_is_an_error(self, environment):
@@ -96,14 +100,10 @@ class TestCompare:
 
     def test_writes_nothing_unasked(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        assert run(*SMALL).exit_code == 0
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.parametrize("arguments", [("--engine", "loop"), ("--env", "FrozenLake-v1")], ids=["loop", "discrete"])
-    def test_other_engines_and_environments(self, arguments):
-        result = run(*SMALL, *arguments)
+        result = run(*SMALL, "--engine", "loop")
         assert result.exit_code == 0, result.output
         assert "REINFORCE" in result.output
+        assert not list(tmp_path.iterdir())
 
     def test_the_methods_are_not_one_and_the_same(self):
         """The four ways agree, but each is computed by itself: break one and its difference shows."""
@@ -123,10 +123,10 @@ class TestRefusals:
             (["--env", "Nope-v1"], r"--env: .*'Nope-v1'.*doesn't exist"),
             (["--env", "Pendulum-v1"], r"--env: needs a Discrete action space, received Box \(continuous actions\)"),
             (["--env", "Blackjack-v1"], r"--env: needs a flat Box or a Discrete observation space, received Tuple"),
-            (["--episodes", "0"], r"--episodes: expected a positive integer, received 0"),
-            (["--hidden", "-3"], r"--hidden: expected a positive integer, received -3"),
-            (["--rounds", "0"], r"--rounds: expected a positive integer, received 0"),
-            (["--seed", "-1"], r"--seed: expected 0 or more"),
+            (["--episodes", "0"], r"Invalid value for '--episodes'"),
+            (["--hidden", "-3"], r"Invalid value for '--hidden'"),
+            (["--rounds", "0"], r"Invalid value for '--rounds'"),
+            (["--seed", "-1"], r"Invalid value for '--seed'"),
             (["--engine", "fast"], r"Invalid value for '--engine': .*'fast' is not one of 'eager', 'traced'"),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -137,12 +137,6 @@ class TestRefusals:
         assert result.stdout == ""
         assert len(result.stderr.strip().splitlines()) == 1
         assert re.search(message, result.stderr)
-
-    def test_a_figure_of_another_format(self, tmp_path):
-        result = CliRunner().invoke(app, ["baird", "--output", str(tmp_path / "errors.txt")])
-        assert result.exit_code == 2
-        assert re.search(r"--output: expected a \.png file, received .*errors\.txt", result.stderr)
-        assert not list(tmp_path.iterdir())
 
     def test_a_directory_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").write_text("in the way")
@@ -196,13 +190,28 @@ def test_version_and_help():
     assert (bare.exit_code, bare.output) == (0, run("--help").output)
 
 
-@pytest.mark.parametrize("extra", ["typer", "rich", "matplotlib", "PIL", "gymnasium"])
-def test_a_missing_extra_is_named(extra):
+WITHOUT = """
+import sys
+import persample
+from persample.cli import main
+before = dict(sys.modules)
+for extra in ("typer", "rich", "matplotlib", "PIL", "gymnasium"):
+    sys.modules[extra] = None
+    try:
+        main()
+    except SystemExit as error:
+        sys.stderr.write(f"{extra} {error.code}\\n")
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+"""
+
+
+def test_a_missing_extra_is_named():
     """``import persample`` goes through without any of them."""
-    code = f"import sys; sys.modules[{extra!r}] = None; import persample; from persample.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "persample's command line needs the extra: pip install '.[cli]' in a checkout\n"
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    line = "persample's command line needs the extra: pip install '.[cli]' in a checkout\n"
+    extras = ["typer", "rich", "matplotlib", "PIL", "gymnasium"]
+    assert done.stderr == "".join(f"{line}{extra} 2\n" for extra in extras)
 
 
 def test_discrete_observations_are_one_hot():

@@ -126,7 +126,7 @@ def test_a_mean_that_is_lost_in_the_noise_has_no_batch_size(here):
         (["own_task:nothing"], "expected a function, received module 'own_task' has no attribute 'nothing'"),
         (["own_task:wrong"], "own_task:wrong: expected a function that returns (loss_fn, params, batches)"),
         (["own_task:number"], "expected a function, received int"),
-        (["own_task:task", "--top", "-1"], "--top: expected 0 or more, received -1"),
+        (["own_task:task", "--top", "-1"], "Invalid value for '--top'"),
         (["own_task:task", "--dim", "0"], "dim: expected"),
         (["own_task:task", "--engine", "fast"], "'fast' is not one of 'eager', 'traced'"),
     ],

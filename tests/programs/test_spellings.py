@@ -423,7 +423,7 @@ REUSED = {
     "input overwritten": product(input_overwritten),
     "weight copied and overwritten": product(lambda w, x: w.clone().mul_(2).add_(1) @ x),
     "unused": loss(lambda p, x: p["w"] @ x, {**W, "v": (7, 9)}, w="Outer"),
-    "unused, large": loss(lambda p, x: p["w"] @ x, {**W, "v": (70, 90)}, w="Outer"),
+    "unused, large": loss(lambda p, x: p["w"] @ x, {**W, "v": (55, 60)}, w="Outer"),
     "used times zero": loss(lambda p, x: p["w"] @ x + 0 * (p["v"] @ x), {**W, "v": (7, 9)}, w="Outer", v="Outer"),
     "masked softmax": product(lambda w, x: torch.softmax((w @ x).masked_fill(x[:7] < 0, -torch.inf), 0).nan_to_num()),
     "SDPA": fused_attention(),

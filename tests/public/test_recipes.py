@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -32,37 +33,41 @@ def add(text: str, diff: str) -> str:
 
 def run(*args, folder):
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(
-        [sys.executable, "-m", *args], cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def copy(tmp_path):
+EACH = """
+import json, sys
+import pytest
+for args in json.loads(sys.argv[1]):
+    print("ended with", int(pytest.main(args)), flush=True)
+"""
+
+
+def test_recipes(tmp_path):
+    """All are applied to one copy, and their commands are run there, in one process."""
     for name in ("persample", "tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "conftest.py", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("recipe", ["new reduction", "new loss", "new factor", "rule for a new kind of layer"])
-def test_recipe(recipe, copy):
-    files = []
-    for kind, path, text in BLOCK.findall(RECIPES[recipe]):
-        target = copy / path
-        target.write_text(text if kind == "python" else add(target.read_text(), text))
-        files += [path] if path.endswith(".py") else []
-    (command,) = COMMAND.findall(RECIPES[recipe])
-    _, *pytest_args = shlex.split(command.removeprefix("-m "))
-    tests = run("pytest", *pytest_args, folder=copy)
-    assert tests.returncode == 0, tests.stdout + tests.stderr
-    passed = re.search(r"(\d+) passed", tests.stdout)
-    assert passed
-    assert int(passed[1]) > 2
-    assert "skipped" not in tests.stdout
-    for args in (("ruff", "check"), ("ruff", "format", "--check")):
-        lint = run(*args, *files, folder=copy)
+    files, commands = [], []
+    for recipe in RECIPES.values():
+        for kind, path, text in BLOCK.findall(recipe):
+            target = tmp_path / path
+            target.write_text(text if kind == "python" else add(target.read_text(), text))
+            files += [path] if path.endswith(".py") else []
+        (command,) = COMMAND.findall(recipe)
+        commands.append(shlex.split(command.removeprefix("-m "))[1:])
+    tests = run("-c", EACH, json.dumps(commands), folder=tmp_path)
+    *outputs, rest = re.split("ended with 0\n", tests.stdout)
+    assert (len(outputs), rest) == (len(commands), ""), tests.stdout + tests.stderr
+    for output in outputs:
+        passed = re.search(r"(\d+) passed", output)
+        assert passed
+        assert int(passed[1]) > 2
+        assert "skipped" not in output
+    for args in (("check",), ("format", "--check")):
+        lint = run("-m", "ruff", *args, *files, folder=tmp_path)
         assert lint.returncode == 0, lint.stdout + lint.stderr
 
 

@@ -370,7 +370,7 @@ class TestLearning:
         ("arguments", "limit"),
         [
             (["--env", WALK, "--discount", 1, "--steps", 100_000], 0.02),
-            (["--env", "FrozenLake-v1", "--epsilon", 0.1, "--steps", 200_000], 0.02),
+            (["--env", "FrozenLake-v1", "--epsilon", 0.1, "--steps", 100_000], 0.03),
         ],
         ids=["random walk", "FrozenLake"],
     )

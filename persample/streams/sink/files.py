@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from persample.errors import SinkError
@@ -81,7 +82,7 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
-def header(x: np.ndarray[Any, Any], count: int) -> bytes:
+def header(x: NDArray[np.generic], count: int) -> bytes:
     """Return the header of an ``.npy`` file of rows like those of an array; its length is the same for any number."""
     buffer = io.BytesIO()
     facts = {"descr": np.lib.format.dtype_to_descr(x.dtype), "fortran_order": False, "shape": (count, *x.shape[1:])}
@@ -89,7 +90,7 @@ def header(x: np.ndarray[Any, Any], count: int) -> bytes:
     return buffer.getvalue()
 
 
-def as_tensor(x: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+def as_tensor(x: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
     """Return an array as a tensor of the dtype that it was made from."""
     return torch.from_numpy(x).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(x)
 
