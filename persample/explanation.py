@@ -23,7 +23,7 @@ from persample.inputs import Call, Outputs, Randomness
 from persample.pipeline import Engine
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
-from persample.units import of_units
+from persample.unit_gradients import of_units
 from persample.utils import rng
 from persample.utils.isolation import isolated
 from persample.utils.trees import Tree

@@ -16,7 +16,7 @@ from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.merge import Stacked, merge_all
 from persample.reductions.base import Reductions
-from persample.units import in_first_order, of_units
+from persample.unit_gradients import in_first_order, of_units
 from persample.utils import rng, trees
 from persample.utils.numerics import full_precision, is_folded, memory
 from persample.utils.tracing import is_traced, is_wrapped
@@ -55,7 +55,8 @@ def run(call: Call, lift: Lift, reductions: Reductions, chunk_size: int | None) 
     chunks = call.chunks(chunk_size)
     if call.randomness == "same":
         chunks = rng.replayed(chunks)
-    return finish(call, in_first_order(call, merge_all(map(lift, chunks)), reductions), reductions)
+    lifted = merge_all(map(lift, chunks))
+    return finish(call, lifted if call.order is None else in_first_order(call.order, lifted, reductions), reductions)
 
 
 def owned(result: object, inputs: Sequence[Tensor]) -> Tree:

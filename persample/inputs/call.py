@@ -189,9 +189,9 @@ class Call:
             return self.planned
         if self.loss.outputs == "rows":  # K is not known yet
             return cost_model.budget(self.memory, math.inf)
-        written_out = 0
+        written_out, count = 0, self.count
         for x, split in zip(self.params, self.params_batched, strict=True):
-            written_out += x.nbytes * (1 if split else self.count)
+            written_out += x.nbytes * (1 if split else count)
         return cost_model.budget(self.memory, written_out)
 
     def plan(self, required_ops: frozenset[str]) -> cost_model.Plan:
@@ -301,7 +301,8 @@ def normalize(
     if unit is not None:
         call = with_units(call, unit, unit_reduce, wanted)
     if not is_part:
-        check_averages(wanted, call.counted[1], call.count)
+        count, of_gradients = call.counted
+        check_averages(wanted, of_gradients, count)
     return call if call.weights is None else replace(call, weights=call.weights.to(values[0].device))
 
 

@@ -36,8 +36,12 @@ def check_options(
     unit_reduce: str = "sum",
 ) -> None:
     """Reject invalid options."""
-    check_choices(engine=(engine, _ENGINES), randomness=(randomness, _RANDOMNESS), outputs=(outputs, _OUTPUTS))
-    check_choices(unit_reduce=(unit_reduce, _UNIT_REDUCE))
+    check_choices(
+        engine=(engine, _ENGINES),
+        randomness=(randomness, _RANDOMNESS),
+        outputs=(outputs, _OUTPUTS),
+        unit_reduce=(unit_reduce, _UNIT_REDUCE),
+    )
     check_loop(engine)
     check_chunk_size(chunk_size)
     is_word = memory is None or (isinstance(memory, str) and memory == "low")

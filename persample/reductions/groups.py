@@ -1,4 +1,4 @@
-"""Scales of gradients by their norms: of all parameters together, of each, or of groups by name."""
+"""Scales of gradients by the norms of each parameter, or of groups of parameters by name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ def scales_of_groups(
 
     Args:
         gradients: the gradients of a chunk.
-        given: what scales all parameters together, or by name.
+        given: what scales each parameter, or by name.
         scale: returns the scales from the norms of a group, and from what was given for it.
         argument: the name of ``given`` in messages.
-        per_param: whether each parameter is a group of its own.
+        per_param: whether each parameter is a group of its own; it is without names.
     """
     if not isinstance(given, Mapping):
-        if not per_param:
-            return [scale(gradients.norms, given)] * len(gradients.factors)
         return [scale(norms, given) for norms in gradients.norms_per_param]
     names = group_names(list(given), gradients.spec.paths, argument)
     if per_param:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -52,7 +52,7 @@ class Gram(Reduction):
     """
 
     other: Tree = None
-    metric: Tree = None
+    metric: Tree = field(default=None, kw_only=True)
     uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
     live: ClassVar[tuple[str, ...]] = ("other", "metric")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from persample.errors import ArgumentError, LossError
@@ -97,7 +97,7 @@ class Norm(PerSample):
     """
 
     per_param: bool = False
-    metric: Tree = None
+    metric: Tree = field(default=None, kw_only=True)
     uses: ClassVar[frozenset[Op]] = frozenset({Op.squared_norms})
     live: ClassVar[tuple[str, ...]] = ("metric",)
 

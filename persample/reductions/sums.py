@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ class _ScaledSum(SumOverSamples):
 class _Clipped(_ScaledSum):
     max_norm: Bound | Rule | Mapping[str, Bound | Rule]
     per_param: bool = False
-    metric: Tree = None
+    metric: Tree = field(default=None, kw_only=True)
     uses: ClassVar[frozenset[Op]] = frozenset({Op.weighted_sum, Op.squared_norms})
     live: ClassVar[tuple[str, ...]] = ("max_norm", "metric")
 
@@ -56,11 +56,14 @@ class _Clipped(_ScaledSum):
         """Raise an error if bounds by name do not name every parameter, or the metric is not like the parameters."""
         if isinstance(self.max_norm, Mapping):
             group_names(list(self.max_norm), spec.paths)
-        check_metric(self.metric, spec)
+        if self.metric is not None:
+            check_metric(self.metric, spec)
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return what the rule returns for ‖gᵢ‖, or min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped."""
-        measured = in_metric(gradients, self.metric)
+        measured = gradients if self.metric is None else in_metric(gradients, self.metric)
+        if not (self.per_param or isinstance(self.max_norm, Mapping)):
+            return [clip_scale(measured.norms, self.max_norm)] * len(measured.factors)
         return scales_of_groups(measured, self.max_norm, clip_scale, "max_norm", per_param=self.per_param)
 
     def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:
@@ -202,6 +205,8 @@ class WeightedSum(_ScaledSum):
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return f(‖gᵢ‖)."""
+        if not (self.per_param or isinstance(self.weight_fn, Mapping)):
+            return [_scale_of(gradients.norms, self.weight_fn)] * len(gradients.factors)
         return scales_of_groups(gradients, self.weight_fn, _scale_of, "weight_fn", per_param=self.per_param)
 
     def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:
@@ -263,21 +268,22 @@ def largest_norm(
 
 def check_bounds(max_norm: Bound | Rule | Mapping[str, Bound | Rule]) -> None:
     """Check that bounds are rules, or numbers from 0 to ∞."""
+    if type(max_norm) is float and max_norm >= 0:  # the usual case
+        return
     for argument, bound in _named("max_norm", max_norm):
         if not isinstance(bound, Rule):
             check_bound(argument, bound)
 
 
-def _named(argument: str, given: S | Mapping[str, S]) -> Iterator[tuple[str, S]]:
-    """Yield the single values of an argument that may be by name, with their names in messages."""
+def _named(argument: str, given: S | Mapping[str, S]) -> Iterable[tuple[str, S]]:
+    """Return the single values of an argument that may be by name, with their names in messages."""
     if not isinstance(given, Mapping):
-        yield argument, given
-        return
-    for name, value in given.items():
+        return [(argument, given)]
+    for name in given:
         if not isinstance(name, str):
             fix = "Name parameters as in 'layers.0.weight'; '' stands for all that no other name has."
             raise ArgumentError.about(argument, expected="names as keys", received=repr(name), fix=fix)
-        yield f"{argument}[{name!r}]", value
+    return [(f"{argument}[{name!r}]", value) for name, value in given.items()]
 
 
 def clip_scale(norms: Tensor, bound: Bound | Rule) -> Tensor:

@@ -25,7 +25,7 @@ from persample.streams.batches import numbered, shown
 from persample.streams.lift import BatchLift, RandomStream
 from persample.streams.sink import SinkRun
 from persample.streams.stream import Stream
-from persample.streams.units import UnitStream
+from persample.streams.unit_stream import UnitStream
 from persample.utils import trees
 from persample.utils.isolation import isolated
 from persample.utils.trees import Leaf, Tree

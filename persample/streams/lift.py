@@ -22,8 +22,8 @@ from persample.processes import Processes
 from persample.reductions import Reduction
 from persample.reductions.base import Reductions
 from persample.streams.batches import Batch, InBatch
-from persample.streams.units import UnitStream
-from persample.units import in_first_order
+from persample.streams.unit_stream import UnitStream
+from persample.unit_gradients import in_first_order
 from persample.utils import rng
 from persample.utils.isolation import isolated
 from persample.utils.trees import Leaf, Tree
@@ -120,7 +120,7 @@ class BatchLift:
         with unwritten(call):
             if call.order is not None:  # rows are sorted when all of them are known
                 lifted = merge_all([self._drawn(chunk) for chunk in call.chunks(self.chunk_size)])
-                receive(in_first_order(call, lifted, Reductions(self.wanted)), call)
+                receive(in_first_order(call.order, lifted, Reductions(self.wanted)), call)
                 return
             for chunk in call.chunks(self.chunk_size):
                 if self.merges:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from compiler import compilations
 from units import by_loop, close, flat, loss, made
 
 from persample import (
@@ -19,7 +20,6 @@ from persample import (
     clipping,
     per_sample_grads,
 )
-from persample.engines.compiled.programs import compilations
 from persample.reductions import RankOne
 
 ENGINES = ["eager", "traced"]
@@ -232,7 +232,7 @@ def test_clipping_and_norms_in_a_metric(engine, name):
     wanted = {
         "norm": Norm(metric=metric),
         "gram": Gram(metric=metric),
-        "other": Gram(other, metric),
+        "other": Gram(other, metric=metric),
         "cosine": CosineSimilarity(metric=metric),
         "clipped": ClippedSum(bound, metric=metric),
         "plain": Norm(),

@@ -17,11 +17,11 @@ from persample.factors import Dense, Factor, Op, contractions, sum_factors
 from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.units import Units, starts
+from persample.inputs.units import Order, Units, starts
 from persample.merge import Stacked
 from persample.reductions.base import Reductions
 from persample.utils import trees
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Tree
 
 _FACTORS = frozenset[str]({Op.weighted_sum})  # operations for which engines keep factors of any size
 
@@ -128,18 +128,12 @@ def _rows(gradients: Gradients, index: slice | Tensor) -> Gradients:
     )
 
 
-def in_first_order(chunked: Call, merged: Tree, reductions: Reductions) -> Tree:
+def in_first_order(order: Order, merged: Tree, reductions: Reductions) -> Tree:
     """Return merged leaves in the order of the batch: rows of samples, and rows of units by their first samples."""
-    if chunked.order is None:
-        return merged
     leaves, connected = merged
 
     def sorted_rows(places: Tensor, tree: Tree) -> Tree:
         return trees.tree_map(lambda x: x.at(places) if isinstance(x, Stacked) else x, tree)
 
     pairs = zip(reductions.reductions, leaves, strict=True)
-    order = chunked.order
-    ordered: list[Leaf] = [
-        sorted_rows(order.places if one.rows_of_samples else order.units, tree) for one, tree in pairs
-    ]
-    return ordered, connected
+    return [sorted_rows(order.places if one.rows_of_samples else order.units, tree) for one, tree in pairs], connected
