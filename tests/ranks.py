@@ -102,6 +102,21 @@ def to_a_folder(shard, rank, group, folder):
     return results, torch.utils._pytree.tree_map(torch.equal, results, run(False))
 
 
+def of_units(rank, group, folder):
+    """Units that reach over batches, all samples of each on one rank; and in a folder, by whole batches."""
+    ids = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 4])
+    units = torch.arange(5).tensor_split(1 if group is None else group.size())[rank]
+    index = torch.isin(ids, units).nonzero()[:, 0]
+    wanted = PER_SAMPLE | {"ids": ps.UnitIds(), "gram": ps.Gram(), "clipped": ps.ClippedMean(0.5)}
+    options = {"group": group, "order": "contiguous", "unit": lambda batch: batch[1]}
+
+    def run(size, wanted, **more):
+        batches = [(draw(12, 3)[part], ids[part].to(DEVICE)) for part in index.split(size)]
+        return accumulate(lambda w, x, _: affine(w, x), draw(3), batches, wanted, **options, **more)
+
+    return run(2, wanted), run(12, PER_SAMPLE, sink=f"{folder}/units-{group is None}")
+
+
 def of_ddp(rank, group):
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double().to(DEVICE)
@@ -172,10 +187,12 @@ def fails(where):
         source = {"loss": many, "source": batches(), "order": many, "average": [draw(1 - rank, 3)]}.get(where, many)
         randomness = "same" if where == "randomness" and rank else "error"
         wanted = ps.Norm() if where == "order" else wanted
-        size = -1 if where == "chunk_size" and rank else None
-        return accumulate(
-            loss, params, source, wanted, group=group, order=order, randomness=randomness, chunk_size=size
-        )
+        options = {"chunk_size": -1 if where == "chunk_size" and rank else None, "randomness": randomness}
+        if where in {"shared unit", "units and aux"}:
+            options["unit"] = [torch.tensor([number, number]) for number in range(3)]
+            wanted = ps.Aux() if where == "units and aux" else wanted
+            order = "interleaved" if where == "units and aux" else order
+        return accumulate(loss, params, source, wanted, group=group, order=order, **options)
 
     return step
 
@@ -191,7 +208,19 @@ PARAMETERS = {  # that differ between two ranks
 }
 FAILURES = {
     name: fails(name)
-    for name in ("loss", "source", "params", "chunk_size", "forms", "order", "average", *DIFFERENT, *PARAMETERS)
+    for name in (
+        "loss",
+        "source",
+        "params",
+        "chunk_size",
+        "forms",
+        "order",
+        "average",
+        "units",
+        "units and aux",
+        *DIFFERENT,
+        *PARAMETERS,
+    )
 }
 
 
@@ -201,6 +230,7 @@ def everything(rank, group, folder):
         found["weighted", shard] = weighted(shard, rank, group)
         found["outputs", shard] = of_outputs(shard, rank, group)
         found["sink", shard] = to_a_folder(shard, rank, group, folder)
+    found["units"] = of_units(rank, group, folder)
     found["ddp"], found["same"] = of_ddp(rank, group), same_numbers(rank, group)
     return found
 

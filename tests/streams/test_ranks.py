@@ -68,6 +68,11 @@ def test_folders(found, alone, shard):
         assert all(torch.utils._pytree.tree_leaves(again))
 
 
+def test_units(found, alone):
+    for rank in found:
+        assert_trees_close(rank["units"], alone["units"], 1e-9)
+
+
 def test_a_ddp_module_is_unwrapped_with_a_note(found, alone):
     for result, notes in (rank["ddp"] for rank in found):
         assert_trees_close(result, alone["ddp"][0], 1e-9)
@@ -104,6 +109,11 @@ def test_sums_take_one_collective_for_each_dtype(found):
         ("forms", ("LossError: accumulate: expected results of one form on all ranks.*rank 1",) * 2),
         ("order", (r"ArgumentError: order: expected \[8, 7\] for 'interleaved', received \[6, 9\] samples",) * 2),
         ("average", (r"ArgumentError: Variance\(\): expected samples .*received B = 1",) * 2),
+        (
+            "shared unit",
+            ("ArgumentError: unit: expected units of one process each, received id 0 on ranks 0 and 1",) * 2,
+        ),
+        ("units and aux", (r"ArgumentError: order: expected 'contiguous' for rows of samples \(Aux\)",) * 2),
         ("reductions", (r"ArgumentError: reduce: expected the same on all ranks, .*0: Norm.*; rank 1: Variance",) * 2),
         (
             "option",
