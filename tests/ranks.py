@@ -216,7 +216,7 @@ FAILURES = {
         "forms",
         "order",
         "average",
-        "units",
+        "shared unit",
         "units and aux",
         *DIFFERENT,
         *PARAMETERS,
