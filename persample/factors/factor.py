@@ -372,7 +372,15 @@ class Dense(Factor):
     def joined_rows(self, count: int) -> Dense:
         """Return the factor of the sums of ``count`` consecutive gradients each, in float32 at least."""
         dtype = numerics.accumulate_dtype(self.dtype)
+        if len(self) and self.values.stride()[0] == 0:  # one row for all, as that of an unused parameter
+            return replace(self, values=(self.values[:1] * count).expand(len(self) // count, *self.shape))
         return replace(self, values=contractions.split_rows(self.values, count).sum(1, dtype=dtype))
+
+    def spread(self, places: Tensor, rows: int) -> Dense:
+        """Return the factor of ``rows`` samples, the gradients at places ``[B]``, and zeros elsewhere."""
+        if len(self) and tracing.are_plain([self.values]) and is_zeros(self):
+            return replace(self, values=self.values[:1].expand(rows, *self.shape))
+        return super().spread(places, rows)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
