@@ -265,7 +265,7 @@ FAULTS = {
         by_autograd(lambda x: torch.baddbmm(torch.nan * x, x[..., :0], x[:, :0], beta=0), numbers(2, 1, 3, 3)),
     ),
     "written columns": Fault(
-        "vmap_rules/indexing.py: setitem_unread",
+        "vmap_rules/indexing.py: setitem",
         mapped(written_column, numbers(2, 3, 2), torch.tensor([[0], [1]]), numbers(2, 3, 1)),
     ),
     "squeeze": Fault("vmap_rules/indexing.py: of_scalar", mapped(lambda x: x.squeeze(-1), WEIGHTS)),

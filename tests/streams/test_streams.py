@@ -81,7 +81,8 @@ def test_batches_like_an_earlier_one_run_its_program_at_once():
 
     for size in (2, 1):  # a variance of one sample is that of a part
         first, few, many = (entered(size, batches) for batches in (2, 8, 24))
-        assert many - few < 16 * 1.5 * AT_ONCE < first
+        assert many - few < 16 * 1.5 * AT_ONCE
+        assert first > 10 * AT_ONCE
     weighted = accumulate(loss, w, x.split(2), ps.Mean(), weights=lambda x: x[:, 0].abs(), engine="traced")
     assert_trees_close(weighted, per_sample_grads(loss, w, x, ps.Mean(), weights=x[:, 0].abs()), 1e-9)
 
