@@ -139,6 +139,22 @@ def test_units_of_a_program_are_remembered():
     close(found, by_loop(net, batch, other)[1].norm(dim=1))
 
 
+def test_units_of_a_compiled_program():
+    w, x = {"a": torch.randn(4, 3).double(), "b": torch.randn(4).double()}, torch.randn(12, 3).double()
+    ids = torch.arange(4).repeat(3)
+    each = per_sample_grads(lambda w, x: w["b"] @ torch.tanh(w["a"] @ x), w, x)
+    rows = torch.cat([each["a"].flatten(1), each["b"]], 1)
+    grads = torch.stack([rows[ids == unit].sum(0) for unit in range(4)])
+    wanted = {"norm": Norm(), "sum": ClippedSum(0.5)}
+    for unit, batch in ((ids, x), (3, x[ids.argsort(stable=True)])):
+        found = per_sample_grads(
+            lambda w, x: w["b"] @ torch.tanh(w["a"] @ x), w, batch, wanted, unit=unit, engine="compiled"
+        )
+        norms = grads.norm(dim=1)
+        close(found["norm"], norms)
+        close(flat(found["sum"]), ((0.5 / norms).clamp(max=1)[:, None] * grads).sum(0))
+
+
 def test_units_of_rows_of_outputs():
     x, w = torch.randn(6, 3).double(), torch.randn(2, 3).double()
     ids = torch.tensor([0, 1, 0, 2, 2, 2])
