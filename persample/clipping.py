@@ -1,8 +1,8 @@
 """Clipping rules: how the gradient of a sample, or of a unit, is scaled by its norm, so that it has a bounded one.
 
 A rule takes the place of a bound in ``ClippedSum`` and ``ClippedMean``, and of a function in ``WeightedSum``. Under
-every rule no gradient has a norm above C afterwards. C = 0 gives zeros, zero gradients stay zero, and a gradient with
-infinity or NaN makes the result NaN.
+every rule no gradient has a norm above C afterwards. C = 0 gives zeros, and zero gradients stay zero. NaN in a gradient
+makes the result NaN, and infinity makes it NaN there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ Bound = float | Tensor
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """A scale s(‖g‖) >= 0 with s(‖g‖) ‖g‖ <= C for all g.
+    """A scale s(‖g‖) >= 0 with s(‖g‖) ‖g‖ <= C for all g. Rules of your own are frozen dataclasses, too.
 
     Args:
         max_norm: the bound C, a number or 0-d tensor in [0, ∞).
     """
 
     max_norm: Bound
+
+    def __init_subclass__(cls) -> None:
+        if "__init__" in vars(cls):  # programs make rules again, from their fields
+            raise TypeError(f"{cls.__name__}: expected a dataclass, received a class with __init__. Declare fields.")
 
     def __post_init__(self) -> None:
         check_bound("max_norm", self.max_norm)
@@ -99,9 +103,9 @@ class Normalize(Rule):
     """
 
     def scale(self, norm: Tensor) -> Tensor:
-        """Return C / ‖g‖, and 1 of a zero gradient."""
+        """Return C / ‖g‖, and 0 for a zero gradient."""
         is_zero = norm == 0
-        return (_bound_like(self.max_norm, norm) / norm.masked_fill(is_zero, 1)).masked_fill(is_zero, 1)
+        return (_bound_like(self.max_norm, norm) / norm.masked_fill(is_zero, 1)).masked_fill(is_zero, 0)
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def next_bound(max_norm: float, norms: Tensor, quantile: float = 0.5, rate: floa
 def check_bound(argument: str, bound: Leaf) -> None:
     """Reject a bound that is no number from 0 to ∞."""
     number = (isinstance(bound, Real) and not isinstance(bound, bool)) or (
-        isinstance(bound, Tensor) and bound.ndim == 0
+        isinstance(bound, Tensor) and bound.ndim == 0 and not bound.is_complex()
     )
     if not number or not (_has_no_value(bound) or bound >= 0):
         fix = "Pass the largest norm that one sample may contribute; inf clips nothing."

@@ -144,7 +144,8 @@ def explain(
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``.
-        unit: as in ``per_sample_grads``: the rows are those of the gradients of units.
+        unit: as in ``per_sample_grads``: the rows are those of the gradients of units, of the largest if their sizes
+            differ.
         memory: as in ``per_sample_grads``.
         engine: "eager" (also for what "auto" stores), or "traced" or "compiled" to list the engine's programs: their
             seconds are what the first calls took, which later calls have to save.

@@ -213,7 +213,7 @@ def per_sample_grads(
 
         def first() -> list[Leaf]:
             if engine in PROGRAMS:
-                return compiled(call, reductions, chunk_size, asked, into, engine=engine)
+                return compiled(call, reductions, chunk_size, None if has_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
         with unwritten(call):

@@ -20,7 +20,8 @@ from persample.inputs.call import Call
 from persample.inputs.units import Order, Units, starts
 from persample.merge import Stacked
 from persample.reductions.base import Reductions
-from persample.utils import trees
+from persample.utils import rng, trees
+from persample.utils.numerics import accumulate_dtype
 from persample.utils.trees import Tree
 
 _FACTORS = frozenset[str]({Op.weighted_sum})  # operations for which engines keep factors of any size
@@ -39,7 +40,9 @@ def of_units(
     units, plan = chunk.units or Units(1), chunk.plan(ops)
     samples = replace(chunk, units=None)
     if chunk.size > (units.most or chunk.size):  # one unit, a part at a time
-        parts = [_summed(engine(part, _FACTORS), units.scale, part.size) for part in samples.chunks(units.most)]
+        chunks = samples.chunks(units.most)
+        chunks = rng.replayed(chunks) if chunk.randomness == "same" else chunks
+        parts = [_summed(engine(part, _FACTORS), units.scale, part.size) for part in chunks]
         yield _stored(_added(parts, units.ids), plan)
         return
     gradients = engine(samples, _FACTORS)
@@ -82,13 +85,15 @@ def _summed(gradients: Gradients, scale: float, count: int) -> Gradients:
     if weights is not None:
         factors = tuple(factor.scale_rows(weights) for factor in gradients.weighted_factors)
         each = contractions.per_row(weights, losses)
-        losses = (torch.where(each == 0, 0, losses) * each).to(losses.dtype)
+        losses = torch.where(each == 0, 0, losses) * each
         weights = contractions.split_rows((weights != 0).double(), count).amax(1)
-    factors = tuple(factor.joined_rows(count) if count > 1 else factor for factor in factors)
-    losses = contractions.split_rows(losses, count).sum(1)
+    # Half precision is added up in float32, also by those who add the parts of one unit.
+    factors = tuple(x.joined_rows(count) if count > 1 or x.dtype.itemsize < 4 else x for x in factors)
+    losses = contractions.split_rows(losses, count).sum(1, dtype=accumulate_dtype(losses.dtype))
     if scale != 1:
         losses = losses * scale
         factors = tuple(factor.times(scale) for factor in factors)
+    losses = losses.to(gradients.losses.dtype)
     return replace(gradients, factors=factors, losses=losses, weights=weights, are_of_units=True)
 
 

@@ -189,7 +189,8 @@ def fails(where):
         wanted = ps.Norm() if where == "order" else wanted
         options = {"chunk_size": -1 if where == "chunk_size" and rank else None, "randomness": randomness}
         if where in {"shared unit", "units and aux"}:
-            options["unit"] = [torch.tensor([number, number]) for number in range(3)]
+            first = 2 * rank if where == "shared unit" else 0  # the last unit of rank 0 is the first of rank 1
+            options["unit"] = [torch.tensor([number, number]) for number in range(first, first + 3)]
             wanted = ps.Aux() if where == "units and aux" else wanted
             order = "interleaved" if where == "units and aux" else order
         return accumulate(loss, params, source, wanted, group=group, order=order, **options)

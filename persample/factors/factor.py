@@ -193,7 +193,9 @@ class Factor(ABC):
         return self.times_elements(rows.view(-1, *[1] * columns.ndim) * columns)
 
     def times(self, scale: float) -> Factor:
-        """Return the factor of s gᵢ, in which the first tensor is multiplied."""
+        """Return the factor of s gᵢ, in float32 at least."""
+        if numerics.accumulate_dtype(self.dtype) != self.dtype:
+            return self.scale_rows(self.tensors[0].new_full(self.sizes, scale, dtype=torch.float64))
         first, *others = self.tensors
         return self.with_tensors([first * scale, *others])
 

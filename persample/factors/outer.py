@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -211,11 +212,29 @@ class Outer(Factor):
             pairs = _pairs(self.balanced(dtype), other.balanced(dtype))
             left, right = (_products(a.to(dtype), b.to(dtype)) for a, b in pairs)
             return left[0] * right[0] if len(left) == 1 else (left * right).sum(0)
+        groups, rows, columns = self.block
+        pairs_of_terms = self.num_terms * other.num_terms
+        if groups == 1 and not (self.outputs or other.outputs) and pairs_of_terms * (rows + columns) <= rows * columns:
+            return self._gram_by_terms(other, dtype)
         if not self.has_rows:
             return super().gram(other, dtype)
         wide = contractions.gram_dtype(self.dtype, other.dtype)
         one = self.converted(wide)
         return one.gram_by_rows(one if other is self else other.converted(wide), dtype)
+
+    def _gram_by_terms(self, other: Outer, dtype: torch.dtype) -> Tensor:
+        """Return ⟨gᵢ, hⱼ⟩ by the products of all pairs of terms, in float64, as these may cancel."""
+        theirs = [x.squeeze(1).flatten(0, 1).double() for x in (other.left, other.right)]
+        terms = (self.num_terms, len(other), other.num_terms)
+
+        def products(left: Tensor, right: Tensor) -> Tensor:
+            mine = (x.squeeze(1).flatten(0, 1).double() for x in (left, right))
+            of_left, of_right = (one @ two.mT for one, two in zip(mine, theirs, strict=True))
+            return (of_left * of_right).view(len(left), *terms).sum((1, 3)).to(dtype)
+
+        step = cost_model.rows_per_block(len(self), math.prod(terms), self.device)
+        blocks = [products(*rows) for rows in zip(self.left.split(step), self.right.split(step), strict=True)]
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
     def converted(self, dtype: torch.dtype) -> Outer:
         """Return the same gradients with operands in a dtype."""

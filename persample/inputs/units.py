@@ -14,7 +14,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.reductions import Reduction
 from persample.utils import trees
-from persample.utils.tracing import is_batched
+from persample.utils.tracing import is_batched, is_wrapped
 from persample.utils.trees import Leaf, Tree
 
 UnitReduce: TypeAlias = Literal["sum", "mean"]
@@ -165,10 +165,15 @@ def as_ids(unit: Leaf, size: int) -> Ids:
     """Return the ids of B samples' units as an array; those of a GPU are read once."""
     ids = unit
     if isinstance(unit, Tensor) and not is_batched(unit):
-        ids = unit.detach().cpu().numpy() if not unit.dtype.is_floating_point else unit
+        if not unit.dtype.is_floating_point:  # of a transform's wrapper, NumPy cannot read the memory
+            ids = np.asarray(unit.tolist(), dtype=np.int64) if is_wrapped(unit) else unit.cpu().numpy()
     elif not isinstance(unit, Tensor):
         ids = np.asarray(unit) if isinstance(unit, list | tuple | np.ndarray) else unit
-    if isinstance(ids, np.ndarray) and ids.shape == (size,) and (ids.dtype.kind in "iu" or not size):
+    if (
+        isinstance(ids, np.ndarray)
+        and ids.shape == (size,)
+        and (not size or (ids.dtype.kind in "iu" and ids.max() <= np.iinfo(np.int64).max))
+    ):
         return ids.astype(np.int64)
     received = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, np.ndarray | Tensor) else repr(unit)
     fix = "Number what is no integer: ids = numpy.unique(names, return_inverse=True)[1]."
@@ -199,7 +204,7 @@ def weights_of_samples(
             return None, replace(units, scale=1 / units.sizes), None
         return (1 / sizes.double()).repeat_interleave(sizes), units, None
     numbers = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
-    counts = torch.zeros(len(sizes), dtype=torch.float64, device="cpu").index_add_(0, numbers, (weights != 0).double())
+    counts = torch.zeros(len(sizes), dtype=torch.float64, device="cpu").index_add(0, numbers, (weights != 0).double())
     if reduce == "mean":
         total = torch.zeros_like(counts).index_add(0, numbers, weights)
         if not is_batched(weights) and bool((weights < 0).any()):

@@ -73,7 +73,8 @@ class Reduction:
 
         It is C for a sum of parts of norm C, 2C if a unit is replaced, and 2C/n for a mean of n. The noise of a
         Gaussian mechanism has this standard deviation times the noise multiplier. Gradients are finite; samples without
-        units have weights of at most 1 in size, and none in a mean. In another ``metric`` D, C is C √(max D), in the
+        units have weights of at most 1 in size, and none in a mean; losses have one output (of K, each is clipped by
+        itself: √K times as much). In another ``metric`` D, C is C √(max D), in the
         Euclidean norm.
 
         Source: Dwork, Roth, "The Algorithmic Foundations of Differential Privacy" (2014), definition 3.8.

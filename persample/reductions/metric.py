@@ -114,4 +114,5 @@ def largest_root(metric: Tree) -> float:
     """Return √(max D), of all parameters; 1 without a metric."""
     leaves, _ = flatten(metric, is_leaf=lambda x: isinstance(x, RankOne))
     parts = [leaf if isinstance(leaf, RankOne) else (leaf,) for leaf in leaves if leaf is not None]
-    return math.sqrt(max((math.prod(float(x.max()) for x in part) for part in parts), default=1.0))
+    largest = [math.prod(float(x.max()) for x in part) for part in parts if all(x.numel() for x in part)]
+    return math.sqrt(max(largest, default=1.0))

@@ -68,7 +68,11 @@ class _Clipped(_ScaledSum):
 
     def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:
         """Return the largest Euclidean norm that a unit's part of the sum may have."""
-        return largest_norm(self.max_norm, num_params, per_param=self.per_param) * largest_root(self.metric)
+        largest = largest_norm(self.max_norm, num_params, per_param=self.per_param) * largest_root(self.metric)
+        if not largest < math.inf:
+            fix = "Pass finite bounds, and a finite metric."
+            raise ArgumentError.about("max_norm", expected="a bound on every gradient", received="inf", fix=fix)
+        return largest
 
 
 @dataclass(frozen=True)
@@ -260,9 +264,6 @@ def largest_norm(
             raise ArgumentError.about("num_params", expected=expected, received=repr(num_params), fix=fix)
         number = float(bound.max_norm if isinstance(bound, Rule) else bound)
         squares += number**2 * (own if per_param and own else 1)
-    if not squares < math.inf:
-        fix = "Pass a finite bound."
-        raise ArgumentError.about("max_norm", expected="a bound on every gradient", received="inf", fix=fix)
     return math.sqrt(squares)
 
 

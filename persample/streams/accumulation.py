@@ -146,6 +146,9 @@ def accumulate(
             "outputs": outputs,
             "memory": memory,
         }
+        if isinstance(unit, int) and (isinstance(unit, bool) or unit < 1):
+            fix = "Pass how many consecutive samples are a unit, or ids."
+            raise ArgumentError.about("unit", expected="a positive int", received=repr(unit), fix=fix)
         has_ids = unit is not None and not is_count(unit)
         # A folder takes rows, and the numbers of its sums, by batch; rows of units by ids are sorted by batch.
         merges = engine in PROGRAMS and sink is None and not has_ids
@@ -164,6 +167,7 @@ def accumulate(
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
         lift, container, *_ = prepared
         options = {"order": order, "randomness": randomness, "sink": repr(sink), "unit_reduce": unit_reduce}
+        options["unit"] = repr(unit) if unit is None or is_count(unit) else "ids"
         return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
 
     lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)

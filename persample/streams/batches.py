@@ -81,7 +81,7 @@ def _entries(argument: str, given: object) -> Callable[[Leaf], Leaf]:
         found = next(entries, _END)
         if (found is _END) != (content is _END):
             fewer = "fewer entries than batches" if found is _END else "more entries than batches"
-            fix = "Pass None for a batch whose samples count once."
+            fix = "Pass [B] for each batch" + (", or None where samples count once." if argument == "weights" else ".")
             raise ArgumentError.about(argument, expected="one entry for each batch", received=fewer, fix=fix)
         return found
 

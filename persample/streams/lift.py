@@ -91,17 +91,18 @@ class BatchLift:
 
     def __call__(
         self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
-    ) -> Call:
-        """Compute one batch, and return it, normalized.
+    ) -> list[Call]:
+        """Compute one batch, and return what was computed: it, or samples that have waited and it.
 
         ``receive`` gets the leaves of each chunk, and the chunk; if ``merges``, the total, and the leaves that are not
         part of it.
         """
 
-        def compute() -> Call:
-            call = self._normalized(batch)
-            self._compute(call, batch, total, receive)
-            return call
+        def compute() -> list[Call]:
+            calls = self._normalized(batch)
+            for call in calls:
+                self._compute(call, batch, total, receive)
+            return calls
 
         with InBatch(batch.name):
             return isolated(self.params, compute)
@@ -161,7 +162,7 @@ class BatchLift:
             self.wanted,
             container=None,
             out=None,
-            options=(self.engine, *self.options.values(), self.chunk_size, batch.unit),
+            options=(self.engine, *self.options.values(), self.chunk_size, batch.unit, self.units.reduce),
             total=total,
             flat_params=self._flat_params,
         )
@@ -178,11 +179,11 @@ class BatchLift:
         return (tensors or inputs.check_params(self.params).tensors)[0].device
 
     def normalized(self, batch: Batch) -> Call:
-        """Return a batch, normalized; nothing is computed."""
+        """Return a batch, normalized; nothing is computed, and no samples wait."""
         with InBatch(batch.name):
-            return isolated(self.params, lambda: self._normalized(batch))
+            return isolated(self.params, lambda: self._normalized(batch))[0]
 
-    def _normalized(self, batch: Batch) -> Call:
+    def _normalized(self, batch: Batch) -> list[Call]:
         call = inputs.normalize(
             self.loss_fn,
             self.params,

@@ -83,10 +83,11 @@ class Stream:
             return
         if batch.number == 0:  # here, where errors do not name the batch
             check_params(self.lift.params)
-        call = self.lift(batch, lambda: self.accumulator.total, self._receive)
-        self.accumulator.count(*call.counted)
+        calls = self.lift(batch, lambda: self.accumulator.total, self._receive)
+        for call in calls:
+            self.accumulator.count(*call.counted)
         if self.run is not None:
-            self.run.commit(batch, call, self.accumulator)
+            self.run.commit(batch, calls[-1], self.accumulator)
 
     def _receive(self, lifted: Tree, chunk: Call) -> None:
         given = chunk.tensors if chunk.weights is None else [*chunk.tensors, chunk.weights]

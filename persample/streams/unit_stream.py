@@ -40,25 +40,52 @@ class UnitStream:
         leaves = [x for x in trees.flatten(batch.content)[0] if isinstance(x, Tensor) and x.ndim]
         return self._held is None and is_count(batch.unit) and all(len(x) % batch.unit == 0 for x in leaves)
 
-    def whole(self, call: Call, unit: Leaf) -> Call:
-        """Return the samples of whole units among those that wait and those of a batch."""
+    def whole(self, call: Call, unit: Leaf) -> list[Call]:
+        """Return the samples of whole units, of those that wait and those of a batch; apart where they do not fit."""
         if unit is None or (is_count(unit) and not self.waits):
-            return call if unit is None else with_units(call, unit, self.reduce, self.wanted)
-        ids = unit if is_count(unit) else as_ids(unit, call.size)
+            return [call if unit is None else self._of_units(call, unit)]
+        ids = unit if isinstance(unit, int) else as_ids(unit, call.size)
+        ready: list[Call] = []
         if self._held is not None:
             before, of_before = self._held
-            call = _joined(before, call)
-            ids = unit if is_count(unit) else np.concatenate([of_before, ids])
+            misfit = _misfit(before, call)
+            continues = isinstance(ids, int) or bool(np.isin(of_before[:1], ids).any())
+            if misfit and continues:
+                fix = "Begin a batch with a new unit where it changes, or pad the batches to one size."
+                expected = f"{misfit} to be the same in all batches of a unit"
+                raise ArgumentError.about("unit", expected=expected, received="another", fix=fix)
+            if misfit:
+                ready = [self._last(before, of_before)]
+            else:
+                call = _joined(before, call)
+                ids = ids if isinstance(ids, int) else np.concatenate([of_before, ids])
         waiting = self._unfinished(ids, call.size)
-        self._held = _some(call, ids, waiting) if waiting.any() else None
-        return with_units(*_some(call, ids, ~waiting), self.reduce, self.wanted)
+        self._held = None
+        if waiting.any():
+            self._held = _some(call, ids, waiting)
+            call, ids = _some(call, ids, ~waiting)
+        return [*ready, self._of_units(call, ids)]
 
     def rest(self) -> Call | None:
         """Return the samples of the last unit."""
         if self._held is None:
             return None
-        call, ids = self._held
-        return with_units(call, ids, self.reduce, self.wanted)
+        call, unit = self._held
+        if isinstance(unit, int):
+            expected, received = (
+                "a divisor of the number of samples in all batches",
+                f"{unit}, which leaves {call.size}",
+            )
+            fix = "Leave the last samples out, or pass the ids of the samples' units."
+            raise ArgumentError.about("unit", expected=expected, received=received, fix=fix)
+        return self._last(call, unit)
+
+    def _last(self, call: Call, ids: Ids) -> Call:
+        self.done |= {int(x) for x in ids[:1]}
+        return self._of_units(call, ids)
+
+    def _of_units(self, call: Call, unit: int | Ids) -> Call:
+        return with_units(call, unit, self.reduce, self.wanted)
 
     def check_ranks(self, processes: Processes) -> None:
         """Reject units whose samples several processes have."""
@@ -96,8 +123,6 @@ class UnitStream:
 
 def _some(call: Call, unit: int | Ids, chosen: Tensor) -> tuple[Call, int | Ids]:
     """Return some samples, in memory of their own, and their units."""
-    if chosen.all():
-        return call, unit
     index = chosen.nonzero()[:, 0].to(call.params[0].device)
     params, leaves = call.at(index)
     weights = None if call.weights is None else call.weights[index]
@@ -105,17 +130,32 @@ def _some(call: Call, unit: int | Ids, chosen: Tensor) -> tuple[Call, int | Ids]
     return call, unit if isinstance(unit, int) else unit[chosen.numpy()]
 
 
-def _joined(before: Call, call: Call) -> Call:
-    """Return the samples of both."""
+def _misfit(before: Call, call: Call) -> str:
+    """Return what keeps the samples of two batches from being one batch, or ""."""
+    if before.loss.batch != call.loss.batch or before.leaves_batched != call.leaves_batched:
+        return "the structure of the samples"
     if (before.weights is None) != (call.weights is None):
-        fix = "Pass weights for all batches, or for none."
-        expected = "weights of all samples of a unit, or of none"
-        raise ArgumentError.about("weights", expected=expected, received="some", fix=fix)
+        return "whether there are weights"
+    for x, y, split in zip(before.leaves, call.leaves, call.leaves_batched, strict=True):
+        if split and (x.shape[1:], x.dtype) != (y.shape[1:], y.dtype):
+            return "the shape of a sample"
+        if not split and not _is_same(x, y):
+            return "what all samples share"
+    return ""
+
+
+def _is_same(one: Leaf, other: Leaf) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other or bool(one == other)
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return alike and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _joined(before: Call, call: Call) -> Call:
+    """Return the samples of both, which share what they share."""
 
     def both(one: Sequence[Leaf], other: Sequence[Leaf], batched: Sequence[bool]) -> tuple[Leaf, ...]:
-        return tuple(
-            torch.cat([x, y]) if split else _same(x, y) for x, y, split in zip(one, other, batched, strict=True)
-        )
+        return tuple(torch.cat([x, y]) if split else y for x, y, split in zip(one, other, batched, strict=True))
 
     weights = [x.weights for x in (before, call) if x.weights is not None]
     return replace(
@@ -125,13 +165,3 @@ def _joined(before: Call, call: Call) -> Call:
         leaves=both(before.leaves, call.leaves, call.leaves_batched),
         weights=torch.cat(weights) if weights else None,
     )
-
-
-def _same(one: Leaf, other: Leaf) -> Leaf:
-    """Return what all samples share, which must be the same in the batches of a unit."""
-    alike = one is other or (torch.equal(one, other) if isinstance(one, Tensor) else one == other)
-    if not alike:
-        fix = "Begin a batch with a new unit where it changes."
-        expected = "what all samples share to be the same in all batches of a unit"
-        raise ArgumentError.about("unit", expected=expected, received="another value", fix=fix)
-    return other

@@ -177,6 +177,79 @@ def test_units_have_derivatives():
     assert torch.autograd.gradcheck(penalty, w)
 
 
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+def test_parts_of_a_unit_draw_the_same_numbers(engine):
+    def dropped(w, x):
+        return (torch.nn.functional.dropout(w, 0.5) @ x - 1) ** 2
+
+    w, x = torch.randn(3).double(), torch.randn(12, 3).double()
+    found = []
+    for chunk_size in (None, 2):
+        torch.manual_seed(3)
+        options = {"unit": 4, "chunk_size": chunk_size, "randomness": "same", "engine": engine}
+        found.append(per_sample_grads(dropped, w, x, Sum(), **options))
+    close(found[1], found[0])
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+def test_units_in_half_precision(engine):
+    half, options = torch.ones((), dtype=torch.float16), {"engine": engine, "unit_reduce": "mean"}
+    losses = per_sample_grads(lambda w, x: w * x, half, torch.full((2,), 4e4).half(), Loss(), unit=2, **options)
+    assert losses.tolist() == [40000]
+    norm = per_sample_grads(
+        lambda w, x: (w @ x).sum() * 6e-8, torch.zeros(4, 3).half(), torch.ones(6, 3).half(), Norm(), unit=6, **options
+    )
+    assert abs(float(norm) / 2.0648e-7 - 1) < 1e-3
+    for chunk_size in (None, 1, 100):
+        found = per_sample_grads(
+            lambda w, x: w * x,
+            half.bfloat16(),
+            torch.ones(1024).bfloat16(),
+            (Norm(), Sum()),
+            unit=1024,
+            chunk_size=chunk_size,
+            engine=engine,
+        )
+        assert [float(x) for x in found] == [1024, 1024]
+
+
+def test_ids_of_a_program_do_not_disturb_later_calls():
+    def own(w, x, y):
+        return (w @ x - y) ** 2
+
+    w, x, y, ids = torch.randn(3), torch.randn(12, 3), torch.randn(12), torch.arange(12) // 3
+    options = {"in_dims": (None, (0, 0)), "engine": "traced"}
+    expected = per_sample_grads(own, w, (x, y), Norm(), unit=3)
+    for unit in (ids, 3, ids.numpy(), 3, ids):
+        torch.testing.assert_close(per_sample_grads(own, w, (x, y), Norm(), unit=unit, **options), expected)
+    assert len(per_sample_grads(own, w, (x, y), Norm(), **options)) == 12
+
+
+def test_units_under_transforms_of_the_caller():
+    w, x, ids = torch.randn(3).double(), torch.randn(12, 3).double(), torch.arange(12) // 3
+
+    def own(w, x):
+        return (w @ x - 1) ** 2
+
+    def total(w, unit):
+        return per_sample_grads(own, w, x, Norm(), unit=unit).sum()
+
+    close(torch.func.grad(total)(w, ids), torch.func.grad(total)(w, ids.tolist()))
+    weights = torch.rand(4, 12).double()
+    found = torch.func.vmap(lambda q: per_sample_grads(own, w, x, Norm(), unit=ids, weights=q))(weights)
+    close(found, torch.stack([per_sample_grads(own, w, x, Norm(), unit=ids, weights=q) for q in weights]))
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_gram_of_few_terms_that_cancel(engine):
+    w, x = torch.randn(40, 30).double(), torch.randn(12, 30).double()
+    x[1::2] = -x[::2] + 1e-6 * x[1::2]
+    each = per_sample_grads(lambda w, x: (w @ x).square().sum(), w, x).flatten(1)
+    grads = each.unflatten(0, (6, 2)).sum(1)
+    found = per_sample_grads(lambda w, x: (w @ x).square().sum(), w, x, Gram(), unit=2, engine=engine)
+    close(found, grads @ grads.T)
+
+
 def test_fisher_vector_product_of_units():
     net, batch = made()
     ids = UNITS["ragged"][1]

@@ -116,6 +116,14 @@ def test_clipping_bounds_of_rules_change_without_a_new_program():
     assert compilations() == before + 1
 
 
+def test_rules_are_dataclasses():
+    with pytest.raises(TypeError, match=r"Mine: expected a dataclass, received a class with __init__\. Declare fields"):
+
+        class Mine(clipping.Rule):
+            def __init__(self, max_norm):
+                pass
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [

@@ -96,7 +96,7 @@ def test_unit_that_comes_again_later():
     parts = pieces([12, 12], *batch)
     with pytest.raises(ArgumentError, match=r"batches\[1\]: unit: expected .*received id 0 again, after other units"):
         accumulate(loss, net, parts, Mean(), unit=lambda batch: torch.tensor([0, 1] * 6))
-    with pytest.raises(ArgumentError, match="unit: expected a positive int that divides B = 4, received 5"):
+    with pytest.raises(ArgumentError, match=r"unit: expected a divisor of .* all batches, received 5, which leaves 4"):
         accumulate(loss, net, parts, Mean(), unit=5)
 
 
@@ -110,5 +110,51 @@ def test_what_samples_of_a_unit_share_is_the_same_in_all_batches():
 def test_weights_of_all_samples_of_a_unit():
     batches = [torch.ones(2), torch.ones(2)]
     options = {"weights": [torch.ones(2), None], "unit": [torch.zeros(2, dtype=torch.long)] * 2}
-    with pytest.raises(ArgumentError, match="weights: expected weights of all samples of a unit, or of none"):
+    with pytest.raises(ArgumentError, match="unit: expected whether there are weights to be the same in all"):
         accumulate(lambda w, x: w * x, torch.tensor(1.0), batches, Mean(), **options)
+
+
+def test_samples_that_wait_are_copied():
+    def batches():
+        buffer = torch.empty(2)
+        for values in ([1.0, 2.0], [3.0, 4.0]):
+            yield buffer.copy_(torch.tensor(values))
+
+    def own(w, x):
+        return w * x
+
+    assert accumulate(own, torch.tensor(0.0), batches(), Norm(), unit=4).tolist() == [10]
+    assert accumulate(own, torch.tensor(0.0), batches(), Norm(), unit=[[7, 7], [7, 8]]).tolist() == [6, 4]
+
+
+def test_batches_that_do_not_fit_together_have_units_of_their_own():
+    padded = [torch.ones(2, 3), torch.ones(2, 5)]
+    found = accumulate(lambda w, x: (w * x).sum(), torch.ones(()), padded, Norm(), unit=[[0, 0], [1, 1]])
+    assert found.tolist() == [6, 10]
+    with pytest.raises(ArgumentError, match="unit: expected the shape of a sample to be the same in all batches"):
+        accumulate(lambda w, x: (w * x).sum(), torch.ones(()), padded, Norm(), unit=[[0, 0], [0, 1]])
+    scaled = [(torch.ones(2), torch.tensor(s)) for s in (1.0, 2.0)]
+    options = {"in_dims": (None, (0, None)), "unit": [[0, 0], [1, 1]]}
+    found = accumulate(lambda w, x, scale: w * x * scale, torch.tensor(1.0), scaled, Norm(), **options)
+    assert found.tolist() == [2, 4]
+    keys = [{"a": torch.ones(2)}, {"b": torch.ones(2)}]
+    with pytest.raises(ArgumentError, match="unit: expected the structure of the samples to be the same"):
+        accumulate(lambda w, x: w * sum(x.values()), torch.tensor(1.0), keys, Norm(), unit=4)
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_programs_of_a_stream_depend_on_how_units_are_reduced(engine):
+    def own(w, x):
+        return w @ x
+
+    found = [
+        accumulate(own, torch.zeros(1), [torch.ones(4, 1)], Norm(), unit=2, unit_reduce=reduce, engine=engine).tolist()
+        for reduce in ("sum", "mean")
+    ]
+    assert found == [[2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize("unit", [0, True, -1])
+def test_a_number_of_samples_is_positive(unit):
+    with pytest.raises(ArgumentError, match="unit: expected a positive int, received"):
+        accumulate(lambda w, x: w * x, torch.tensor(1.0), [torch.ones(2)], Norm(), unit=unit)

@@ -26,14 +26,14 @@ from persample.utils.trees import Tree
 
 
 def compiled(
-    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked, out: object, *, engine: str
+    call: Call, reductions: Reductions, chunk_size: int | None, asked: Asked | None, out: object, *, engine: str
 ) -> list[object]:
     """Compute the result of every reduction by a program, as ``pipeline.run`` does with the eager engine.
 
-    By ``asked``, the next call like this one is recognized. ``out`` shares no memory with the inputs; if the program
-    wrote into its tensors, these are the results.
+    By ``asked``, the next call like this one is recognized; None if it is not to be. ``out`` shares no memory with the
+    inputs; if the program wrote into its tensors, these are the results.
     """
-    if call.size > (chunk_size or call.size) or call.order is not None or _is_irregular(call):
+    if asked is None or call.size > (chunk_size or call.size):
         lift = functools.partial(lift_compiled, reductions=reductions, engine=engine)
         return pipeline.run(call, lift, reductions, chunk_size)
     container = cast("trees.TreeSpec", asked.container)
