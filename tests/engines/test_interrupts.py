@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import os
 import random
@@ -518,3 +519,15 @@ def test_hooks_of_saved_tensors_are_taken_off(engine):
                 per_sample_grads(loss, nn.Linear(3, 2), torch.randn(4, 3), engine=engine)
             assert _torch.top_saved_tensors_hooks() is before or _torch.top_saved_tensors_hooks() == before
     assert _torch.top_saved_tensors_hooks() is None
+
+
+def test_a_capture_leaves_no_context_variables():
+    """Since torch 2.15 Dynamo notes there which objects it is at, and an interrupt would leave the note."""
+
+    def call():
+        clear_cache()
+        return per_sample_grads(lambda w, x: w["a"] @ x, {"a": torch.ones(3)}, torch.ones(2, 3), engine="traced")
+
+    before = dict(contextvars.copy_context().items())
+    call()
+    assert dict(contextvars.copy_context().items()) == before

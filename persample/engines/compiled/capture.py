@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
@@ -132,7 +133,9 @@ class Entry:
             self._has_warned = True
             raise LimitError
         try:
-            captured = after_imports(lambda: self._record(function, args))
+            # In a context of its own: since torch 2.15, an interrupted Dynamo leaves a mark in a context variable, by
+            # which it refuses constants from then on.
+            captured = after_imports(lambda: copy_context().run(self._record, function, args))
         except NewError as error:
             forget_entry(self)  # torch has marked its code
             raise UncapturableError(
