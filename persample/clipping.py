@@ -15,7 +15,7 @@ from numbers import Real
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.utils.tracing import is_batched, is_traced
+from persample.utils.tracing import is_unreadable
 from persample.utils.trees import Leaf
 
 Bound = float | Tensor
@@ -37,7 +37,7 @@ class Rule(ABC):
 
     def __post_init__(self) -> None:
         check_bound("max_norm", self.max_norm)
-        if not _has_no_value(self.max_norm) and not self.max_norm < math.inf:
+        if not _is_unreadable(self.max_norm) and not self.max_norm < math.inf:
             fix = "Pass the norm that gradients are scaled to, or ClippedSum(inf) for what clips nothing."
             raise ArgumentError.about("max_norm", expected="a finite number", received="inf", fix=fix)
 
@@ -183,7 +183,7 @@ def check_bound(argument: str, bound: Leaf) -> None:
     number = (isinstance(bound, Real) and not isinstance(bound, bool)) or (
         isinstance(bound, Tensor) and bound.ndim == 0 and not bound.is_complex()
     )
-    if not number or not (_has_no_value(bound) or bound >= 0):
+    if not number or not (_is_unreadable(bound) or bound >= 0):
         fix = "Pass the largest norm that one sample may contribute; inf clips nothing."
         raise ArgumentError.about(argument, expected="a number >= 0", received=repr(bound), fix=fix)
 
@@ -194,8 +194,8 @@ def check_positive(argument: str, number: object, fix: str) -> None:
         raise ArgumentError.about(argument, expected="a positive number", received=repr(number), fix=fix)
 
 
-def _has_no_value(bound: Leaf) -> bool:
-    return isinstance(bound, Tensor) and (is_batched(bound) or is_traced(bound))
+def _is_unreadable(bound: Leaf) -> bool:
+    return isinstance(bound, Tensor) and is_unreadable(bound)
 
 
 def _bound_like(bound: Bound, norm: Tensor) -> Tensor | float:

@@ -17,7 +17,7 @@ from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN
-from persample.inputs.units import UnitReduce, consecutive, is_count, reads_ids
+from persample.inputs.units import UnitReduce, consecutive, has_ids, reads_ids
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
 from persample.reductions.base import Reductions
@@ -177,14 +177,13 @@ def per_sample_grads(
         batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
-    has_ids = unit is not None and not is_count(unit)
-    if engine in PROGRAMS and has_ids and weights is None and in_dims == (None, 0) and not any(map(reads_ids, wanted)):
+    is_plain = weights is None and in_dims == (None, 0)
+    if engine in PROGRAMS and has_ids(unit) and is_plain and not any(map(reads_ids, wanted)):
         # As units of k samples, for which programs are remembered.
         batch, unit = consecutive(batch, unit) or (batch, unit)
-        has_ids = not is_count(unit)
     options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory, unit, unit_reduce
     asked = Asked(loss_fn, params, batch, wanted, container, out, options)
-    if engine in PROGRAMS and weights is None and not has_ids and (found := repeated(asked)) is not None:
+    if engine in PROGRAMS and weights is None and not has_ids(unit) and (found := repeated(asked)) is not None:
         return found[0]
 
     def compute() -> Tree:
@@ -213,7 +212,7 @@ def per_sample_grads(
 
         def first() -> list[Leaf]:
             if engine in PROGRAMS:
-                return compiled(call, reductions, chunk_size, None if has_ids else asked, into, engine=engine)
+                return compiled(call, reductions, chunk_size, None if has_ids(unit) else asked, into, engine=engine)
             return by(ENGINES[engine])
 
         with unwritten(call):

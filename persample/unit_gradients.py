@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from persample.factors import Dense, Factor, Op, contractions, sum_factors
 from persample.factors.cost_model import Plan
 from persample.gradients import Gradients
 from persample.inputs.call import Call
-from persample.inputs.units import Order, Units, starts
+from persample.inputs.units import Order, Units
 from persample.merge import Stacked
 from persample.reductions.base import Reductions
 from persample.utils import rng, trees
@@ -47,19 +48,13 @@ def of_units(
         return
     gradients = engine(samples, _FACTORS)
     sizes = units.of_each(chunk.size)
-    firsts = starts(sizes)
+    bounds = list(accumulate(sizes, initial=0))
     each = sum(factor.stored for factor in gradients.factors) // max(1, chunk.size)
     for group in units.groups(chunk.size, each):
-        rows = (
-            slice(firsts[group.start], firsts[group.stop] if group.stop < len(sizes) else chunk.size)
-            if sizes
-            else slice(0)
-        )
+        rows = slice(bounds[group.start], bounds[group.stop])
         some = gradients if rows == slice(0, chunk.size) else _rows(gradients, rows)
-        one = replace(
-            _padded(some, sizes[group], units.scale), unit_ids=None if units.ids is None else units.ids[group]
-        )
-        yield _stored(one, plan)
+        ids = None if units.ids is None else units.ids[group]
+        yield _stored(replace(_padded(some, sizes[group], units.scale), unit_ids=ids), plan)
 
 
 def _padded(gradients: Gradients, sizes: Sequence[int], scale: float) -> Gradients:

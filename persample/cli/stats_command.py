@@ -23,6 +23,7 @@ from persample.cli.figures import save_statistics
 from persample.cli.output import console, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
+from persample.inputs.units import has_ids
 from persample.streams.accumulator import Order
 from persample.utils.trees import Leaf, Tree
 
@@ -61,8 +62,7 @@ def statistics(
         (1, tensor([1., 5.]))
     """
     wanted = {"norms": Norm(), "losses": Loss(), "noise": NoiseScale(), "projected": Project(dim, seed=0)}
-    has_ids = unit is not None and not isinstance(unit, int)
-    reduce = {**wanted, "ids": UnitIds()} if has_ids else wanted
+    reduce = {**wanted, "ids": UnitIds()} if has_ids(unit) else wanted
     order: Order = "interleaved" if unit is None else "contiguous"
     found = accumulate(
         loss_fn, params, batches, reduce, engine=engine, group=group, progress=True, unit=unit, order=order
@@ -74,7 +74,7 @@ def statistics(
     def highest(values: Tensor) -> list[Report]:
         order = values.argsort(descending=True, stable=True)[:top].tolist()
         columns = {"norm": norms, "leverage": scores, "loss": losses}
-        indices = {i: int(found["ids"][i]) if has_ids else i for i in order}
+        indices = {i: int(found["ids"][i]) if has_ids(unit) else i for i in order}
         return [{"index": indices[i], **{name: column[i].item() for name, column in columns.items()}} for i in order]
 
     # torch.quantile refuses more than 16 million elements

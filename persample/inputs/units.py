@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -68,15 +67,17 @@ class Units:
 
         ``each`` is the number of elements that are stored for one sample.
         """
-        sizes = self.of_each(size)
+        if isinstance(self.sizes, int):
+            yield slice(0, self.count(size))
+            return
         start, total = 0, 0
-        for unit, own in enumerate(sizes):
+        for unit, own in enumerate(self.sizes):
             total += own
             padded = own * (unit + 1 - start)
             if padded > (_MOST_OF_FEW if padded * each < _FEW else _MOST_PADDING) * total:
                 yield slice(start, unit)
                 start, total = unit, own
-        yield slice(start, len(sizes))
+        yield slice(start, len(self.sizes))
 
 
 def one_size(sizes: Sequence[int]) -> int | tuple[int, ...]:
@@ -156,6 +157,11 @@ def is_count(unit: Leaf) -> bool:
     return type(unit) is int
 
 
+def has_ids(unit: Leaf) -> bool:
+    """Return whether units are given by ids."""
+    return unit is not None and not is_count(unit)
+
+
 def reads_ids(reduction: Reduction) -> bool:
     """Return whether a result depends on more of units than their samples: on ids, or on the order of samples."""
     return reduction.returns_ids or reduction.rows_of_samples
@@ -196,12 +202,12 @@ def weights_of_samples(
         The weights ``[B]``, the units with a scale where all samples share it, and ``[U]``: 0 for a unit whose samples
         all have weight 0, else 1; None for ones.
     """
+    if weights is None and reduce == "sum":
+        return None, units, None
+    if weights is None and isinstance(units.sizes, int):
+        return None, replace(units, scale=1 / units.sizes), None
     sizes = torch.tensor(units.of_each(size), dtype=torch.int64, device="cpu")
     if weights is None:
-        if reduce == "sum":
-            return None, units, None
-        if isinstance(units.sizes, int):
-            return None, replace(units, scale=1 / units.sizes), None
         return (1 / sizes.double()).repeat_interleave(sizes), units, None
     numbers = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
     counts = torch.zeros(len(sizes), dtype=torch.float64, device="cpu").index_add(0, numbers, (weights != 0).double())
@@ -213,8 +219,3 @@ def weights_of_samples(
             raise ArgumentError.about("weights", expected="no negative weight", received=received, fix=fix)
         weights = weights / torch.where(counts > 0, total, 1)[numbers]
     return weights, units, (counts > 0).double()
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Return the first sample of each unit."""
-    return list(accumulate(sizes, initial=0))[:-1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.factors import Factor
 from persample.gradients import Gradients, ParamSpec
-from persample.utils.tracing import is_batched, is_traced
+from persample.utils.tracing import is_unreadable
 from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, on_one_line
 from persample.utils.trees import structure as structure_of
 
@@ -47,7 +47,7 @@ def check_metric(metric: Tree, spec: ParamSpec) -> None:
                     f"shape {list(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
                 )
                 raise _rejected(name, expected, received)
-            if not (is_batched(part) or is_traced(part)) and part.numel() and not bool((part > 0).all()):
+            if not is_unreadable(part) and part.numel() and not bool((part > 0).all()):
                 raise _rejected(name, expected, f"{float(part.min()):g} among its numbers")
 
 

@@ -15,7 +15,7 @@ from persample._torch import transforms, uncaptured
 from persample.engines.compiled import PROGRAMS
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
-from persample.inputs.units import UnitReduce, is_count
+from persample.inputs.units import UnitReduce, has_ids
 from persample.pipeline import owned
 from persample.processes import Processes, check_group
 from persample.reductions import Reduce
@@ -149,9 +149,8 @@ def accumulate(
         if isinstance(unit, int) and (isinstance(unit, bool) or unit < 1):
             fix = "Pass how many consecutive samples are a unit, or ids."
             raise ArgumentError.about("unit", expected="a positive int", received=repr(unit), fix=fix)
-        has_ids = unit is not None and not is_count(unit)
         # A folder takes rows, and the numbers of its sums, by batch; rows of units by ids are sorted by batch.
-        merges = engine in PROGRAMS and sink is None and not has_ids
+        merges = engine in PROGRAMS and sink is None and not has_ids(unit)
         units = UnitStream(unit_reduce, wanted, waits=sink is None)
         lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges, units)
         processes = Processes(group, lift.device, "accumulate")
@@ -167,7 +166,7 @@ def accumulate(
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
         lift, container, *_ = prepared
         options = {"order": order, "randomness": randomness, "sink": repr(sink), "unit_reduce": unit_reduce}
-        options["unit"] = repr(unit) if unit is None or is_count(unit) else "ids"
+        options["unit"] = "ids" if has_ids(unit) else repr(unit)
         return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
 
     lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)

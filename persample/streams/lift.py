@@ -118,22 +118,18 @@ class BatchLift:
     def _compute(
         self, call: Call, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
     ) -> None:
+        def computed(chunk: Call) -> Tree:
+            with self.random.drawing():
+                return self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
+
+        chunks = call.chunks(self.chunk_size)
         with unwritten(call):
             if call.order is not None:  # rows are sorted when all of them are known
-                lifted = merge_all([self._drawn(chunk) for chunk in call.chunks(self.chunk_size)])
+                lifted = merge_all(map(computed, chunks))
                 receive(in_first_order(call.order, lifted, Reductions(self.wanted)), call)
                 return
-            for chunk in call.chunks(self.chunk_size):
-                if self.merges:
-                    with self.random.drawing():
-                        found: Tree = self._merged(chunk, batch, total())
-                else:
-                    found = self._drawn(chunk)
-                receive(found, chunk)
-
-    def _drawn(self, chunk: Call) -> Tree:
-        with self.random.drawing():
-            return self._lifted(chunk)
+            for chunk in chunks:
+                receive(computed(chunk), chunk)
 
     def repeated(self, batch: Batch, total: Total | None) -> tuple[Tree, int] | None:
         """Merge a batch by the compiled program of an earlier one like it.

@@ -49,7 +49,7 @@ class UnitStream:
         if self._held is not None:
             before, of_before = self._held
             misfit = _misfit(before, call)
-            continues = isinstance(ids, int) or bool(np.isin(of_before[:1], ids).any())
+            continues = isinstance(ids, int) or of_before[0] in ids
             if misfit and continues:
                 fix = "Begin a batch with a new unit where it changes, or pad the batches to one size."
                 expected = f"{misfit} to be the same in all batches of a unit"
@@ -72,16 +72,13 @@ class UnitStream:
             return None
         call, unit = self._held
         if isinstance(unit, int):
-            expected, received = (
-                "a divisor of the number of samples in all batches",
-                f"{unit}, which leaves {call.size}",
-            )
+            expected = "a divisor of the number of samples in all batches"
             fix = "Leave the last samples out, or pass the ids of the samples' units."
-            raise ArgumentError.about("unit", expected=expected, received=received, fix=fix)
+            raise ArgumentError.about("unit", expected=expected, received=f"{unit}, which leaves {call.size}", fix=fix)
         return self._last(call, unit)
 
     def _last(self, call: Call, ids: Ids) -> Call:
-        self.done |= {int(x) for x in ids[:1]}
+        self.done.add(int(ids[0]))
         return self._of_units(call, ids)
 
     def _of_units(self, call: Call, unit: int | Ids) -> Call:
@@ -108,16 +105,14 @@ class UnitStream:
         waiting = np.zeros(size, dtype=np.bool_)
         if self.waits and size:
             waiting = np.equal(unit, unit[first.max()])
-        finished = {int(x) for x in np.unique(unit[~waiting])}
-        again = sorted(self.done & {int(x) for x in found})
+        again = sorted(self.done.intersection(found.tolist()))
         if again:
-            expected = "all samples of a unit in one batch" + (
-                ", or in consecutive ones, as its last unit" * self.waits
-            )
+            place = "one batch, or in consecutive ones, as its last unit" if self.waits else "one batch"
+            expected = f"all samples of a unit in {place}"
             received = f"id {again[0]} again, after other units"
             fix = "Sort the samples by their units."
             raise ArgumentError.about("unit", expected=expected, received=received, fix=fix)
-        self.done |= finished
+        self.done.update(unit[~waiting].tolist())
         return torch.from_numpy(waiting)
 
 

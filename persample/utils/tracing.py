@@ -134,6 +134,11 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def is_unreadable(x: Tensor) -> bool:
+    """Return whether a tensor has no values that a decision could depend on: those of all samples, or of a trace."""
+    return is_batched(x) or is_traced(unwrapped(x))
+
+
 def is_for_compiler(x: Tensor) -> bool:
     """Return whether a tensor is traced for compiled code, which plans memory and layouts itself."""
     return is_traced(x) and is_compiling()

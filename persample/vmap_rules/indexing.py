@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from persample.utils.numerics import is_autocast
-from persample.utils.tracing import holds, is_batched, is_traced, unwrapped
+from persample.utils.tracing import holds, is_batched, is_unreadable, unwrapped
 from persample.utils.trees import Leaf
 from persample.vmap_rules.levels import Function, Rules, call_kernel
 
@@ -116,16 +116,12 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return torch.index_select(input, dim, index)
 
 
-def _is_unreadable(x: Tensor) -> bool:
-    return is_batched(x) or is_traced(unwrapped(x))
-
-
 def is_row(index: object) -> bool:
     """Return whether an index gives a view of one sample, and a copy under vmap: 0-d tensors, numbers, slices."""
     parts = index if isinstance(index, tuple) else (index,)
     scalars = list(filter(_is_row_number, parts))
     known = sum(part is None or type(part) in _BASIC for part in parts)
-    return len(scalars) + known == len(parts) and any(map(_is_unreadable, scalars))
+    return len(scalars) + known == len(parts) and any(map(is_unreadable, scalars))
 
 
 def _is_row_number(part: object) -> bool:
@@ -138,7 +134,7 @@ def getitem(x: Tensor, index: Leaf) -> Tensor:
     torch reads the value of a 0-d index i. It does not read [i], which leaves an axis of 1 to be removed.
     """
     parts: list[Leaf] = list(index) if isinstance(index, tuple) else [index]
-    scalars = [isinstance(part, Tensor) and not part.ndim and _is_unreadable(part) for part in parts]
+    scalars = [isinstance(part, Tensor) and not part.ndim and is_unreadable(part) for part in parts]
     if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):
         return x[index]
     before: list[slice] = []
@@ -155,7 +151,7 @@ def getitem(x: Tensor, index: Leaf) -> Tensor:
 def setitem(x: Tensor, index: Leaf, value: Leaf) -> None:
     """Write into a tensor without reading the values of 0-d indices, beside which there are slices and numbers."""
     parts = index if isinstance(index, tuple) else (index,)
-    scalars = [_is_row_number(part) and _is_unreadable(part) for part in parts]
+    scalars = [_is_row_number(part) and is_unreadable(part) for part in parts]
     if not any(scalars) or not all(
         is_scalar or part is None or type(part) in _BASIC for part, is_scalar in zip(parts, scalars, strict=True)
     ):

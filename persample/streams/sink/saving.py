@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
@@ -180,7 +180,7 @@ class SinkRun:
 
 def _facts(batch: Batch, call: Call) -> tuple[int, str]:
     """Return the number of batches up to this one, and its checksum."""
-    unit = () if batch.unit is None else np.asarray(batch.unit)
+    unit = () if batch.unit is None else torch.as_tensor(batch.unit)
     return batch.number + 1, digest((batch.content, call.weights, unit))
 
 
