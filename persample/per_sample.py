@@ -177,13 +177,14 @@ def per_sample_grads(
         batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):
         engine = "eager"  # programs take no tensors of the caller's transforms, and record no graph
-    is_plain = weights is None and in_dims == (None, 0)
-    if engine in PROGRAMS and has_ids(unit) and is_plain and not any(map(reads_ids, wanted)):
+    by_ids = engine in PROGRAMS and has_ids(unit)
+    if by_ids and weights is None and in_dims == (None, 0) and not any(map(reads_ids, wanted)):
         # As units of k samples, for which programs are remembered.
         batch, unit = consecutive(batch, unit) or (batch, unit)
+        by_ids = has_ids(unit)
     options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory, unit, unit_reduce
     asked = Asked(loss_fn, params, batch, wanted, container, out, options)
-    if engine in PROGRAMS and weights is None and not has_ids(unit) and (found := repeated(asked)) is not None:
+    if engine in PROGRAMS and weights is None and not by_ids and (found := repeated(asked)) is not None:
         return found[0]
 
     def compute() -> Tree:
@@ -212,7 +213,7 @@ def per_sample_grads(
 
         def first() -> list[Leaf]:
             if engine in PROGRAMS:
-                return compiled(call, reductions, chunk_size, None if has_ids(unit) else asked, into, engine=engine)
+                return compiled(call, reductions, chunk_size, None if by_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
         with unwritten(call):
