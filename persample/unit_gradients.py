@@ -16,7 +16,7 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor, Op, contractions, sum_factors
 from persample.factors.cost_model import Plan
-from persample.gradients import Gradients
+from persample.gradients import Gradients, joined_term_norms
 from persample.inputs.call import Call
 from persample.inputs.units import Order, Units
 from persample.merge import Stacked
@@ -26,6 +26,7 @@ from persample.utils.numerics import accumulate_dtype
 from persample.utils.trees import Tree
 
 _FACTORS = frozenset[str]({Op.weighted_sum})  # operations for which engines keep factors of any size
+_OF_SAMPLES = frozenset[str]({Op.term_norms})  # those whose results are of samples
 
 
 def of_units(
@@ -38,15 +39,15 @@ def of_units(
         engine: computes the gradients of samples.
         ops: the operations that reductions call.
     """
-    units, plan = chunk.units or Units(1), chunk.plan(ops)
+    units, plan, of_samples = chunk.units or Units(1), chunk.plan(ops), _FACTORS | (ops & _OF_SAMPLES)
     samples = replace(chunk, units=None)
     if chunk.size > (units.most or chunk.size):  # one unit, a part at a time
         chunks = samples.chunks(units.most)
         chunks = rng.replayed(chunks) if chunk.randomness == "same" else chunks
-        parts = [_summed(engine(part, _FACTORS), units.scale, part.size) for part in chunks]
+        parts = [_summed(engine(part, of_samples), units.scale, part.size) for part in chunks]
         yield _stored(_added(parts, units.ids), plan)
         return
-    gradients = engine(samples, _FACTORS)
+    gradients = engine(samples, of_samples)
     sizes = units.of_each(chunk.size)
     bounds = list(accumulate(sizes, initial=0))
     each = sum(factor.stored for factor in gradients.factors) // max(1, chunk.size)
@@ -101,6 +102,7 @@ def _added(parts: Sequence[Gradients], ids: Tensor | None) -> Gradients:
         factors=factors,
         losses=torch.stack([part.losses for part in parts]).sum(0),
         aux=trees.tree_map(lambda *rows: torch.cat(rows), *(part.aux for part in parts)) if parts[0].has_aux else None,
+        term_norms=joined_term_norms(parts),
         weights=torch.stack(weights).amax(0) if weights else None,
         connected=any(part.connected for part in parts),
         unit_ids=ids,
@@ -124,6 +126,7 @@ def _rows(gradients: Gradients, index: slice | Tensor) -> Gradients:
         factors=tuple(factor.rows(index) for factor in gradients.factors),
         losses=gradients.losses[index],
         aux=trees.map_tensors(lambda x: x[index], gradients.aux),
+        term_norms=trees.map_tensors(lambda x: x[index], gradients.term_norms),
         weights=None if gradients.weights is None else gradients.weights[index],
     )
 

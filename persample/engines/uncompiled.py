@@ -18,7 +18,8 @@ from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import inner_derivatives, layers
 from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
-from persample.gradients import Gradients
+from persample.factors import Op
+from persample.gradients import Gradients, joined_term_norms
 from persample.inputs.call import Call, NotConnectedError
 from persample.pipeline import Engine
 from persample.utils import rng, trees
@@ -43,14 +44,21 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
     """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
-    reason = layers.unsuited(call)
+    reason, place = layers.unsuited(call), None
     go_back = rng.rewinding(call.randomness)
     if not reason:
         try:
             return layers.gradients(call, required_ops), ""
         except layers.NotLayersError as error:
-            reason = str(error)
+            reason, place = str(error), error.place
         go_back()
+    if Op.term_norms in required_ops:
+        paths = call.loss.spec.paths
+        name = paths[place] if place is not None and place < len(paths) else "a parameter"
+        raise LossError(
+            f"TermNorm(): expected parameters that layers alone use, received other uses of {name}: {reason}. "
+            "Freeze it (requires_grad_(False)), or leave it out of params."
+        )
     return unfactored(call, required_ops), reason  # outside of the block above: the error of a wrong loss is its own
 
 
@@ -184,20 +192,27 @@ def vmapped(one: Callable[[list[Tensor], list[object]], T], call: Call) -> T:
     return vmap(of_row, randomness=call.randomness)(*[x for x, batched in zip(given, split, strict=True) if batched])
 
 
-def loop(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Compute the gradients one sample at a time.
+def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Compute the gradients one sample at a time; norms of terms by recording the layers of each.
 
     Random operations are rejected under "error", replayed for every sample under "same", left alone under "different".
     """
+    go_back = rng.rewinding(call.randomness)
     losses, returned, grads = zip(*_rows(call), strict=True)
     stacked = _stacked_losses(losses)
     columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
     lead = stacked.shape[1:]  # [K] of K outputs
+    norms = None
+    if Op.term_norms in required_ops:
+        go_back()
+        chunks = rng.replayed(call.chunks(1)) if call.randomness == "same" else call.chunks(1)
+        norms = joined_term_norms(factored(one, required_ops)[0] for one in chunks)
     return Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
             for x, shape, column in columns
         ],
+        term_norms=norms,
         spec=call.loss.spec,
         losses=stacked,
         aux=_stacked([aux for aux, _ in returned]),
@@ -247,6 +262,7 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
         [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
         spec=call.loss.spec,
         losses=no_rows(value),
+        term_norms=tuple(x.new_zeros(0, *value.shape, 0) for x in call.params),
         aux=trees.tree_map(no_rows, aux),
         has_aux=has_aux,
         weights=call.weights,

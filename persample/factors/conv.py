@@ -97,6 +97,18 @@ class Conv(Factor):
         signals, images = (x.unflatten(3, (self.groups, -1)).movedim(1, 3).flatten(2, 4) for x in self.tensors)
         return signals, images
 
+    @property
+    def as_one(self) -> Conv:
+        """The K gradients of each sample as one, of K times as many channels."""
+        signals, inputs = self._operands
+        one = replace(self, signals=signals, inputs=inputs, kernel_shape=self._kernel, outputs=())
+        return one if self.outputs else self
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """The number of groups, in each of which channels of all outputs lie side by side."""
+        return (self.groups,)
+
     def _restored(self, grads: Tensor) -> Tensor:
         """Return gradients ``[n, *shape]`` from those of a kernel with the channels of all outputs."""
         if self.outputs:
@@ -148,6 +160,18 @@ class Conv(Factor):
         geometry = self._kernel[2:], self.stride, self.padding, self.dilation
         products = pixel_products(signals) * patch_products(images, *geometry)
         return products.flatten(1).sum(1).clamp_min(0)
+
+    def term_norms(self) -> Tensor:
+        """Return the norm of each place's signal times that of its patch, ``[B, T]``."""
+        axes, lead = len(self.stride), len(self.sizes) + 1
+        signals, images = (
+            x.unflatten(lead, (self.groups, -1)).movedim(lead + 1, -1).double().square().sum(-1) for x in self.tensors
+        )  # [B, N, G, *sizes]
+        ones = images.new_ones(1, 1, *self.kernel_shape[2:])
+        settings = (None, self.stride, self.padding, self.dilation)
+        patches = _convolve[axes](images.flatten(0, lead).unsqueeze(1), ones, *settings)
+        squares = signals * patches.view(*images.shape[: lead + 1], *signals.shape[lead + 1 :])
+        return numerics.root(squares.sum(lead).flatten(lead - 1))
 
     @property
     def _squares_by_inner_products(self) -> bool:

@@ -32,6 +32,7 @@ class Op(str, Enum):
     gram = "gram"
     dot = "dot"
     project = "project"
+    term_norms = "term_norms"
 
 
 # Blocks of this many elements stay in a CPU's cache, and take longer than the operations around them. Of half as many,

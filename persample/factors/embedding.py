@@ -58,6 +58,20 @@ class Embedding(Factor):
         """Whether writing a gradient out takes matrix products."""
         return False
 
+    @property
+    def as_one(self) -> Embedding:
+        """The K gradients of each sample as one, of a table with K times as many rows."""
+        if not self.outputs:
+            return self
+        tables = torch.arange(*self.outputs, device=self.index.device).unsqueeze(-1) * self.table_shape[0]
+        shape = (self.outputs[0] * self.table_shape[0], *self.table_shape[1:])
+        return Embedding(self.signals.flatten(1, 2), (self.index + tables).flatten(1), shape)
+
+    @property
+    def first_places(self) -> Tensor:
+        """The first of the T places at which a sample looks up the same row, for each place: like ``index``."""
+        return (self.index.unsqueeze(-1) == self.index.unsqueeze(-2)).to(torch.uint8).argmax(-1)
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         values = self.signals.new_zeros(len(self), *self.shape) if out is None else out.zero_()
@@ -96,6 +110,19 @@ class Embedding(Factor):
         total = torch.zeros(self.sizes, dtype=torch.float64, device=added.device)
         total.view(-1).index_add_(0, rows // self.table_shape[0], numerics.squared_norms(added))
         return total
+
+    def term_norms(self) -> Tensor:
+        """Return ‖lₜ‖ of each lookup, ``[B, T]``."""
+        return numerics.root(numerics.squared_norms_of_each([self.signals], self.signals.ndim - 1)[0])
+
+    def own_gram(self) -> Tensor:
+        """Return ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample, ``[B, K, K]``."""
+        if not self.outputs or not self.num_terms:
+            return super().own_gram()
+        signals = self.signals.to(numerics.accumulate_dtype(self.dtype))
+        places = self.first_places.unsqueeze(-1).expand_as(signals)
+        rows = torch.zeros_like(signals).scatter_add_(2, places, signals).flatten(2)
+        return rows @ rows.mT
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``."""

@@ -75,6 +75,16 @@ class Factor(ABC):
         """The tensor fields, ``[B, K, …]``: what the outputs share is repeated, without copies."""
         return [x.expand(*self.sizes, *x.shape[2:]) for x in self.tensors]
 
+    @property
+    def as_one(self) -> Factor:
+        """The K gradients of each sample as one, K times as large; its elements in the order that ``order`` names."""
+        return Dense(self.materialize()) if self.outputs else self
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """What factors of one kind must share so that the elements of ``as_one`` are in the same order."""
+        return ()
+
     def joined(self, found: Sequence[Tensor]) -> Tensor:
         """Return ``[B]`` of each output as ``[B, K]``."""
         return torch.stack(tuple(found), 1) if self.outputs else found[0]
@@ -213,6 +223,10 @@ class Factor(ABC):
         """Return ‖gᵢ‖², ``[B]`` float64."""
         return self._of_blocks(numerics.squared_norms)
 
+    def term_norms(self) -> Tensor | None:
+        """Return the norm of each of the T terms whose sum is one gradient, ``[B, T]``; None without terms."""
+        return None
+
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``; of K outputs, weights may be ``[B, K]``."""
         return _total(contractions.weighted_sum(x, _at(weights, index), dtype) for index, x in self._blocks())
@@ -234,6 +248,22 @@ class Factor(ABC):
         else:
             products = self._of_blocks(lambda rows: contractions.gram(rows, others, dtype))
         return products.view(*self.sizes, *other.sizes)
+
+    def trace_gram(self, other: Factor | None = None) -> Tensor:
+        """Return Σₖ ⟨gᵢₖ, hⱼₖ⟩ over the outputs, ``[B, B']``; without ``other`` of the own gradients."""
+        if other is None:
+            return self.as_one.gram()
+        if (type(self), self.order) == (type(other), other.order):
+            return self.as_one.gram(other.as_one)
+        return Dense(self.materialize()).gram(Dense(other.materialize()))
+
+    def own_gram(self) -> Tensor:
+        """Return ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample, ``[B, K, K]``, in float32 at least; of one, ``[B]``."""
+        if not self.outputs:
+            return self.squared_norms()
+        dtype = numerics.accumulate_dtype(self.dtype)
+        rows = (block.unsqueeze(-1).flatten(2).to(dtype) for _, block in self._blocks())
+        return _concatenated(x @ x.mT for x in rows)
 
     def gram_by_rows(self, other: Factor, dtype: torch.dtype | None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, with a few rows of the parameter written out at a time, for all samples."""

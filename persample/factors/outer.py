@@ -93,6 +93,18 @@ class Outer(Factor):
         return self.left.movedim(1, 3).flatten(3), self.right.movedim(1, 3).flatten(3)
 
     @property
+    def as_one(self) -> Outer:
+        """The K gradients of each sample as one: those of K times as many rows, or columns."""
+        left, right = self._operands
+        shape = (left.shape[-1], right.shape[-1]) if left.shape[1] == 1 else (*self.outputs, *self.param_shape)
+        return replace(self, left=left, right=right, param_shape=shape, outputs=()) if self.outputs else self
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """The blocks, and which operand differs among outputs."""
+        return self.block, self.is_left
+
+    @property
     def _is_in_order(self) -> bool:
         """Whether products of the operands are the elements of K gradients, in order."""
         return self.is_left and self.left.shape[-3] == 1
@@ -148,6 +160,11 @@ class Outer(Factor):
             return (left * right).sum(-1)
         terms = self.term_operands
         return self.joined(squared_norms_of_sums(terms)) if terms else super().squared_norms()
+
+    def term_norms(self) -> Tensor:
+        """Return ‖lₜ‖ ‖rₜ‖ of each term, ``[B, T]``."""
+        left, right = numerics.squared_norms_of_each([self.left, self.right], self.left.ndim - 1)
+        return numerics.root((left * right).sum(-2))
 
     @property
     def needs_no_writing(self) -> bool:
@@ -221,6 +238,19 @@ class Outer(Factor):
         wide = contractions.gram_dtype(self.dtype, other.dtype)
         one = self.converted(wide)
         return one.gram_by_rows(one if other is self else other.converted(wide), dtype)
+
+    def own_gram(self) -> Tensor:
+        """Return ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample, ``[B, K, K]``; of few terms, by their products."""
+        groups, rows, columns = self.block
+        if not self.outputs or groups > 1 or self.num_terms**2 * (rows + columns) > rows * columns + rows + columns:
+            return super().own_gram()
+        each, shared = (self.left, self.right) if self.is_left else (self.right, self.left)
+        each, dtype = each.squeeze(2).double(), numerics.accumulate_dtype(self.dtype)
+        if self.num_terms == 1:
+            each, squares = each.squeeze(2), numerics.squared_norms(shared.flatten(1))
+            return (each @ each.mT * contractions.per_row(squares, each)).to(dtype)
+        shared = shared.squeeze(2).double()
+        return (each.flatten(2) @ (shared @ shared.mT @ each).flatten(2).mT).to(dtype)
 
     def _gram_by_terms(self, other: Outer, dtype: torch.dtype) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩ by the products of all pairs of terms, in float64, as these may cancel."""

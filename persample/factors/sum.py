@@ -64,6 +64,15 @@ class SumFactor(Factor):
         """Whether ``some_rows`` writes nothing out."""
         return all(part.has_rows for part in self.parts)
 
+    @property
+    def as_one(self) -> Factor:
+        """The K gradients of each sample as one, where the parts have the same rows."""
+        if not self.outputs:
+            return self
+        parts = tuple(part.as_one for part in self.parts)
+        alike = all(part.has_rows for part in parts) and len({part.shape for part in parts}) == 1
+        return SumFactor(parts) if alike else super().as_one
+
     def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> SumFactor:
         """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
         given = iter(tensors)
@@ -115,6 +124,11 @@ class SumFactor(Factor):
         if both and heads[0].needs_no_writing and tables[0].num_terms:
             return _squared_norms_of_both(heads[0], tables[0])
         return super().squared_norms()
+
+    def term_norms(self) -> Tensor | None:
+        """Return the norm of each term, those of one part after those of another."""
+        found = [norms for part in self.parts if (norms := part.term_norms()) is not None]
+        return torch.cat(found, -1) if len(found) == len(self.parts) else None
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""
@@ -170,7 +184,7 @@ def _squared_norms_of_both(head: Outer, table: Embedding) -> Tensor:
     dtype = numerics.accumulate_dtype(torch.promote_types(head.dtype, table.dtype))
     products = left.gather(2, places).to(dtype).mT @ right.to(dtype)
     # A row that is looked up several times counts once, at its first place, with the sum of its signals.
-    first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(2)
+    first = table.first_places
     lookups = torch.zeros_like(products).scatter_add_(1, first[..., None].expand_as(products), table.signals.to(dtype))
     squares = numerics.squared_norms((products + lookups).flatten(0, 1)).view(index.shape)
     is_first = first == torch.arange(index.shape[1], device=index.device)

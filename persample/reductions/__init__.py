@@ -5,7 +5,7 @@ from persample.reductions.directions import Dot, Project
 from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
-from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack, UnitIds
+from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack, TermNorm, UnitIds
 from persample.reductions.second_order import Leverage, NaturalGradient
 from persample.reductions.sums import ClippedMean, ClippedSum, Mean, Sum, WeightedSum
 
@@ -31,6 +31,7 @@ __all__ = [
     "SecondMoment",
     "Stack",
     "Sum",
+    "TermNorm",
     "UnitIds",
     "Variance",
     "WeightedSum",

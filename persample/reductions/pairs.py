@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from persample.reductions.metric import check_metric, in_metric, scaled_by_metri
 from persample.utils.numerics import root
 from persample.utils.trees import Tree, flatten, leaves_like, on_one_line, structure
 
+Rows: TypeAlias = Literal["all", "own", "trace"]
+
 
 @dataclass(frozen=True, eq=False)
 class Gram(Reduction):
@@ -27,14 +29,17 @@ class Gram(Reduction):
     Of losses with K outputs ``[B, K, B, K]``: the empirical neural tangent kernel.
 
     With the gradients hⱼ of another batch, or of another loss, ⟨gᵢ, hⱼ⟩, ``[B, B']``. Pairs span chunks, so the factors
-    of all samples are kept until the end.
+    of all samples are kept until the end, except with ``rows="own"``.
 
     Args:
         other: the hⱼ, as ``Factored()`` returns them for the same parameters; None for the gⱼ.
+        rows: the pairs, of losses with K outputs: "all"; "own" for ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample,
+            ``[B, K, K]``; "trace" for Σₖ ⟨gᵢₖ, hⱼₖ⟩, ``[B, B']``. With one output, "own" are the squares ``[B]``.
         metric: D as in ``Norm``: the inner products are gᵢᵀ D⁻¹ gⱼ.
 
     Raises:
-        ArgumentError: (when used) if ``other`` or ``metric`` is not like the parameters, or ``metric`` not positive.
+        ArgumentError: if ``rows`` is none of these, or "own" comes with ``other``; (when used) if ``other`` or
+            ``metric`` is not like the parameters, ``metric`` not positive, or ``other`` has another K under "trace".
 
     Examples:
         >>> import torch
@@ -49,12 +54,34 @@ class Gram(Reduction):
         >>> per_sample_grads(loss, w, x, Gram(test))
         tensor([[3.],
                 [6.]])
+        >>> def losses(w, x):  # two outputs
+        ...     return torch.stack([w * x, -w])
+        >>> per_sample_grads(losses, w, x, Gram(rows="own"), outputs="rows")
+        tensor([[[ 1., -1.],
+                 [-1.,  1.]],
+        <BLANKLINE>
+                [[ 4., -2.],
+                 [-2.,  1.]]])
+        >>> per_sample_grads(losses, w, x, Gram(rows="trace"), outputs="rows")
+        tensor([[2., 3.],
+                [3., 5.]])
     """
 
     other: Tree = None
+    rows: Rows = field(default="all", kw_only=True)
     metric: Tree = field(default=None, kw_only=True)
     uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
     live: ClassVar[tuple[str, ...]] = ("other", "metric")
+
+    def __post_init__(self) -> None:
+        """Reject unknown rows, and the outputs of other samples beside the own."""
+        name = f"{type(self).__name__}(rows)"
+        if self.rows not in ("all", "own", "trace"):
+            fix = "Pick one of them."
+            raise ArgumentError.about(name, expected="'all', 'own' or 'trace'", received=repr(self.rows), fix=fix)
+        if self.rows == "own" and self.other is not None:
+            expected, fix = "'all' or 'trace' with other", "Leave other out: 'own' are pairs within one sample."
+            raise ArgumentError.about(name, expected=expected, received="'own'", fix=fix)
 
     def check(self, spec: ParamSpec) -> None:
         """Raise an error if ``other`` are not factors of gradients of the parameters."""
@@ -78,13 +105,31 @@ class Gram(Reduction):
         return ArgumentError.about(f"{type(self).__name__}(other)", expected=expected, received=received, fix=fix)
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the factors."""
-        pairs = zip(in_metric(gradients, self.metric).factors, gradients.spec.dtypes, strict=True)
+        """Return the factors; of own rows the inner products themselves."""
+        return self.lifted(in_metric(gradients, self.metric))
+
+    def lifted(self, gradients: Gradients) -> Tree:
+        """Return what ``lift`` does, of gradients in the metric."""
+        factors = gradients.factors
+        if self.rows == "own":
+            return Stacked(functools.reduce(torch.add, (factor.own_gram() for factor in factors)))
+        if self.rows == "trace":
+            self._check_outputs(gradients.losses.shape[1:])
+        pairs = zip(factors, gradients.spec.dtypes, strict=True)
         return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
 
-    def finish(self, merged: object) -> Tensor:
+    def _check_outputs(self, outputs: torch.Size) -> None:
+        """Reject factors of losses with another number of outputs, whose traces do not exist."""
+        for leaf in flatten(self.other)[0] if self.other is not None else []:
+            if leaf.outputs != tuple(outputs):
+                mine, theirs = (f"{shape[0]} outputs" if shape else "one output" for shape in (outputs, leaf.outputs))
+                raise self._rejected(f"gradients of {mine}, for rows='trace'", theirs)
+
+    def finish(self, merged: Tree) -> Tensor:
         """Return the inner products, summed over the parameters."""
-        return _summed(self.factors(merged), self._others(merged))
+        if self.rows == "own":
+            return merged.finish()
+        return self._summed(self.factors(merged), self._others(merged))
 
     def block(self, left: object, right: object) -> Tensor:
         """Return the pairs of some samples with others, ``[B, B']``.
@@ -93,7 +138,13 @@ class Gram(Reduction):
             left: the merged leaves of some samples.
             right: those of the others.
         """
-        return _summed(self.factors(left), self.factors(right))
+        return self._summed(self.factors(left), self.factors(right))
+
+    def _summed(self, factors: Sequence[Factor], others: Sequence[Factor] | None) -> Tensor:
+        """Return the inner products of gradients, with themselves or with others, over all parameters."""
+        pairs = zip(factors, [None] * len(factors) if others is None else others, strict=True)
+        trace = self.rows == "trace"
+        return functools.reduce(torch.add, (one.trace_gram(two) if trace else one.gram(two) for one, two in pairs))
 
     def factors(self, merged: object) -> list[Factor]:
         """Return the factors whose inner products are the result."""
@@ -117,10 +168,12 @@ class CosineSimilarity(Gram):
 
     Args:
         other: the hⱼ, as ``Factored()`` returns them for the same parameters; None for the gⱼ.
+        rows: the pairs as in ``Gram``: "own" for the cosines of the outputs of each sample, ``[B, K, K]``; "trace" for
+            those of the gradients of all K outputs together, ``[B, B']``.
         metric: D as in ``Norm``: the cosines of the D⁻¹ᐟ² gᵢ.
 
     Raises:
-        ArgumentError: (when used) if ``other`` or ``metric`` is not like the parameters, or ``metric`` not positive.
+        ArgumentError: as of ``Gram``.
 
     Examples:
         >>> import torch
@@ -134,10 +187,16 @@ class CosineSimilarity(Gram):
 
     uses: ClassVar[frozenset[Op]] = frozenset({Op.gram, Op.squared_norms})
 
-    def lift(self, gradients: Gradients) -> Tree:
-        """Return the factors, and the norms."""
-        norms = in_metric(gradients, self.metric).norms
-        return {"factors": super().lift(gradients), "norms": Stacked(norms)}
+    def lifted(self, gradients: Gradients) -> Tree:
+        """Return the factors and the norms, of gradients in the metric; of own rows the cosines themselves."""
+        if self.rows == "own":
+            unit = _of_unit_norm(gradients.factors, gradients.norms)
+            return super().lifted(replace(gradients, factors=tuple(unit)))
+        return {"factors": super().lifted(gradients), "norms": Stacked(self._norms(gradients.norms))}
+
+    def _norms(self, norms: Tensor) -> Tensor:
+        """Return the norms by which gradients are divided: of traces, those of all outputs together."""
+        return norms if self.rows != "trace" else torch.linalg.vector_norm(norms.unsqueeze(-1).flatten(1), dim=1)
 
     def factors(self, merged: Tree) -> list[Factor]:
         """Return the factors of the gradients scaled to length 1, because products of small ones may underflow."""
@@ -147,13 +206,7 @@ class CosineSimilarity(Gram):
         others = super()._others(merged["factors"])
         if others is None:
             return None
-        return _of_unit_norm(others, root(torch.stack(squared_norms_per_factor(others)).sum(0)))
-
-
-def _summed(factors: Sequence[Factor], others: Sequence[Factor] | None) -> Tensor:
-    """Return the inner products of gradients, with themselves or with others, over all parameters."""
-    pairs = zip(factors, [None] * len(factors) if others is None else others, strict=True)
-    return functools.reduce(torch.add, (factor.gram(other) for factor, other in pairs))
+        return _of_unit_norm(others, self._norms(root(torch.stack(squared_norms_per_factor(others)).sum(0))))
 
 
 def _of_unit_norm(factors: Sequence[Factor], norms: Tensor) -> list[Factor]:

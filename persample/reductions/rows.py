@@ -115,6 +115,46 @@ class Norm(PerSample):
 
 
 @dataclass(frozen=True)
+class TermNorm(PerSample):
+    """The norm of each term of a parameter's gradient gᵢ = Σₜ lₜ rₜᵀ: a tree like the parameters, leaves ``[B, T]``.
+
+    A layer has one term for each position (token, step, pixel) that it is applied to: ‖lₜ‖ ‖rₜ‖, lₜ the gradient of the
+    output and rₜ the input there; ‖lₜ‖ of a bias or an embedding. They are computed in the pass that computes the
+    gradients, and nothing more is stored. T counts the positions of all uses of a parameter, use after use in the order
+    of the loss; it is 0 of an unused one. Of K outputs, ``[B, K, T]``. With ``unit``, rows remain samples. lₜ is that
+    of the sample's whole loss: the gradient of the loss of token t alone is another quantity (``outputs="rows"``).
+
+    Raises:
+        LossError: (when used) if a parameter is used outside of linear, recurrent, convolution and embedding layers, as
+            the weights of normalization layers are: freeze those.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> def loss(w, x):
+        ...     return torch.nn.functional.linear(x, w).sum()
+        >>> x = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]])  # one sample of two tokens
+        >>> per_sample_grads(loss, torch.ones(1, 2), x, TermNorm())
+        tensor([[5., 1.]])
+    """
+
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.term_norms})
+    rows_of_samples = True
+
+    def lift(self, gradients: Gradients) -> Tree:
+        """Return the norms of terms."""
+        spec = gradients.spec
+        found = dict(zip(spec.paths, gradients.term_norms or [None] * len(spec.paths), strict=True))
+        if others := [path for path, norms in found.items() if norms is None]:
+            raise LossError(
+                f"TermNorm(): expected parameters that layers alone use, received other uses of {', '.join(others)}. "
+                "Freeze them (requires_grad_(False)), or leave them out of params."
+            )
+        pairs = zip(found.values(), spec.dtypes, strict=True)
+        return spec.tree([Stacked(norms, accumulate_dtype(dtype)) for norms, dtype in pairs if norms is not None])
+
+
+@dataclass(frozen=True)
 class Loss(PerSample):
     """ℓᵢ: the losses, ``[B]``, in the dtype the loss returns.
 

@@ -233,8 +233,9 @@ def merge_ranks(own: Partial, wanted: list[Reduction], order: Order, processes: 
 
 def _pairwise(wanted: Sequence[Reduction]) -> list[tuple[int, Gram]]:
     """Return the reductions of all pairs of samples of the stream; other kinds of Gram may do more in ``finish``."""
-    kinds, pairs = (Gram, CosineSimilarity), enumerate(wanted)
-    return [(place, one) for place, one in pairs if isinstance(one, Gram) and type(one) in kinds and one.other is None]
+    kinds = Gram, CosineSimilarity
+    found = [(place, one) for place, one in enumerate(wanted) if isinstance(one, Gram) and type(one) in kinds]
+    return [(place, one) for place, one in found if one.other is None and one.rows != "own"]
 
 
 def _all_pairs(reduction: Gram, own: object, places: Tensor | None, processes: Processes) -> Finished:

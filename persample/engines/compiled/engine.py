@@ -15,7 +15,7 @@ from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.programs import program_of
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError
-from persample.engines.uncompiled import eager, unfactored
+from persample.engines.uncompiled import eager
 from persample.errors import LossError
 from persample.inputs.call import Call
 from persample.pipeline import is_apart
@@ -78,7 +78,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Tree:
     # Outside of the block above, so that the error of a loss that is wrong is its own.
     engines = "engine='eager', which computes the same, or engine='loop', which takes any loss"
     try:
-        task.reductions.lift(unfactored(task.call, task.reductions.required_ops))
+        task.reductions.lift(eager(task.call, task.reductions.required_ops))
     except LossError as error:
         line = re.search(r"\([^()]*:\d+\)", str(refusal))
         if error.__cause__ is None or line is None or line[0] in str(error):

@@ -30,7 +30,7 @@ from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInter
 from persample.engines.layers.recorder import LayerRecorder
 from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams, Vmap
 from persample.errors import LossError, TorchVersionError
-from persample.factors.cost_model import Plan
+from persample.factors.cost_model import Op, Plan
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.inputs.options import NestedCallError
@@ -217,8 +217,8 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     grads = _differentiated(losses, [*recorder.outputs, *params.expanded.values(), *params.plain])
     of_layers, of_copies, of_plain = grads[:layers], grads[layers : layers + copies], grads[layers + copies :]
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
-    if [grad for grad in of_plain if grad is not None]:
-        raise NotLayersError("a parameter of a layer has another use")
+    if others := [place for place, grad in enumerate(of_plain) if grad is not None]:
+        raise NotLayersError("a parameter of a layer has another use", others[0])
     if not any(map(torch.is_tensor, grads)):
         raise NotLayersError("no parameter has a gradient")
     with full_precision(losses.device):
@@ -228,8 +228,10 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
                 recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
         if params.computed:
             recorder.pull_back(params)
-        factors = [recorder.factor(place) for place in range(len(call.params))]
-    return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights)
+        factors, norms = [recorder.factor(place) for place in range(len(call.params))], None
+        if Op.term_norms in required_ops:
+            norms = tuple(map(recorder.term_norms, range(len(call.params))))
+    return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights, term_norms=norms)
 
 
 def _differentiated(losses: Tensor, inputs: Leaf) -> tuple[Tensor | None, ...]:

@@ -88,7 +88,8 @@ class LayerInterceptor:
             elements = self.vmap.size * param.tensor.numel()
             if elements <= max(largest, _FEW) and func not in _UNLIKE_COPIES:
                 return self.params.copy(param)
-            raise NotLayersError("the loss computes something of a large parameter and a sample that is no layer")
+            reason = "the loss computes something of a large parameter and a sample that is no layer"
+            raise NotLayersError(reason, param.place)
 
         return list(map(copied, leaves))
 

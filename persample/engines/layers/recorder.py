@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from persample._torch import node_outputs, saved_by, version
 from persample.engines.layers.shared import Part, SharedParams
-from persample.factors import Conv, Dense, Embedding, Factor, Outer, sum_factors
+from persample.factors import Conv, Dense, Embedding, Factor, Op, Outer, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.numerics import as_real, autocast
 from persample.utils.trees import Tree
@@ -96,6 +96,7 @@ class LayerRecorder:
 
     def __init__(self, params: Sequence[Tensor], plan: Plan) -> None:
         self._params, self._plan = params, plan
+        self._keeps_terms = Op.term_norms in plan.required_ops
         self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
         self._uses: list[tuple[Callable[..., None], tuple[object, ...], Tensor, int]] = []
@@ -153,6 +154,13 @@ class LayerRecorder:
             return total
         return Dense(total.materialize(), outputs=total.outputs)
 
+    def term_norms(self, place: int) -> Tensor | None:
+        """Return the norms of a parameter's terms, ``[B, T]``, use after use; None if not all uses are layers."""
+        none = self._params[place].new_zeros(*self.sizes, 0)
+        found = [factor.term_norms() for factor in self._factors.get(place, [])]
+        known = [norms for norms in found if norms is not None]
+        return torch.cat([none, *known], -1) if len(known) == len(found) else None
+
     def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
         signals = self._signals(signals)  # [B, T, o]
@@ -162,7 +170,9 @@ class LayerRecorder:
             pair = (right, left) if layer.transposed else (left, right)
             factor = Outer(*pair, tuple(param.shape), param.dtype, outputs=self.sizes[1:])
             self._factors[layer.weight].append(factor)
-        if layer.bias is not None:
+        if layer.bias is not None and self._keeps_terms:
+            self._add_terms_of_bias(layer.bias, signals)
+        elif layer.bias is not None:
             grad = signals.squeeze(-2) if signals.shape[-2] == 1 else signals.sum(-2)
             bias = Dense(grad.to(self._params[layer.bias].dtype), outputs=self.sizes[1:])
             self._factors[layer.bias].append(bias)
@@ -171,13 +181,21 @@ class LayerRecorder:
         """Add the factors of a convolution, whose images and signals are ``[B·N, channels, *sizes]``."""
         assert layer.weight is not None
         images, signals = self._shared(images), self._signals(signals)  # [B, N, channels, *sizes]
-        if layer.bias is not None:
-            axis = len(self.sizes)
+        axis = len(self.sizes)
+        if layer.bias is not None and self._keeps_terms:
+            self._add_terms_of_bias(layer.bias, signals.flatten(axis + 2).mT.flatten(axis, axis + 1))
+        elif layer.bias is not None:
             self.add_written_out(layer.bias, signals.flatten(axis + 2).sum((axis, -1)))
         pair = (images, signals) if geometry.transposed else (signals, images)
         shape = tuple(self._params[layer.weight].shape)
         factor = Conv(*pair, shape, *geometry[:3], geometry.groups, outputs=self.sizes[1:])
         self._factors[layer.weight].append(factor)
+
+    def _add_terms_of_bias(self, place: int, signals: Tensor) -> None:
+        """Add signals ``[B, T, o]`` as the terms of the gradient of a bias, products of signals and ones."""
+        param, left = self._params[place], signals.unsqueeze(-3)
+        ones = left.new_ones(self.sizes[0], *[1] * (left.ndim - 3), left.shape[-2], 1)
+        self._factors[place].append(Outer(left, ones, tuple(param.shape), param.dtype, outputs=self.sizes[1:]))
 
     def add_lookup(self, place: int, padding: int | None, index: Tensor, signals: Tensor) -> None:
         """Add the factors of lookups of rows ``[B, …]`` in a table, whose row of padding has no gradient."""

@@ -24,7 +24,16 @@ _SMALL = 2**12  # elements of a vector up to which the loss receives one copy pe
 
 
 class NotLayersError(Exception):
-    """The loss is left to ``vmap(vjp(loss))``."""
+    """The loss is left to ``vmap(vjp(loss))``.
+
+    Args:
+        reason: what no layer does.
+        place: the place of the parameter that it is done with, where that is known.
+    """
+
+    def __init__(self, reason: str, place: int | None = None) -> None:
+        super().__init__(reason)
+        self.place = place
 
 
 class Vmap(NamedTuple):
