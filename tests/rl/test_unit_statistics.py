@@ -259,6 +259,9 @@ def test_units_alike_and_units_that_cancel():
     assert found.snr.tolist() == [math.inf, -0.5]
     assert found.cosines.tolist() == [1, 1, 1, -1]
     assert of(torch.cat([one, -one, one, -one]), unit=2).noise.noise_scale == math.inf
+    for seed in range(20):  # of one unit alone, variance and signal cannot be told apart
+        alone = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+        assert of(torch.cat([alone, torch.zeros(6, 3)]), unit=2).noise.noise_scale == math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)

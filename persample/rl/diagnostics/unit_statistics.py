@@ -225,7 +225,8 @@ def _statistics(k: Tensor, w: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Ten
     variance = n_u.square() @ deviations / n**2 * count / (count - 1)  # of ḡ
     signal = square - variance
     trace = count * variance
-    scale = NoiseScaleEstimate(trace, signal, torch.where(signal > 0, trace / signal, torch.inf))
+    measurable = signal > 1e-12 * square  # of one unit with gradients, signal is 0, up to rounding
+    scale = NoiseScaleEstimate(trace, signal, torch.where(measurable, trace / signal, torch.inf))
 
     lengths = (k.diagonal() * square).clamp(min=0).sqrt()
     cosines = torch.where((lengths > 0) & (w > 0), k @ (w / n) / lengths, 0)
