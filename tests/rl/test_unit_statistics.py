@@ -128,18 +128,18 @@ def token_losses(policy, s_t, a_t):
 
 
 @ENGINES
-@pytest.mark.parametrize("unit", [None, 4], ids=["completions", "prompts"])
+@pytest.mark.parametrize("unit", [1, 4], ids=["completions", "prompts"])
 def test_tokens_are_samples_of_completions_and_of_prompts(unit, options):
     flat = S_T.flatten(0, 1)[:, None], A_T.flatten()[:, None]
     rows = reals(oracle(lambda policy, s, a: token_losses(policy, s, a)[0], network(), flat))
-    places = [i // (unit or 1) for i in range(8) for _ in range(T)]
+    places = [i // unit for i in range(8) for _ in range(T)]
     for advantages in (draw(8, T), ADVANTAGES):
         given = {"unit": unit, "weights": MASK, "outputs": "rows"}
         found = policy_gradients(token_losses, network(), (S_T, A_T), advantages, **given, **options)
         a, w = advantages.view(8, -1).expand(8, T).flatten(), MASK.flatten().double()
         assert_is(found, by_hand(rows, torch.where(w > 0, a, 0), w, places))
         assert found.cosines.shape == found.natural.shape == (8, T)
-        assert found.snr.shape == (8 // (unit or 1),)
+        assert found.snr.shape == (8 // unit,)
 
 
 def test_the_solve_and_the_noise_are_those_of_the_reductions():
@@ -289,8 +289,8 @@ def test_half_precision_and_complex_parameters():
 class TestErrors:
     @pytest.mark.parametrize(
         ("size", "unit", "received"),
-        [(4, None, "4 of 4"), (4, 1, "4 of 4"), (4, 4, "1 of 4"), (1, None, "1 of 1"), (4, [3] * 4, "1 of 4")],
-        ids=["no units", "one sample each", "one unit", "one sample", "one id"],
+        [(4, 1, "4 of 4"), (4, 4, "1 of 4"), (1, 1, "1 of 1"), (4, [3] * 4, "1 of 4"), (0, 2, "0 of 0")],
+        ids=["one sample each", "one unit", "one sample", "one id", "no sample"],
     )
     def test_units_without_variance(self, size, unit, received):
         with pytest.raises(ArgumentError, match=f"unit: expected two or more units that count, .* received {received}"):
@@ -330,7 +330,9 @@ class TestErrors:
             of(draw(4, 3), unit=2, advantages=torch.tensor([1, 1, 1, math.nan]))
         s = draw(4, 3)
         s[2, 1] = math.inf
-        with pytest.raises(LossError, match=r"expected finite gradients, received NaN or infinity in sample 2\. Mask"):
+        with pytest.raises(
+            LossError, match=r"expected finite gradients, received NaN or infinity in sample 2\. Select"
+        ):
             of(s, unit=2)
-        with pytest.raises(LossError, match=r"in sample 2\. Mask"):
+        with pytest.raises(LossError, match=r"in sample 2\. Select"):
             policy_gradients(lambda theta, s: theta * s, torch.zeros(3), s, outputs="rows")

@@ -31,13 +31,13 @@ class PolicyGradients(NamedTuple):
     Attributes:
         update: the mean ḡ = Σ wᵢ gᵢ / Σ wᵢ, a tree like the parameters.
         within: the variance of one sample's gradient within its unit, summed over the parameters, ``[]``.
-        between: the variance of the units' expected gradients, summed over the parameters, ``[]``. Unbiased, and so
-            negative at times where it is small. ``within + between`` is the variance of one sample of a random unit.
-        snr: ‖E[g|u]‖² / tr Cov[g|u], the signal-to-noise ratio of one sample in each unit, ``[U]``, both parts
-            unbiased; negative where the noise exceeds the signal, ∞ where all gradients of the unit are the same, 0
+        between: that of the units' expected gradients, ``[]``, unbiased: negative at times where it is small.
+            ``within + between`` is the variance of one sample of a random unit.
+        snr: ‖E[g|u]‖² / tr Cov[g|u], the signal-to-noise ratio of one sample in each unit, ``[U]``. Both parts are
+            unbiased, so that it may be negative; ∞ where all gradients of the unit are the same, up to rounding; 0
             where all are zero, and where no more than one sample counts.
-        noise: the noise scale of units: variance of one unit's part of ``update``, unbiased ‖E ḡ‖², and their ratio:
-            the number of units, at which noise and signal are equal; ∞ where no signal is measurable.
+        noise: the variance of one unit's part of ``update``, unbiased ‖E ḡ‖², and their ratio, the number of units at
+            which noise and signal are equal; ∞ where no signal is measurable.
         cosines: cosines of the gᵢ with ``update``, ``[B]`` or ``[B, K]``: negative for conflicting samples, 0 for zero
             gradients and samples of weight 0.
         natural: the advantages Â = (H W/n + λI)⁻¹ A, ``[B]`` or ``[B, K]``, with Hᵢⱼ = ⟨∇ℓᵢ, ∇ℓⱼ⟩, W = diag(w) and
@@ -59,7 +59,7 @@ def policy_gradients(
     batch: Tree,
     advantages: Tensor | None = None,
     *,
-    unit: int | Tensor | Sequence[int] | None = None,
+    unit: int | Tensor | Sequence[int] = 1,
     weights: Tensor | None = None,
     damping: float | None = None,
     outputs: Outputs = "scalar",
@@ -71,8 +71,8 @@ def policy_gradients(
     within = Σᵤ Σᵢ wᵢ ‖gᵢ − ḡᵤ‖² / (n − U), and between = (Σᵤ nᵤ ‖ḡᵤ − ḡ‖² − (U − 1) within) / n₀ with
     n₀ = (n − Σᵤ nᵤ² / n) / (U − 1). All follows from one Gram matrix, ``[N, N]`` in float64, of one pass.
 
-    Advantages minus the mean reward of the unit make its n samples dependent. For log-probabilities, the estimate of
-    ‖E[g|u]‖² is then 1 + 1/(n − 1)² times too large.
+    With the mean reward of n samples of a unit as a baseline, these depend on each other: the estimate of ‖E[g|u]‖² is
+    then 1 + 1/(n − 1)² times too large.
 
     Source: Searle, Casella, McCulloch, "Variance Components" (1992), section 3.6; noise scale as in McCandlish et al.,
     "An Empirical Model of Large-Batch Training" (2018), for units of unequal sizes as in Cochran, "Sampling Techniques"
@@ -85,7 +85,7 @@ def policy_gradients(
         params: the policy, as in ``per_sample_grads``.
         batch: B samples, as in ``per_sample_grads``.
         advantages: A, ``[B]``, or ``[B, K]`` of K outputs; None for ones.
-        unit: k for units of k consecutive samples, or the ids ``[B]`` of their units. None for B units, which have
+        unit: k for units of k consecutive samples, or the ids ``[B]`` of their units. 1 for B units, which have
             several samples with ``outputs="rows"``: a completion and its tokens, an episode and its steps.
         weights: w >= 0, ``[B]``, or ``[B, K]`` such as the mask of padding: a sample of weight k counts as k samples of
             its unit.
@@ -167,9 +167,8 @@ class _SumAndGram(Reduction):
 def _checked_weights(weights: Tensor) -> Tensor:
     """Return which samples count, ``[B]`` bool, as some of their outputs have a weight."""
     if not (bool((weights >= 0).all()) and 0 < weights.sum() < torch.inf):
-        fix = "Pass 0 for what does not count, such as padding."
-        expected, received = "finite numbers >= 0, not all 0", f"{float(weights.min()):g} to {float(weights.max()):g}"
-        raise ArgumentError.about("weights", expected=expected, received=received, fix=fix)
+        expected, fix = "finite numbers >= 0, not all 0", "Pass 0 for what does not count, such as padding."
+        raise ArgumentError.about("weights", expected=expected, received="others", fix=fix)
     return (weights != 0).view(len(weights), -1).any(1)
 
 
@@ -182,33 +181,27 @@ def _check_finite(a: Tensor, squared_norms: Tensor, sizes: Sequence[int]) -> Non
     if len(bad):
         raise LossError(
             f"policy_gradients: expected finite gradients, received NaN or infinity in sample "
-            f"{int(bad[0]) // math.prod(sizes[1:])}. Mask padding by selection, as the losses of persample.losses do, "
-            "or give the sample weight 0."
+            f"{int(bad[0]) // math.prod(sizes[1:])}. Select, as the losses of persample.losses do, or pass weight 0."
         )
 
 
 def _unit_of_each(unit: Any, sizes: Sequence[int]) -> Tensor:
     """Return the place of each sample's unit in the order of their first samples, ``[N]``."""
-    batch, outputs = sizes[0], math.prod(sizes[1:])
-    if unit is None or is_count(unit):
-        units_of(1 if unit is None else unit, batch, keep_ids=False)  # checks it
-        ids = np.arange(batch) // (unit or 1)
-    else:
-        ids = as_ids(unit, batch)
+    units_of(unit, sizes[0], keep_ids=False)  # checks it
+    ids = np.arange(sizes[0]) // unit if is_count(unit) else as_ids(unit, sizes[0])
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    return torch.from_numpy(first.argsort().argsort()[inverse]).repeat_interleave(outputs)
+    return torch.from_numpy(first.argsort().argsort()[inverse]).repeat_interleave(math.prod(sizes[1:]))
 
 
 def _statistics(k: Tensor, w: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor, NoiseScaleEstimate, Tensor]:
     """Return within, between, snr, noise and cosines ``[N]`` from the inner products ``k [N, N]`` of the gᵢ."""
-    members = w * torch.nn.functional.one_hot(unit).T.double()  # [U, N]
+    members = w * (unit == unit.unique()[:, None])  # [U, N]
     n_u, n = members.sum(1), w.sum()
     count = (n_u > 0).sum()
     if count < 2 or n <= count:
         expected = "two or more units that count, of which one or more have two samples"
-        received = f"{int(count)} of {float(n):g} samples"
         fix = "Pass the number of completions of each prompt, or the id of each sample's prompt."
-        raise ArgumentError.about("unit", expected=expected, received=received, fix=fix)
+        raise ArgumentError.about("unit", expected=expected, received=f"{int(count)} of {float(n):g} samples", fix=fix)
     p, means = n_u / n, members / torch.where(n_u > 0, n_u, 1)[:, None]
     products = means @ k @ means.T  # of the ḡᵤ
     squares, toward = products.diagonal(), products @ p
@@ -217,20 +210,14 @@ def _statistics(k: Tensor, w: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Ten
     spread = (members @ k.diagonal() - n_u * squares).clamp(min=0)  # Σᵢ wᵢ ‖gᵢ − ḡᵤ‖² in each unit
     within = spread.sum() / (n - count)
     between = (n_u @ deviations - (count - 1) * within) * (count - 1) / (n - n_u @ p)
-
     noise = spread / torch.where(n_u > 1, n_u - 1, torch.inf)
-    unknown = (n_u <= 1) | (noise + squares == 0)
-    snr = torch.where(unknown, 0, (squares - noise / n_u) / noise)
-
+    snr = torch.where((n_u <= 1) | (noise + squares == 0), 0, (squares - noise / n_u) / noise)
     variance = n_u.square() @ deviations / n**2 * count / (count - 1)  # of ḡ
-    signal = square - variance
-    trace = count * variance
-    measurable = signal > 1e-12 * square  # of one unit with gradients, signal is 0, up to rounding
-    scale = NoiseScaleEstimate(trace, signal, torch.where(measurable, trace / signal, torch.inf))
-
+    signal = square - variance  # 0, up to rounding, where one unit alone has gradients
+    noise_scale = torch.where(signal > 1e-12 * square, count * variance / signal, torch.inf)
     lengths = (k.diagonal() * square).clamp(min=0).sqrt()
-    cosines = torch.where((lengths > 0) & (w > 0), k @ (w / n) / lengths, 0)
-    return within, between, snr, scale, cosines
+    cosines = torch.where(lengths > 0, k @ (w / n) / lengths, 0)
+    return within, between, snr, NoiseScaleEstimate(count * variance, signal, noise_scale), cosines
 
 
 def _natural(h: Tensor, a: Tensor, w: Tensor, damping: float, eps: float) -> Tensor:
