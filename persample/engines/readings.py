@@ -151,7 +151,8 @@ def first_difference(own: Sequence[Reading], other: Reading, parts: Mapping[str,
         matches = {x.name for x in steps} == {whole.name} and len(rows) == len(whole.results)
         if not matches or not all(map(_consists_of, whole.results, rows)):
             return whole.place(parts)
-    return ""
+    more = other.steps[min(len(x.steps) for x in own) :]
+    return more[0].place(parts) if more else ""
 
 
 def _consists_of(x: Tensor, rows: Sequence[Tensor]) -> bool:

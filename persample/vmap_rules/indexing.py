@@ -149,7 +149,11 @@ def getitem(x: Tensor, index: Leaf) -> Tensor:
 
 
 def setitem(x: Tensor, index: Leaf, value: Leaf) -> None:
-    """Write into a tensor without reading the values of 0-d indices, beside which there are slices and numbers."""
+    """Write into a tensor without reading the values of 0-d indices beside slices and numbers, or those of a mask."""
+    is_mask = is_batched(index) and index.dtype == torch.bool and index.shape == x.shape[: index.ndim]
+    if is_mask and not getattr(value, "ndim", 0):
+        x.copy_(torch.where(index.view(*index.shape, *[1] * (x.ndim - index.ndim)), value, x))
+        return
     parts = index if isinstance(index, tuple) else (index,)
     scalars = [_is_row_number(part) and is_unreadable(part) for part in parts]
     if not any(scalars) or not all(

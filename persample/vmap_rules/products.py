@@ -115,11 +115,12 @@ def _einsum(equation: Leaf, *operands: Leaf) -> Tensor:
     for place in shared if isinstance(equation, str) and len(operands) == 2 else ():
         matrix, given = operands[place], operands[1 - place]
         layer = linear_einsum(equation, place)
-        if layer is None or not is_batched(given):
+        # With the made axis elsewhere, a sample's result has other strides: a reshape of it would be a copy, or none.
+        if layer is None or layer.made != -1 or not is_batched(given):
             continue
         weight = matrix.T if layer.transposed else matrix
         if given.ndim >= -layer.contracted and given.shape[layer.contracted] == weight.shape[1]:
-            return linear(given.movedim(layer.contracted, -1), weight).movedim(-1, layer.made)
+            return linear(given.movedim(layer.contracted, -1), weight)
     return torch.einsum(equation, *operands)
 
 

@@ -104,7 +104,26 @@ def of_another_dtype(w, x, i):
     return z.square().sum()
 
 
-RIGHT = [(at_a_made_place, "eager"), *((f, engine) for f in (written_back, of_another_dtype) for engine in ENGINES)]
+def into_a_mask_by_a_mask(w, x, i):
+    mask = torch.zeros(4, 3, dtype=torch.bool)
+    mask[i] = True
+    mask[w * x > 0] = True
+    z = w * x
+    z[~mask] = w.sum()
+    z[z.sum(1) > 0] = 2
+    return z.square().sum()
+
+
+def into_masked_rows_of_another_length(w, x, _i):
+    z = w * x
+    z[x > 0] = 0  # the mask has 3 elements, z 4 rows
+    return z.sum()
+
+
+RIGHT = [
+    (at_a_made_place, "eager"),
+    *((f, engine) for f in (written_back, of_another_dtype, into_a_mask_by_a_mask) for engine in ENGINES),
+]
 REFUSED = [(at_a_made_place, "traced"), *((into_out_of_a_maker, engine) for engine in ENGINES)]
 
 
@@ -119,6 +138,11 @@ def test_rows_get_what_is_written(loss, engine):
 def test_writes_that_would_be_lost_are_refused(loss, engine):
     with pytest.raises(LossError, match=r"x\[i\]|cannot batch"):
         per_sample_grads(loss, W, (X[:3], PLACES), engine=engine)
+
+
+def test_masks_that_do_not_fit():
+    with pytest.raises((IndexError, LossError), match=r"match|reads values"):
+        per_sample_grads(into_masked_rows_of_another_length, W, (X[:3], PLACES))
 
 
 CHANGES = [lambda z, i: z[i].add_(1), lambda z, i: z[i, 1:].mul_(2), lambda z, i: z[i].zero_()]
@@ -136,6 +160,34 @@ def test_writes_into_copies_of_rows_are_refused(change, engine):
 
     with pytest.raises(LossError, match=r"in place into x\[i\]"):
         per_sample_grads(loss, W, (X[:3], PLACES), engine=engine)
+
+
+PRODUCTS = {
+    "@": torch.matmul,
+    "mm": torch.mm,
+    "matrix first": lambda w, x: torch.einsum("ij,jk->ik", w, x),
+    "matrix last": lambda w, x: torch.einsum("jk,ij->ik", x, w),
+    "linear": torch.nn.functional.linear,
+}
+VIEWS = {
+    "reshape": lambda z: z.reshape(-1),
+    "contiguous": torch.Tensor.contiguous,
+    "transposed, flatten": lambda z: z.T.flatten(),
+    "transposed, contiguous": lambda z: z.T.contiguous(),
+}
+
+
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_reshaped_products_are_views_as_those_of_one_sample(product, view, written):
+    def loss(w, x):
+        pair = [z := product(w, x), view(z)]
+        pair[written].mul_(2)
+        return pair[1 - written].square().sum()
+
+    x = torch.stack([X[:3].T, X[1:4].cos()])
+    torch.testing.assert_close(*(per_sample_grads(loss, W[:2], x, engine=name) for name in ("eager", "loop")))
 
 
 def test_tensors_that_the_loss_keeps_are_plain():

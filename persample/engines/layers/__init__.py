@@ -120,7 +120,7 @@ class LayerGuard(VmapRules):
         params, written = self._interceptor.params, written_tensors(func, args, kwargs)
         # nn.GRU on a GPU asks for the places of its weights.
         reads = reads_state(func) and (func is not Tensor.data_ptr or params.place_of(args[0]) is None)
-        if reads or not all(map(self._is_computed, written)):
+        if reads or (written and not (self._interceptor.is_laid_out and all(map(self._is_computed, written)))):
             name = resolve_name(func) or func
             raise NotLayersError(f"the loss calls {name}, which reads a tensor's state or writes into a given tensor")
 

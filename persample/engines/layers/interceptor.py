@@ -39,6 +39,7 @@ class LayerInterceptor:
 
     def __init__(self, params: SharedParams, vmap: Vmap, recorder: LayerRecorder) -> None:
         self.params, self.vmap, self._recorder = params, vmap, recorder
+        self.is_laid_out = True  # whether results have the strides of one sample: views and copies are the same then
 
     def call(self, func: Callable[..., Tree], args: Sequence[Leaf], kwargs: Mapping[str, Leaf]) -> Tree:
         """Call a function with shared parameters among its arguments, or raise ``NotLayersError``."""
@@ -234,8 +235,10 @@ class LayerInterceptor:
         """Compute ``left @ right`` as a linear layer of a parameter."""
         if self.params.get(right) is not None:
             return self.linear(left, self.params.transpose(right))
-        is_matrix = isinstance(right, Tensor) and right.ndim > 1
-        return self.linear(right.mT, left).mT if is_matrix else self.linear(right, left)
+        if not isinstance(right, Tensor) or right.ndim < 2:
+            return self.linear(right, left)
+        self.is_laid_out = False
+        return self.linear(right.mT, left).mT
 
     def inner(self, left: Tensor, right: Tensor) -> Tensor:
         """Compute ``torch.inner`` as a linear layer of a parameter."""
@@ -258,6 +261,7 @@ class LayerInterceptor:
         if place is None or layer is None:
             raise NotLayersError("the loss calls torch.einsum with a parameter, and not as a linear layer")
         weight = self.params.transpose(operands[place]) if layer.transposed else operands[place]
+        self.is_laid_out = False
         return self.linear(operands[1 - place].movedim(layer.contracted, -1), weight).movedim(-1, layer.made)
 
     def embedding(
