@@ -186,6 +186,7 @@ REDUCTIONS = {
         lambda r: scaled_sum(r, torch.exp(-norms(r))),
     ),
     "Gram": (lambda r, d: ps.Gram(), lambda r: reals(r) @ reals(r).T),
+    "Gram-own": (lambda r, d: ps.Gram(rows="own"), lambda r: reals(r).square().sum(1)),
     "Gram-other": (lambda r, d: ps.Gram(others(r, d)), lambda r: reals(r) @ reals(r)[1:3].T),
     "CosineSimilarity": (lambda r, d: ps.CosineSimilarity(), cosines),
     "CosineSimilarity-other": (lambda r, d: ps.CosineSimilarity(others(r, d)), lambda r: cosines(r)[:, 1:3]),

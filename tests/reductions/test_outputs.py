@@ -151,7 +151,8 @@ def gauss_newton(rows, v, centered=False):
 
 
 BY_SAMPLE = {"none", "Stack", "Norm", "Norm-per_param", "Dot", "Dot-stacked", "Project", "Loss"}
-PAIRS = {"Gram", "CosineSimilarity", "Gram-other", "CosineSimilarity-other"}
+KINDS = ps.Gram, ps.CosineSimilarity
+PAIRS = {"Gram", "CosineSimilarity", "Gram-own", "Gram-other", "CosineSimilarity-other"}
 SOLVES = {
     "NaturalGradient": (
         lambda r: ps.NaturalGradient(damping(flat(r))),
@@ -177,6 +178,7 @@ OVER_SAMPLES = (
 
 def wanted_of(rows):
     wanted = {name: REDUCTIONS[name][0](of_output(rows, 0), F64) for name in BY_SAMPLE | OVER_SAMPLES | PAIRS}
+    wanted |= {f"{kind.__name__}-{which}": kind(rows=which) for kind in KINDS for which in ("own", "trace")}
     return wanted | {name: make(rows) for name, (make, _) in SOLVES.items()}
 
 
@@ -190,6 +192,11 @@ def expected_of(rows):
         name: REDUCTIONS[name][1](flat(rows)).view(size, count, size, count) for name in ("Gram", "CosineSimilarity")
     }
     others = {f"{name}-other": x[:, :, 1:3, 0] for name, x in pairs.items()}
+    others |= {f"{name}-own": torch.einsum("ikil->ikl", x) for name, x in pairs.items()}
+    trace = torch.einsum("ikjk->ij", pairs["Gram"])
+    norms = trace.diagonal().sqrt()
+    cosines = torch.where(norms == 0, 0, trace / norms).T
+    others |= {"Gram-trace": trace, "CosineSimilarity-trace": torch.where(norms == 0, 0, cosines / norms)}
     return found | pairs | others | {name: expected(rows) for name, (_, expected) in SOLVES.items()}
 
 
