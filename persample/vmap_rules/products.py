@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from persample._torch import transforms
 from persample.errors import LossError
 from persample.utils.numerics import in_single_precision, is_autocast, precast
-from persample.utils.tracing import is_batched
 from persample.utils.trees import Leaf, Tree
 from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd, is_in_forward_mode
 
@@ -107,21 +106,6 @@ def linear_einsum(equation: str, place: int) -> LinearEinsum | None:
     if repeats or given.replace(i, "") != result.replace(o, ""):  # repeated or moved axes
         return None
     return LinearEinsum(matrix == i + o, given.index(i) - len(given), result.index(o) - len(result))
-
-
-def _einsum(equation: Leaf, *operands: Leaf) -> Tensor:
-    """Compute an einsum of a matrix that all samples share as a linear layer, which torch batches as one product."""
-    shared = [place for place, x in enumerate(operands) if isinstance(x, Tensor) and x.ndim == 2 and not is_batched(x)]
-    for place in shared if isinstance(equation, str) and len(operands) == 2 else ():
-        matrix, given = operands[place], operands[1 - place]
-        layer = linear_einsum(equation, place)
-        # With the made axis elsewhere, a sample's result has other strides: a reshape of it would be a copy, or none.
-        if layer is None or layer.made != -1 or not is_batched(given):
-            continue
-        weight = matrix.T if layer.transposed else matrix
-        if given.ndim >= -layer.contracted and given.shape[layer.contracted] == weight.shape[1]:
-            return linear(given.movedim(layer.contracted, -1), weight)
-    return torch.einsum(equation, *operands)
 
 
 def _composed_where_nested(function: Function, composition: Function) -> Function:
@@ -267,7 +251,6 @@ RULES: Rules = {
     F.linear: linear,
     torch.bilinear: _bilinear,
     **{getattr(Tensor, f"{name}_"): functools.partial(_in_place, name) for name in _WRITTEN},
-    torch.einsum: _einsum,
     **{add: functools.partial(_added, add) for add in (torch.addbmm, torch.baddbmm, Tensor.addbmm, Tensor.baddbmm)},
     **{function: _composed_where_nested(function, composition) for function, composition in _COMPOSITIONS.items()},
     torch.cdist: functools.partial(_cdist, _composed_distances),

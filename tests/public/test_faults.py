@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from paths import ROOT
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -150,6 +151,27 @@ lower.scan = None
 model, x = torch.nn.RNN(1, 1), torch.ones(1, 21, 1)
 persample.per_sample_grads(lambda model, x: model(x)[0].sum(), model, x, engine="compiled")
 """
+
+
+SET_DATA = """
+import torch
+x = torch.ones(3)
+try:
+    torch.vmap(torch.func.grad(lambda y: setattr(x, "data", y) or y.sum()))(torch.ones(2, 3))
+except RuntimeError:  # torch refuses this, and has written
+    pass
+str(x)
+"""
+
+
+def of_fake_zeros() -> Both:
+    """Whether a view of zeros without memory is a fake tensor under a mode of these."""
+
+    def is_fake(zeros):
+        with FakeTensorMode():
+            return torch.tensor(isinstance(zeros([2]).view(1, 2), FakeTensor))
+
+    return lambda: is_fake(torch.ops.aten._efficientzerotensor), lambda: is_fake(torch.zeros)
 
 
 def without(rule, replacement, *args, **options) -> Both:
@@ -297,6 +319,7 @@ FAULTS = {
         mapped(lambda x: torch.view_as_complex(x).abs(), numbers(2, 3), in_dims=-1),
     ),
     "data": Fault("vmap_rules/effects.py: _data", mapped(lambda x: x.data, WEIGHTS)),
+    "data, written": Fault("vmap_rules/effects.py: _set_data", survives(SET_DATA)),
     # Wrong without torch.func, too: on the loop engine.
     "solve, forward": Fault(
         "vmap_rules/products.py: _solve",
@@ -347,6 +370,7 @@ FAULTS = {
         ),
     ),
     "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
+    "zeros of fake tensors": Fault("engines/compiled/bounds.py: aten_efficientzerotensor", of_fake_zeros()),
     # Of Inductor.
     "avg_pool2d": Fault(
         "engines/compiled/kernels.py: _MEANS",
