@@ -54,10 +54,10 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         go_back()
     if Op.term_norms in required_ops:
         paths = call.loss.spec.paths
-        name = paths[place] if place is not None and place < len(paths) else "a parameter"
+        named = f"other uses of {paths[place]}: " if place is not None and place < len(paths) else ""
         raise LossError(
-            f"TermNorm(): expected parameters that layers alone use, received other uses of {name}: {reason}. "
-            "Freeze it (requires_grad_(False)), or leave it out of params."
+            f"TermNorm(): expected parameters that layers alone use, received {named}{reason}. Freeze the others "
+            "(requires_grad_(False)), or leave them out of params."
         )
     return unfactored(call, required_ops), reason  # outside of the block above: the error of a wrong loss is its own
 
