@@ -76,8 +76,8 @@ def by_hand(rows, a, w, unit, damping=None):
     spread = {u: sum(w[i] * (g[i] - means[u]).square().sum() for i in members[u]) for u in means}
     count = len(means)
     within = sum(spread.values()) / (n - count)
-    n_0 = (n - sum(size**2 for size in sizes.values()) / n) / (count - 1)
-    between = (sum(sizes[u] * (x - mean).square().sum() for u, x in means.items()) - (count - 1) * within) / n_0
+    of_units = sum(sizes[u] * (x - mean).square().sum() for u, x in means.items())
+    between = (of_units - (count - 1) * within) / (n - sum(size**2 for size in sizes.values()) / n)
     snr = []
     for u in members:
         noise = spread[u] / (sizes[u] - 1) if sizes[u] > 1 else None
@@ -175,22 +175,21 @@ def test_sums_of_squares_add_up(seed):
     ids = torch.randint(4, (12,), generator=generator)
     sizes, n = torch.zeros(4, dtype=F64).index_add(0, ids, w), w.sum()
     found, count = of(s, unit=ids, weights=w), (sizes > 0).sum()
-    of_units = (n - sizes.square().sum() / n) / (count - 1) * found.between + (count - 1) * found.within
+    of_units = (n - sizes.square().sum() / n) * found.between + (count - 1) * found.within
     total = (w[:, None] * (s - (w[:, None] * s).sum(0) / n).square()).sum()
     torch.testing.assert_close((n - count) * found.within + of_units, total)
 
 
 def test_estimates_are_unbiased():
-    """Their average over all draws of two units from three and two samples of each is what they estimate."""
-    population = draw(3, 2, 4)  # units, equally likely samples, parameters
+    """Their average over all draws of three units from two and two samples of each is what they estimate."""
+    population = draw(2, 2, 4)  # units, equally likely samples, parameters
     found = []
-    for units in itertools.product(range(3), repeat=2):
-        for samples in itertools.product(range(2), repeat=4):
+    for units in itertools.product(range(2), repeat=3):
+        for samples in itertools.product(range(2), repeat=6):
             s = torch.stack([population[units[i // 2], sample] for i, sample in enumerate(samples)])
             statistics = of(s, unit=2)
-            parts = torch.stack([s[:2].mean(0), s[2:].mean(0)])
-            found.append([*statistics[1:3], *statistics.noise[:2], parts.square().sum() / 2])
-    within, between, trace, signal, _ = torch.tensor(found, dtype=F64).mean(0)
+            found.append([*statistics[1:3], *statistics.noise[:2]])
+    within, between, trace, signal = torch.tensor(found, dtype=F64).mean(0)
     means = population.mean(1)
     torch.testing.assert_close(within, (population - means[:, None]).square().sum(-1).mean())
     torch.testing.assert_close(between, (means - means.mean(0)).square().sum(-1).mean())

@@ -68,8 +68,8 @@ def policy_gradients(
     """Split the variance of the gradients gᵢ = Aᵢ ∇ℓᵢ within and between units, and compare each with their mean.
 
     Units (prompts) are independent, and so are the samples (completions) of one unit. With means ḡᵤ of nᵤ samples:
-    within = Σᵤ Σᵢ wᵢ ‖gᵢ − ḡᵤ‖² / (n − U), and between = (Σᵤ nᵤ ‖ḡᵤ − ḡ‖² − (U − 1) within) / n₀ with
-    n₀ = (n − Σᵤ nᵤ² / n) / (U − 1). All follows from one Gram matrix, ``[N, N]`` in float64, of one pass.
+    within = Σᵤ Σᵢ wᵢ ‖gᵢ − ḡᵤ‖² / (n − U), and between = (Σᵤ nᵤ ‖ḡᵤ − ḡ‖² − (U − 1) within) / (n − Σᵤ nᵤ² / n).
+    All follows from one Gram matrix, ``[N, N]`` in float64, of one pass.
 
     With the mean reward of n samples of a unit as a baseline, these depend on each other: the estimate of ‖E[g|u]‖² is
     then 1 + 1/(n − 1)² times too large.
@@ -209,7 +209,7 @@ def _statistics(k: Tensor, w: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Ten
     deviations = (squares - 2 * toward + square).clamp(min=0)  # ‖ḡᵤ − ḡ‖²
     spread = (members @ k.diagonal() - n_u * squares).clamp(min=0)  # Σᵢ wᵢ ‖gᵢ − ḡᵤ‖² in each unit
     within = spread.sum() / (n - count)
-    between = (n_u @ deviations - (count - 1) * within) * (count - 1) / (n - n_u @ p)
+    between = (n_u @ deviations - (count - 1) * within) / (n - n_u @ p)
     noise = spread / torch.where(n_u > 1, n_u - 1, torch.inf)
     snr = torch.where((n_u <= 1) | (noise + squares == 0), 0, (squares - noise / n_u) / noise)
     variance = n_u.square() @ deviations / n**2 * count / (count - 1)  # of ḡ
