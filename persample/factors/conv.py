@@ -100,9 +100,10 @@ class Conv(Factor):
     @property
     def as_one(self) -> Conv:
         """The K gradients of each sample as one, of K times as many channels."""
+        if not self.outputs:
+            return self
         signals, inputs = self._operands
-        one = replace(self, signals=signals, inputs=inputs, kernel_shape=self._kernel, outputs=())
-        return one if self.outputs else self
+        return replace(self, signals=signals, inputs=inputs, kernel_shape=self._kernel, outputs=())
 
     @property
     def order(self) -> tuple[object, ...]:

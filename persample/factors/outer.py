@@ -95,9 +95,11 @@ class Outer(Factor):
     @property
     def as_one(self) -> Outer:
         """The K gradients of each sample as one: those of K times as many rows, or columns."""
+        if not self.outputs:
+            return self
         left, right = self._operands
-        shape = (left.shape[-1], right.shape[-1]) if left.shape[1] == 1 else (*self.outputs, *self.param_shape)
-        return replace(self, left=left, right=right, param_shape=shape, outputs=()) if self.outputs else self
+        shape = (left.shape[-1], right.shape[-1]) if left.shape[1] == 1 else self.shape
+        return replace(self, left=left, right=right, param_shape=shape, outputs=())
 
     @property
     def order(self) -> tuple[object, ...]:

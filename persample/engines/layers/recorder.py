@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from persample._torch import node_outputs, saved_by, version
 from persample.engines.layers.shared import Part, SharedParams
-from persample.factors import Conv, Dense, Embedding, Factor, Op, Outer, sum_factors
+from persample.factors import Conv, Dense, Embedding, Factor, Op, Outer, SumFactor, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.numerics import as_real, autocast
 from persample.utils.trees import Tree
@@ -156,10 +156,8 @@ class LayerRecorder:
 
     def term_norms(self, place: int) -> Tensor | None:
         """Return the norms of a parameter's terms, ``[B, T]``, use after use; None if not all uses are layers."""
-        none = self._params[place].new_zeros(*self.sizes, 0)
-        found = [factor.term_norms() for factor in self._factors.get(place, [])]
-        known = [norms for norms in found if norms is not None]
-        return torch.cat([none, *known], -1) if len(known) == len(found) else None
+        found = self._factors.get(place)
+        return SumFactor(tuple(found)).term_norms() if found else self._params[place].new_zeros(*self.sizes, 0)
 
     def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
