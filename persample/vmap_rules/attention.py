@@ -17,10 +17,11 @@ from persample._torch import (
 )
 from persample.utils.numerics import autocast, is_autocast, precast
 from persample.utils.tracing import holds
-from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd
+from persample.vmap_rules.levels import Function, Rules, call_kernel, gradients_by_autograd, is_differentiated
 
 _sdpa: Function = F.scaled_dot_product_attention
 _mha: Function = F.multi_head_attention_forward
+_LARGEST = 1e3  # the sum of exponentials, whose logarithm is added to a score of this size, keeps 4 digits in float32
 
 
 def _attention(compute: Function, query: Tensor, *args: object, **options: object) -> Tensor:
@@ -36,12 +37,9 @@ def _composed_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: object, **options: object
 ) -> Tensor:
     """Compose attention of operations with a batching rule; ``sdpa_kernel`` would choose so for all threads."""
-    known = attn_mask is None or attn_mask.dtype in {torch.bool, query.dtype}
-    if not known or min(query.ndim, key.ndim, value.ndim) < 2:
+    if not _is_known(attn_mask, query) or min(query.ndim, key.ndim, value.ndim) < 2:
         return _sdpa(query, key, value, attn_mask, *args, **options)  # mostly raises
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    return aten_attention_math(query, key, value, attn_mask, *args, **options)[0]
+    return aten_attention_math(query, key, value, _summand(attn_mask, query), *args, **options)[0]
 
 
 def _fused_attention(
@@ -56,16 +54,33 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Call the fused kernel once for all samples if it supports the arguments; else compose attention of operations."""
-    plain = attn_mask is None and not dropout_p and not enable_gqa and query.ndim >= 3
-    alike = key.shape == value.shape and query.shape[:-2] == key.shape[:-2] and query.shape[-1] == key.shape[-1]
-    full = query.numel() > 0 and key.numel() > 0
+    plain = not dropout_p and query.ndim >= 3 and query.numel() > 0 and key.numel() > 0 and key.shape == value.shape
+    if plain and enable_gqa and query.ndim == key.ndim and query.shape[-3] % key.shape[-3] == 0:
+        count, enable_gqa = query.shape[-3] // key.shape[-3], False
+        key, value = (x.repeat_interleave(count, -3) for x in (key, value))
+    alike = query.shape[:-2] == key.shape[:-2] and query.shape[-1] == key.shape[-1] and not enable_gqa
     known = query.dtype == key.dtype == value.dtype != torch.float16
-    if not (plain and alike and full and known):
+    if attn_mask is not None:  # the kernel gives masks no gradient
+        known &= _is_known(attn_mask, query) and not (is_causal or is_differentiated(attn_mask))
+    if not (plain and alike and known):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _composed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     kernel = functools.partial(_kernel, is_causal=is_causal, scale=scale)
     gradients = functools.partial(_gradients, is_causal=is_causal, scale=scale)
-    return call_kernel(kernel, gradients, query, key, value)[0]
+    mask = _summand(attn_mask, query)
+    masks = () if mask is None else (mask.expand(*query.shape[:-1], key.shape[-2]),)
+    return call_kernel(kernel, gradients, query, key, value, *masks)[0]
+
+
+def _is_known(mask: Tensor | None, query: Tensor) -> bool:
+    return mask is None or mask.dtype in {torch.bool, query.dtype}
+
+
+def _summand(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return what is added to the products of queries and keys."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
 
 
 def _multi_head(query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
@@ -79,13 +94,20 @@ def _multi_head(query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor,
 
 
 def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return attention, the logarithms of its normalizers, and which heads were computed without the kernel."""
     images = [_as_images(x) for x in (query, key, value)]
-    out, normalizers = aten_attention_cpu(*images, 0.0, is_causal, scale=scale)
+    mask = None if mask is None else _as_images(mask)
+    out, normalizers = aten_attention_cpu(*images, 0.0, is_causal, attn_mask=mask, scale=scale)
     # Heads ``[N, H]`` with NaN, which the kernel may take for a mask (pytorch/pytorch#141128).
     composed = ~(images[0].sum((-2, -1)) + images[1].sum((-2, -1))).isfinite()
+    if mask is not None:
+        # Where a mask adds the least number to all keys of a query, their count is lost in the normalizer, and the
+        # kernel's gradients are too large.
+        composed |= ~(mask.sum((-2, -1)) < torch.inf)
+        composed |= ((normalizers.abs() > _LARGEST) & normalizers.isfinite()).any(-1)
+        images.append(mask)
     if holds(composed.any()):
         out[composed] = _composed_heads(*(x[composed] for x in images), is_causal=is_causal, scale=scale)
     heads = query.shape[:-2]
@@ -94,21 +116,24 @@ def _kernel(
 
 def _gradients(
     _needed: object, grad: Tensor, *tensors: Tensor, is_causal: bool, scale: float | None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of the kernel, and by autograd those of the heads that were computed without it."""
-    *same, normalizers, composed = tensors
-    images = [_as_images(x) for x in (grad, *same)]
+    query, key, value, *masks, out, normalizers, composed = tensors
+    images = [_as_images(x) for x in (grad, query, key, value, out, *masks)]
     normalizers, composed = normalizers.reshape(images[0].shape[:-1]), composed.reshape(images[0].shape[:-2])
-    grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, scale=scale)
+    mask = images.pop() if masks else None
+    grads = aten_attention_cpu_backward(*images, normalizers, 0.0, is_causal, attn_mask=mask, scale=scale)
     if holds(composed.any()):
         attend = functools.partial(_composed_heads, is_causal=is_causal, scale=scale)
-        found = gradients_by_autograd(attend, *(x[composed] for x in images[:4]))
+        inputs = images[:4] if mask is None else (*images[:4], mask)
+        found = gradients_by_autograd(attend, *(x[composed] for x in inputs))
         grads = [x.index_put((composed,), y) for x, y in zip(grads, found, strict=False)]
-    return tuple(x.reshape(like.shape) for x, like in zip(grads, same, strict=False))
+    of_inputs = (x.reshape(like.shape) for x, like in zip(grads, (query, key, value), strict=True))
+    return *of_inputs, *[None] * len(masks)
 
 
-def _composed_heads(*tensors: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    return aten_attention_math(*tensors, None, 0.0, is_causal, scale=scale)[0]
+def _composed_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
+    return aten_attention_math(query, key, value, mask, 0.0, **options)[0]
 
 
 def _as_images(x: Tensor) -> Tensor:

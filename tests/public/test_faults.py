@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
 import persample as ps
@@ -208,6 +209,18 @@ def of_nan_query() -> Both:
     return lambda: F.scaled_dot_product_attention(q, k, k), lambda: q
 
 
+def of_least_scores() -> Both:
+    q, mask = numbers(1, 1, 1, 2).requires_grad_(), torch.full((1, 3), torch.finfo().min, dtype=F64)
+    k = numbers(1, 1, 3, 2)
+    gradient = lambda backend: torch.autograd.grad(attended(q, k, mask, backend), q)[0]
+    return lambda: gradient(SDPBackend.FLASH_ATTENTION), lambda: gradient(SDPBackend.MATH)
+
+
+def attended(q, k, mask, backend):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask).sum()
+
+
 def of_kernel(images):
     kernel = numbers(2, 2, 3, 1).requires_grad_()
     return torch.autograd.grad(F.conv2d(images, kernel, padding=1, groups=2).square().sum(), kernel)[0]
@@ -370,6 +383,7 @@ FAULTS = {
         ),
     ),
     "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
+    "attention to none": Fault("vmap_rules/attention.py: _LARGEST", of_least_scores()),
     "zeros of fake tensors": Fault("engines/compiled/bounds.py: aten_efficientzerotensor", of_fake_zeros()),
     # Of Inductor.
     "avg_pool2d": Fault(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from vmap_rules_cases import B, check, check_module, draw, once
 
-from persample import LossError, per_sample_grads
+from persample import LossError, clear_cache, per_sample_grads
 from persample.vmap_rules import VmapRules
 
 
@@ -178,6 +178,67 @@ def test_attention_is_that_of_the_math_kernel(mask, options, grouped):
             randomness = "same" if "dropout_p" in options else "error"
             results.append(per_sample_grads(loss, w, (q, k, v), engine=engine, randomness=randomness))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+BATCH_MASKS = {
+    "padding": (torch.arange(6) < torch.tensor([[6], [4], [1]]), lambda m: m[None, None]),
+    "padding-or-later": (torch.arange(6) < torch.tensor([[6], [4], [1]]), lambda m: m & TRIANGLE),
+    "nothing-to-see": (torch.arange(6) < torch.tensor([[6], [0], [3]]), lambda m: m[None]),
+    "least": (torch.arange(6) < torch.tensor([[6], [0], [3]]), lambda m: (~m)[None].double() * torch.finfo().min),
+    "float": (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double(), lambda m: m[:, None] + m),
+    "of-heads": (torch.randn(3, 4, 1, 6, generator=torch.Generator().manual_seed(0)).double(), lambda m: m),
+    "nan": (torch.tensor([[0.0] * 6, [0.0, torch.nan] * 3, [0.0] * 6]).double(), lambda m: m[None]),
+    "infinite": (torch.tensor([[0.0] * 6, [0.0, torch.inf] * 3, [0.0] * 6]).double(), lambda m: m[None]),
+}
+TRIANGLE = torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+@pytest.mark.parametrize("lead", [(), (1,), (2,)], ids=["heads", "batch-of-one", "batch-of-two"])
+@pytest.mark.parametrize("kind", BATCH_MASKS)
+def test_masks_of_samples_and_shared_heads_go_to_the_fused_kernel(kind, lead, engine):
+    masks, of_scores = BATCH_MASKS[kind]
+
+    def loss(w, q, k, v, mask):
+        options = {"attn_mask": of_scores(mask), "enable_gqa": True}
+        return F.scaled_dot_product_attention(q @ w, k @ w, v @ w, **options).square().sum()
+
+    batch = torch.randn(3, *lead, 4, 6, 8), torch.randn(3, *lead, 2, 6, 8), torch.randn(3, *lead, 2, 6, 8)
+    batch = *(x.double() for x in batch), masks
+    w = torch.randn(8, 8, dtype=torch.float64) / 3
+    result = per_sample_grads(loss, w, batch, engine=engine)
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = per_sample_grads(loss, w, batch, engine="loop")
+    torch.testing.assert_close(result, truth, rtol=1e-9, atol=1e-12, equal_nan=True)
+    clear_cache()
+    with Operations() as mode:
+        per_sample_grads(loss, w, batch)
+    assert FUSED in mode.shapes
+
+
+@pytest.mark.parametrize("spelling", ["mask", "sum"])
+def test_masks_with_gradients(spelling):
+    def loss(params, x):
+        bias = params["bias"] if spelling == "mask" else params["bias"] + x @ x.mT
+        return F.scaled_dot_product_attention(x @ params["w"], x, x, attn_mask=bias).square().sum()
+
+    params = {"w": torch.randn(4, 4).double(), "bias": torch.randn(5, 5).double()}
+    x = torch.randn(3, 2, 5, 4).double()
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = per_sample_grads(loss, params, x, engine="loop")
+    for engine in ("eager", "traced"):
+        torch.testing.assert_close(per_sample_grads(loss, params, x, engine=engine), truth, rtol=1e-9, atol=1e-12)
+
+
+def test_heads_that_shared_keys_do_not_divide_are_refused():
+    def loss(w, x, k):
+        return F.scaled_dot_product_attention(x @ w, k, k, enable_gqa=True).sum()
+
+    for engine in ("loop", "eager"):
+        with pytest.raises((RuntimeError, LossError)):
+            per_sample_grads(
+                loss, torch.eye(4), (torch.randn(3, 1, 3, 5, 4), torch.randn(3, 1, 2, 5, 4)), engine=engine
+            )
 
 
 @pytest.mark.parametrize(
