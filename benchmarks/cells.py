@@ -27,12 +27,13 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "LoRA transformer, B=16": ("clipped_mean", "stack"),
     "wide MLP 5120, B=32": ("clipped_mean", "stack"),
 }
+# Clipped means of models as transformers has them, by our methods alone.
+LARGE = ("GPT-2 124M, T=128, B=4", "GPT-2 124M, T=512, B=2")
 QUICK: dict[str, tuple[str, ...]] = {"TD(0) MLP 64, B=256": ("clipped_mean",)}
 # The methods of the sweep: ours, and the libraries that users choose between.
+OURS = ("persample eager", "persample traced", "persample compiled")
 SWEEPING = (
-    "persample eager",
-    "persample traced",
-    "persample compiled",
+    *OURS,
     "torch.func",
     "Opacus hooks",
     "Opacus ghost clipping",
@@ -95,6 +96,14 @@ def cells(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str]
         if is_shown(method, workload, quantity)
     ]
     return _chosen(found, only)
+
+
+def large(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:
+    """List the cells of the large models, for our methods."""
+    ours = [method for method in methods if method.name in OURS]
+    return _chosen(
+        [Cell(name, "clipped_mean", method) for name in (LARGE[:1] if quick else LARGE) for method in ours], only
+    )
 
 
 def swept(methods: Iterable[Listed], *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:

@@ -43,6 +43,7 @@ class Pace:
 
 
 SWEEP = Pace(cell_s=0.5, rounds=(5, 25), processes=3, first_timeout_s=180.0, calls_timeout_s=20.0)
+LARGE = Pace(cell_s=20.0, first_timeout_s=600.0, calls_timeout_s=120.0)
 QUICK = Pace(cell_s=0.1, turn_s=0.002, rounds=(3, 5))
 
 

@@ -1,6 +1,6 @@
 """Writes the tables and figures of README and of the documentation from the committed results: ``make bench-report``.
 
-There is one results file per machine. README shows ``results/cpu.json``, and one row for each other file;
+There is one results file per machine. README has three numbers of ``results/cpu.json`` and ``results/large``;
 docs/benchmarks.md and docs/benchmark-tables.md have a part for each file. Those in ``results/sweep`` are runs of the
 sweep, which have a part of their own on both pages.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.notes import NOTES
 from benchmarks.report.figures import draw, shown_by
 from benchmarks.report.files import read
-from benchmarks.report.front import first_calls, processors, verdicts
+from benchmarks.report.front import first_calls, headlines, processors, verdicts
 from benchmarks.report.memory import Peaks, peaks
 from benchmarks.report.page import machine, numbers, overview
 from benchmarks.report.plots import Curves, Dots, fingerprint, plots
@@ -30,7 +30,7 @@ BEGIN = "<!-- benchmarks: begin (made by `make bench-report`; edits are lost) --
 END = "<!-- benchmarks: end -->"
 README, DOCS, TABLES = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/benchmark-tables.md")
 PICTURES = Path("docs/benchmarks")
-# The run, quantity, workloads and methods of README's table.
+# The run, quantity, workloads and methods of the summary's table.
 MAIN, QUANTITY = "cpu", "clipped_mean"
 WORKLOADS = (
     "TD(0) MLP 64, B=256",
@@ -63,15 +63,25 @@ def pages(root: Path, found: dict[str, Results]) -> dict[Path, str]:
     """Return the up-to-date text of the pages."""
     swept = runs(root, "sweep")
     inside = {
-        README: readme_part(found),
+        README: readme_part(found, runs(root, "large")),
         DOCS: docs_part(found) + _swept(swept, sweep_part),
         TABLES: tables_part(found) + _swept(swept, lambda run: every_workload(run).markdown()),
     }
     return {root / page: between(root / page, part) for page, part in inside.items()}
 
 
-def readme_part(found: dict[str, Results]) -> str:
-    """Return README's table, what it leaves out, and one row per machine."""
+def readme_part(found: dict[str, Results], large: dict[str, Results]) -> str:
+    """Return README's three numbers."""
+    run = found.get(MAIN)
+    if run is None:
+        return _NOTHING
+    machines = ", ".join(dict.fromkeys(machine(x.environment) for x in (run, *large.values())))
+    lines = headlines(run, large.values(), QUANTITY, (OURS[0], OURS[-1]), "torch.func")
+    return f"A {words(QUANTITY)}, beside the forward and backward pass of the batch ({machines}):\n\n{lines}"
+
+
+def summary(found: dict[str, Results]) -> str:
+    """Return the main table, what it leaves out, and one row per machine."""
     run = found.get(MAIN)
     if run is None:
         return _NOTHING
@@ -87,9 +97,9 @@ def readme_part(found: dict[str, Results]) -> str:
 
 
 def docs_part(found: dict[str, Results]) -> str:
-    """Return README's part, and of each machine's report what is read; the notes apply to README's run."""
+    """Return the summary, and of each machine's report what is read; the notes apply to README's run."""
     parts = _parts(found, lambda name, run, at: overview(run, at, NOTES if name == MAIN else None, level=3))
-    return f"## In short\n\n{readme_part(found)}\n{parts}"
+    return f"## In short\n\n{summary(found)}\n{parts}"
 
 
 def tables_part(found: dict[str, Results]) -> str:

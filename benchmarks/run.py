@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import measure, scaling
 from benchmarks.cells import cells, swept
+from benchmarks.cells import large as of_large
 from benchmarks.process import ROOT, FailedError
 from benchmarks.report.records import Record
 from benchmarks.session import Session
@@ -38,6 +39,7 @@ def run(
     sweep: Annotated[
         bool, typer.Option("--sweep", help="The sweep: clipped means of workloads whose sizes are drawn.")
     ] = False,
+    large: Annotated[bool, typer.Option("--large", help="GPT-2 with 124 million parameters, by our methods.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Start the file anew.")] = False,
     cuda: Annotated[bool, typer.Option("--cuda", help="On the GPU, with its own clock and allocator.")] = False,
 ) -> None:
@@ -48,13 +50,13 @@ def run(
     """
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; leave it out to measure on the CPU", param_hint="--cuda")
-    folder = Path(tempfile.mkdtemp()) if quick else RESULTS / "sweep" if sweep else RESULTS
+    folder = Path(tempfile.mkdtemp()) if quick else RESULTS / ("sweep" if sweep else "large" if large else "")
     path = results or folder / ("cuda.json" if cuda else "cpu.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     if again:
         path.unlink(missing_ok=True)
     try:
-        _run(path, only or [], quick=quick, sweep=sweep, cuda=cuda)
+        _run(path, only or [], quick=quick, sweep=sweep, large=large, cuda=cuda)
     except KeyboardInterrupt:
         console.print(f"Stopped. What was measured is in {path}; the same command (without --again) goes on.")
         raise typer.Exit(130) from None
@@ -63,16 +65,17 @@ def run(
         raise typer.Exit(1) from error
 
 
-def _run(path: Path, only: list[str], *, quick: bool, sweep: bool, cuda: bool) -> None:
-    pace = measure.QUICK if quick else measure.SWEEP if sweep else measure.Pace()
+def _run(path: Path, only: list[str], *, quick: bool, sweep: bool, large: bool, cuda: bool) -> None:
+    pace = measure.QUICK if quick else measure.SWEEP if sweep else measure.LARGE if large else measure.Pace()
     with Workers(cuda=cuda, cold=not quick, shared=sweep) as workers, _progress() as progress:
         for name in workers.missing:
             progress.console.print(f"[yellow]Without the environment {name}[/]: `make bench-peers` creates it.")
         task = progress.add_task("")
-        session = Session(workers, path, pace, _report(progress, task), () if sweep else TARGETS)
+        whole = not (sweep or large)
+        session = Session(workers, path, pace, _report(progress, task), TARGETS if whole else ())
         listed, options = workers.methods, {"quick": quick, "only": only}
-        todo = session.missing((swept if sweep else cells)(listed, **options))
-        points = [] if sweep else session.missing(scaling.points(listed, **options))
+        todo = session.missing((swept if sweep else of_large if large else cells)(listed, **options))
+        points = [] if not whole else session.missing(scaling.points(listed, **options))
         progress.update(task, total=len(todo) + len(points))
         session.measure_cells(todo)
         session.measure_points(points)

@@ -131,6 +131,22 @@ def lora(vocabulary, batch_size, rank=8, scale=2.0):
     return _replace(base, kind="lora", sizes={**base.sizes, "rank": rank, "scale": scale}, model=model)
 
 
+def gpt2(batch_size, length):
+    """GPT-2 with 124 million parameters, as transformers has it, without dropout: next-token cross-entropy."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def batch_loss(model, tokens):
+        return model(input_ids=tokens, labels=tokens).loss
+
+    def loss(model, tokens):
+        return batch_loss(model, tokens.unsqueeze(0))
+
+    config = GPT2Config(use_cache=False)
+    batch = (torch.randint(config.vocab_size, (batch_size, length)),)
+    sizes = {"batch_size": batch_size, "length": length}
+    return Workload("gpt2", sizes, GPT2LMHeadModel(config).eval(), loss, batch_loss, batch)
+
+
 def wide_mlp(batch_size):
     def loss(model, x, y):
         return F.mse_loss(model(x), y)
@@ -165,6 +181,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "LoRA transformer, B=16": lambda: lora(2000, 16),
     "wide MLP 5120, B=32": lambda: wide_mlp(32),
 }
+LARGE: dict[str, Callable[[], Workload]] = {
+    "GPT-2 124M, T=128, B=4": lambda: gpt2(4, 128),
+    "GPT-2 124M, T=512, B=2": lambda: gpt2(2, 512),
+}
 
 
 # For the scaling curves, this one exists in any size.
@@ -180,5 +200,5 @@ def build(name: str) -> Workload:
         elif name in DRAWS:
             work = drawn.build(DRAWS[name])
         else:
-            work = WORKLOADS[name]()
+            work = (WORKLOADS | LARGE)[name]()
         return _replace(work, name=name)

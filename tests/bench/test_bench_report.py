@@ -15,11 +15,11 @@ from benchmarks import pages
 from benchmarks.report.__main__ import app
 from benchmarks.report.figures import draw, shown_by
 from benchmarks.report.files import read, write
-from benchmarks.report.front import first_calls, processors, verdicts
+from benchmarks.report.front import WIDE, first_calls, processors, verdicts
 from benchmarks.report.memory import peaks
 from benchmarks.report.page import report
 from benchmarks.report.plots import Curves, Dots, fingerprint, plots
-from benchmarks.report.records import FILL, GEMMS, UNIT, Results
+from benchmarks.report.records import FILL, GEMMS, UNIT, Record, Results
 from benchmarks.report.styles import styles
 from benchmarks.report.tables import full_table, short_table
 from persample.errors import ArgumentError
@@ -188,7 +188,7 @@ class TestCommand:
 LOST = ("REINFORCE MLP 64, 32x200", "clipped_mean", "time")
 SMALL = Results(
     RUN.environment,
-    tuple(r for r in RUN.records if r.workload in {TD, LOST[0], "GRU policy, 32x50"} and r.quantity == LOST[1]),
+    tuple(r for r in RUN.records if r.workload in {TD, LOST[0], WIDE} and r.quantity == LOST[1]),
 )
 
 
@@ -232,7 +232,7 @@ class TestPages:
 
     def test_edits_by_hand_are_seen(self, checkout):
         readme = checkout / pages.README
-        readme.write_text(readme.read_text().replace("cannot", "0.10", 1))
+        readme.write_text(readme.read_text().replace(" × its time", "0 × its time", 1))
         assert pages.stale(checkout) == [readme]
 
     def test_other_results_are_seen_in_pages_and_pictures(self, checkout):
@@ -264,7 +264,33 @@ class TestPages:
             "Invented CPU, threads: 2, torch 2.13.0, 2026-11-21",
             "Invented GPU",
         ]
-        assert "| Invented GPU | " in (checkout / pages.README).read_text()
+        assert "| Invented GPU | " in text
+
+    def test_readme_has_what_large_models_cost(self, checkout):
+        """And what large layers cost beside gradients that are written out, and small networks with a first call."""
+        record = Record("GPT-2 124M, T=128, B=4", "clipped_mean", "persample eager", "ok", ratio=1.23)
+        record = replace(record, peak_bytes=3 * 2**20, unit_peak_bytes=2 * 2**20, median_s=1.0, unit_s=1.0)
+        path = checkout / "benchmarks" / "results" / "large" / "cpu.json"
+        path.parent.mkdir()
+        write(path, Results({"cpu": "Another CPU"}, (record, replace(record, method="persample compiled"))))
+        path = checkout / "benchmarks" / "results" / "cpu.json"
+        wide = replace(record, workload=WIDE, ratio=1.5)
+        small = replace(record, workload="TD(0) MLP 64, B=256", ratio=4.0)
+        compiled = replace(small, method="persample compiled", ratio=0.9, first_call_s=7.5)
+        run = read(path)
+        others = tuple(r for r in run.records if r.workload != WIDE)
+        new = (wide, replace(wide, method="torch.func", ratio=30.0), small, compiled)
+        write(path, replace(run, records=others + new))
+        pages.write(checkout)
+        lines = [line for line in (checkout / pages.README).read_text().splitlines() if line.startswith("- ")]
+        assert (
+            lines[0] == "- GPT-2 124M from transformers, unpatched (T=128, B=4: 1.23 × its time, 1.50 of its memory)."
+        )
+        assert lines[1].startswith("- Large layers (wide MLP 5120, B=32): 1.50 × its time and 3 MiB; torch.func")
+        assert lines[1].endswith("takes 30.0 × its time and 3 MiB.")
+        assert lines[2].startswith("- A small network (TD(0) MLP 64, B=256): 4.00 × its time by the default engine")
+        assert lines[2].endswith("compiled 0.90 × its time, after a first call of 7.50 s.")
+        assert "Another CPU" in (checkout / pages.README).read_text()
 
     @pytest.mark.parametrize(
         "text", ["nothing", pages.BEGIN, f"{pages.END} {pages.BEGIN}", 2 * (pages.BEGIN + pages.END)]
