@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample.errors import LossError
 from persample.factors import Dense, Factor, contractions
 from persample.factors.contractions import squared_norms_of_sums
 from persample.utils.numerics import as_real, has_extreme, root, squared_norms_of_each
@@ -56,8 +57,8 @@ class Gradients:
         are_of_units: whether rows are units, each the sum of several samples: of all but ``aux``, whose rows are
             samples.
         unit_ids: the ids of the units, ``[B]``, or None.
-        term_norms: where asked for, the norms of the terms of each parameter's gradients, ``[B, T]``, float64; None of
-            a parameter that is used outside of layers. Rows are samples, as those of ``aux``.
+        term_norms: where asked for, the norms of the terms of each parameter's gradients, ``[B, T]``, float64. Rows are
+            samples, as those of ``aux``.
     """
 
     factors: tuple[Factor, ...]
@@ -69,7 +70,7 @@ class Gradients:
     connected: bool = True
     are_of_units: bool = False
     unit_ids: Tensor | None = None
-    term_norms: tuple[Tensor | None, ...] | None = None
+    term_norms: tuple[Tensor, ...] | None = None
 
     @classmethod
     def dense(cls, values: Sequence[Tensor], *, losses: Tensor, **fields: Any) -> Gradients:
@@ -148,11 +149,16 @@ class Gradients:
         return weights * torch.where((weights == 0) & ~scale.isfinite(), 0, scale)
 
 
-def joined_term_norms(parts: Iterable[Gradients]) -> tuple[Tensor | None, ...] | None:
+def joined_term_norms(parts: Iterable[Gradients]) -> tuple[Tensor, ...] | None:
     """Return the norms of terms of the samples of all parts, or None where these have none."""
-    found = [part.term_norms for part in parts if part.term_norms is not None]
-    columns = [[norms for norms in column if norms is not None] for column in zip(*found, strict=True)]
-    return tuple(torch.cat(column) if len(column) == len(found) else None for column in columns) if found else None
+    columns = list(zip(*(part.term_norms for part in parts if part.term_norms is not None), strict=True))
+    counts = next((sorted(found) for column in columns if len(found := {x.shape[-1] for x in column}) > 1), None)
+    if counts:
+        raise LossError(
+            f"TermNorm(): expected as many uses of a parameter in every sample, received {counts}. Pad the samples, "
+            "and use layers as often in each."
+        )
+    return tuple(map(torch.cat, columns)) or None
 
 
 def weighted_sums(
