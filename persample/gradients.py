@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.errors import LossError
 from persample.factors import Dense, Factor, contractions
 from persample.factors.contractions import squared_norms_of_sums
 from persample.utils.numerics import as_real, has_extreme, root, squared_norms_of_each
@@ -147,18 +146,6 @@ class Gradients:
             return self.weights if scale is None else scale
         weights = self.weights.view(-1, *[1] * (scale.ndim - 1))
         return weights * torch.where((weights == 0) & ~scale.isfinite(), 0, scale)
-
-
-def joined_term_norms(parts: Iterable[Gradients]) -> tuple[Tensor, ...] | None:
-    """Return the norms of terms of the samples of all parts, or None where these have none."""
-    columns = list(zip(*(part.term_norms for part in parts if part.term_norms is not None), strict=True))
-    counts = next((sorted(found) for column in columns if len(found := {x.shape[-1] for x in column}) > 1), None)
-    if counts:
-        raise LossError(
-            f"TermNorm(): expected as many uses of a parameter in every sample, received {counts}. Pad the samples, "
-            "and use layers as often in each."
-        )
-    return tuple(map(torch.cat, columns)) or None
 
 
 def weighted_sums(

@@ -19,8 +19,9 @@ from persample.engines import inner_derivatives, layers
 from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
 from persample.factors import Op
-from persample.gradients import Gradients, joined_term_norms
+from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
+from persample.merge import joined
 from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import after_imports, undone
@@ -215,7 +216,7 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
     if go_back:
         go_back()
         chunks = rng.replayed(call.chunks(1)) if call.randomness == "same" else call.chunks(1)
-        norms = joined_term_norms(factored(one, required_ops)[0] for one in chunks)
+        norms = joined(factored(one, required_ops)[0].term_norms or () for one in chunks)
     return Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])

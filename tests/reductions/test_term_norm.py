@@ -169,5 +169,6 @@ def test_unequal_numbers_of_terms_are_refused():
         return net(x[: 2 if x.sum() > 0 else 3]).sum()
 
     x = torch.ones(2, 4, 3) * torch.tensor([1.0, -1.0])[:, None, None]
-    with pytest.raises(LossError, match=r"expected as many uses of a parameter in every sample, received \[2, 3\]"):
-        per_sample_grads(loss, nn.Linear(3, 2), x, TermNorm(), engine="loop")
+    for options in ({}, {"unit": 2}, {"chunk_size": 1}):
+        with pytest.raises(LossError, match=r"received shapes \[2\] and \[3\]\. .* use layers as often \(TermNorm"):
+            per_sample_grads(loss, nn.Linear(3, 2), x, TermNorm(), engine="loop", **options)
