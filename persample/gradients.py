@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -56,8 +56,8 @@ class Gradients:
         are_of_units: whether rows are units, each the sum of several samples: of all but ``aux``, whose rows are
             samples.
         unit_ids: the ids of the units, ``[B]``, or None.
-        term_norms: where asked for, the norms of the terms of each parameter's gradients, ``[B, T]``, float64; None of
-            a parameter that is used outside of layers. Rows are samples, as those of ``aux``.
+        term_norms: where asked for, the norms of the terms of each parameter's gradients, ``[B, T]``, float64. Rows are
+            samples, as those of ``aux``.
     """
 
     factors: tuple[Factor, ...]
@@ -69,7 +69,7 @@ class Gradients:
     connected: bool = True
     are_of_units: bool = False
     unit_ids: Tensor | None = None
-    term_norms: tuple[Tensor | None, ...] | None = None
+    term_norms: tuple[Tensor, ...] | None = None
 
     @classmethod
     def dense(cls, values: Sequence[Tensor], *, losses: Tensor, **fields: Any) -> Gradients:
@@ -146,13 +146,6 @@ class Gradients:
             return self.weights if scale is None else scale
         weights = self.weights.view(-1, *[1] * (scale.ndim - 1))
         return weights * torch.where((weights == 0) & ~scale.isfinite(), 0, scale)
-
-
-def joined_term_norms(parts: Iterable[Gradients]) -> tuple[Tensor | None, ...] | None:
-    """Return the norms of terms of the samples of all parts, or None where these have none."""
-    found = [part.term_norms for part in parts if part.term_norms is not None]
-    columns = [[norms for norms in column if norms is not None] for column in zip(*found, strict=True)]
-    return tuple(torch.cat(column) if len(column) == len(found) else None for column in columns) if found else None
 
 
 def weighted_sums(

@@ -178,6 +178,12 @@ class Stacked:
         return restore(rows.materialize(target), self.dtype)
 
 
+def joined(parts: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Return the rows of all parts, tensor by tensor."""
+    columns = zip(*parts, strict=True)
+    return tuple(functools.reduce(Stacked.merge, map(Stacked, rows)).concatenated() for rows in columns)
+
+
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Return views that fit in a CPU's cache; small tensors, unlike shapes, and tensors of GPUs stay whole."""
     first = tensors[0]
@@ -203,7 +209,8 @@ def _check_shapes(one: Sequence[int], other: Sequence[int]) -> None:
     if tuple(one) != tuple(other):
         raise LossError(
             f"loss_fn: expected results of one shape for all samples, received shapes {list(one)} and {list(other)}. "
-            "Return as many outputs (outputs='rows'), and aux of the same shapes, from every sample."
+            "Return as many outputs (outputs='rows'), and aux of the same shapes, from every sample, and use layers "
+            "as often (TermNorm())."
         )
 
 

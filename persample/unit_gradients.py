@@ -16,10 +16,10 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor, Op, contractions, sum_factors
 from persample.factors.cost_model import Plan
-from persample.gradients import Gradients, joined_term_norms
+from persample.gradients import Gradients
 from persample.inputs.call import Call
 from persample.inputs.units import Order, Units
-from persample.merge import Stacked
+from persample.merge import Stacked, joined
 from persample.reductions.base import Reductions
 from persample.utils import rng, trees
 from persample.utils.numerics import accumulate_dtype
@@ -102,7 +102,7 @@ def _added(parts: Sequence[Gradients], ids: Tensor | None) -> Gradients:
         factors=factors,
         losses=torch.stack([part.losses for part in parts]).sum(0),
         aux=trees.tree_map(lambda *rows: torch.cat(rows), *(part.aux for part in parts)) if parts[0].has_aux else None,
-        term_norms=joined_term_norms(parts),
+        term_norms=joined(part.term_norms or () for part in parts) or None,
         weights=torch.stack(weights).amax(0) if weights else None,
         connected=any(part.connected for part in parts),
         unit_ids=ids,

@@ -19,8 +19,9 @@ from persample.engines import inner_derivatives, layers
 from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
 from persample.factors import Op
-from persample.gradients import Gradients, joined_term_norms
+from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
+from persample.merge import joined
 from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import after_imports, undone
@@ -44,22 +45,31 @@ def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
     """Return what ``eager`` returns, and why its gradients are not those of layers; "" if they are."""
-    reason, place = layers.unsuited(call), None
+    reason, places = layers.unsuited(call), tuple[int, ...]()
     go_back = rng.rewinding(call.randomness)
     if not reason:
         try:
             return layers.gradients(call, required_ops), ""
         except layers.NotLayersError as error:
-            reason, place = str(error), error.place
+            reason, places = str(error), error.places
         go_back()
     if Op.term_norms in required_ops:
-        paths = call.loss.spec.paths
-        named = f"other uses of {paths[place]}: " if place is not None and place < len(paths) else ""
-        raise LossError(
-            f"TermNorm(): expected parameters that layers alone use, received {named}{reason}. Freeze the others "
-            "(requires_grad_(False)), or leave them out of params."
-        )
+        raise _no_terms(call, reason, places)
     return unfactored(call, required_ops), reason  # outside of the block above: the error of a wrong loss is its own
+
+
+def _no_terms(call: Call, reason: str, places: Sequence[int]) -> LossError:
+    """Return the error of gradients without terms, which names the parameters at some places."""
+    named = [path for place, path in enumerate(call.loss.spec.paths) if place in places]
+    if not named:
+        return LossError(
+            f"TermNorm(): expected a loss whose layers are recorded, received another: {reason}. Change that, or "
+            "leave TermNorm() out."
+        )
+    return LossError(
+        "TermNorm(): expected parameters that layers alone use, at one or more positions, received other uses of "
+        f"{', '.join(named)}: {reason}. Freeze these (requires_grad_(False)), or leave them out of params."
+    )
 
 
 def without_checkpoints(call: Call, function: Callable[[], T]) -> T:
@@ -197,16 +207,16 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
 
     Random operations are rejected under "error", replayed for every sample under "same", left alone under "different".
     """
-    go_back = rng.rewinding(call.randomness)
+    go_back = rng.rewinding(call.randomness) if Op.term_norms in required_ops else None
     losses, returned, grads = zip(*_rows(call), strict=True)
     stacked = _stacked_losses(losses)
     columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
     lead = stacked.shape[1:]  # [K] of K outputs
     norms = None
-    if Op.term_norms in required_ops:
+    if go_back:
         go_back()
         chunks = rng.replayed(call.chunks(1)) if call.randomness == "same" else call.chunks(1)
-        norms = joined_term_norms(factored(one, required_ops)[0] for one in chunks)
+        norms = joined(factored(one, required_ops)[0].term_norms or () for one in chunks)
     return Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])

@@ -107,8 +107,8 @@ class Conv(Factor):
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The number of groups, in each of which channels of all outputs lie side by side."""
-        return (self.groups,)
+        """The number of groups, in each of which channels of all outputs lie side by side, as rows or columns."""
+        return self.groups, self._kernel
 
     def _restored(self, grads: Tensor) -> Tensor:
         """Return gradients ``[n, *shape]`` from those of a kernel with the channels of all outputs."""

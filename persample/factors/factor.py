@@ -459,6 +459,10 @@ class Scaled(Factor):
         factor = self.factor.with_tensors(tensors, outputs)
         return replace(self, factor=factor, outputs=factor.outputs)
 
+    def scale_rows(self, scale: Tensor) -> Scaled:
+        """Return the factor of sᵢ gᵢ: the other factor is scaled, whose parts may be a sum."""
+        return replace(self, factor=self.factor.scale_rows(scale))
+
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         values = self.factor.materialize() * self.scale

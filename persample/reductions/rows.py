@@ -126,7 +126,8 @@ class TermNorm(PerSample):
 
     Raises:
         LossError: (when used) if a parameter is used outside of linear, recurrent, convolution and embedding layers, as
-            the weights of normalization layers are: freeze those.
+            the weights of normalization layers are (freeze those), or at no position (T = 0); if T differs among
+            samples; of a loss that vmap cannot take, and inside of the caller's transforms.
 
     Examples:
         >>> import torch
@@ -143,15 +144,8 @@ class TermNorm(PerSample):
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the norms of terms."""
-        spec = gradients.spec
-        found = dict(zip(spec.paths, gradients.term_norms or [None] * len(spec.paths), strict=True))
-        if others := [path for path, norms in found.items() if norms is None]:
-            raise LossError(
-                f"TermNorm(): expected parameters that layers alone use, received other uses of {', '.join(others)}. "
-                "Freeze them (requires_grad_(False)), or leave them out of params."
-            )
-        pairs = zip(found.values(), spec.dtypes, strict=True)
-        return spec.tree([Stacked(norms, accumulate_dtype(dtype)) for norms, dtype in pairs if norms is not None])
+        pairs = zip(gradients.term_norms or (), gradients.spec.dtypes, strict=True)
+        return gradients.spec.tree([Stacked(norms, accumulate_dtype(dtype)) for norms, dtype in pairs])
 
 
 @dataclass(frozen=True)

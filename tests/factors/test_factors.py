@@ -129,6 +129,7 @@ FACTORS = {
     "outputs-two-sides": lambda: sum_factors(
         [of_outputs(product((6, 1), (1, 4), 2), "left"), of_outputs(product((6, 1), (1, 4), 1), "right")]
     ),
+    "elements-of-tied": lambda: tied(3).times_elements(draw(60, 40).abs()),
     "total-layouts": lambda: sum_factors([product((6, 1), (1, 4), 2), product((6, 1), (6, 4), 1)]),
 }
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)

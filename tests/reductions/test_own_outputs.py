@@ -1,5 +1,7 @@
 """Inner products and cosines among a sample's own outputs, and traces over outputs, against gradients of the loop."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,26 @@ def test_rows_of_another_batch_and_of_streams():
     found = accumulate(loss, params, parts, tuple(one for one, _ in EXPECTED.values()), outputs="rows")
     for one, (_, formula) in zip(found, EXPECTED.values(), strict=True):
         torch.testing.assert_close(one, formula(grads), rtol=1e-9, atol=1e-9)
+
+
+def test_traces_of_two_losses_that_use_one_kernel_in_unlike_ways():
+    """Channels of all outputs are rows of the kernel in a convolution, and columns in a transposed one."""
+    kernel, x = torch.randn(4, 4, 3, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+
+    def images(function, **settings):
+        def loss(kernel, x):
+            found = function(x, kernel, **settings)
+            return torch.stack([found.sin().sum(), found.square().sum()])
+
+        return loss
+
+    convolve, transposed = nn.functional.conv1d, nn.functional.conv_transpose1d
+    kinds = [images(convolve), images(convolve, stride=2), images(transposed)]
+    for one, two in itertools.product(kinds, kinds):
+        other = per_sample_grads(two, kernel, x[:2], Factored(), outputs="rows", memory="low")
+        found = per_sample_grads(one, kernel, x, Gram(other, rows="trace"), outputs="rows", memory="low")
+        expected = oracle((one, kernel, x)).flatten(1) @ oracle((two, kernel, x[:2])).flatten(1).T
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_metric_units_and_one_output():

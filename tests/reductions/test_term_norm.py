@@ -137,7 +137,7 @@ def test_no_samples_have_no_terms():
 def test_other_uses_are_refused_by_name(engine):
     net, batch = make()
     net.norm.requires_grad_(True)
-    match = r"received other uses of params\['norm.weight'\], params\['norm.bias'\]. Freeze them"
+    match = r"received other uses of params\['norm.weight'\], params\['norm.bias'\]: .* Freeze these"
     with pytest.raises(LossError, match=match):
         per_sample_grads(loss, net, batch, TermNorm(), engine=engine)
     w, x = torch.ones(2, 3), torch.ones(4, 2, 3)
@@ -150,3 +150,25 @@ def test_a_large_parameter_without_a_layer_is_refused_by_name():
     params = {"small": torch.ones(3), "large": torch.ones(1100, 1000)}
     with pytest.raises(LossError, match=r"other uses of params\['large'\]: the loss computes something of a large"):
         per_sample_grads(lambda p, x: (p["large"] * x).sum(), params, torch.ones(2), TermNorm())
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+def test_no_positions_are_refused_as_such(engine):
+    with pytest.raises(LossError, match=r"at one or more positions, received other uses of params\['weight'\]"):
+        per_sample_grads(lambda net, x: net(x).sum(), nn.Linear(3, 2), torch.ones(2, 0, 3), TermNorm(), engine=engine)
+
+
+def test_losses_without_layers_are_refused_with_the_reason():
+    weight, x = torch.ones(2, 3, dtype=torch.complex64), torch.ones(2, 3, dtype=torch.complex64)
+    with pytest.raises(LossError, match="expected a loss whose layers are recorded, received another: a parameter is"):
+        per_sample_grads(lambda w, x: F.linear(x, w).abs().sum(), weight, x, TermNorm())
+
+
+def test_unequal_numbers_of_terms_are_refused():
+    def loss(net, x):
+        return net(x[: 2 if x.sum() > 0 else 3]).sum()
+
+    x = torch.ones(2, 4, 3) * torch.tensor([1.0, -1.0])[:, None, None]
+    for options in ({}, {"unit": 2}, {"chunk_size": 1}):
+        with pytest.raises(LossError, match=r"received shapes \[2\] and \[3\]\. .* use layers as often \(TermNorm"):
+            per_sample_grads(loss, nn.Linear(3, 2), x, TermNorm(), engine="loop", **options)

@@ -82,8 +82,8 @@ def by_hand(rows, a, w, unit, damping=None):
     for u in members:
         noise = spread[u] / (sizes[u] - 1) if sizes[u] > 1 else None
         snr.append((means[u].square().sum() - noise / sizes[u]) / noise if noise else torch.tensor(0.0, dtype=F64))
-    parts = torch.stack([count * sizes[u] / n * (x - mean) for u, x in means.items()])  # of unit u in the mean
-    trace = parts.square().sum() / (count - 1)
+    without = [sum(w[i] * g[i] for v in means if v != u for i in members[v]) / (n - sizes[u]) for u in means]
+    trace = (count - 1) * sum((x - mean).square().sum() for x in without)  # U Var[mean], by the jackknife
     signal = mean.square().sum() - trace / count
     cosines = torch.where(w > 0, torch.nn.functional.cosine_similarity(g, mean[None]), 0)
     damping = damping or (w * rows.square().sum(1)).sum() / n
@@ -196,6 +196,19 @@ def test_estimates_are_unbiased():
     torch.testing.assert_close(within + between, (population - means.mean(0)).square().sum(-1).mean())
     torch.testing.assert_close(trace, between + within / 2)
     torch.testing.assert_close(signal, means.mean(0).square().sum())
+
+
+def test_noise_of_units_of_unequal_sizes_is_not_too_small():
+    """Its average over all draws of one gradient for each unit is the variance of the update, or up to half more."""
+    for sizes in ([4, 1, 1], [5, 2], [3, 2, 2, 1]):
+        ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        found = [
+            of(torch.tensor(g, dtype=F64)[ids, None] + 0.5, unit=ids)
+            for g in itertools.product((-1, 1), repeat=len(sizes))
+        ]
+        updates = torch.stack([x.update for x in found])
+        estimate = torch.stack([x.noise.covariance_trace for x in found]).mean() / len(sizes)
+        assert 1 <= estimate / updates.var(0, correction=0).sum() < 1.5
 
 
 def test_the_mean_reward_as_a_baseline_scales_the_signal():

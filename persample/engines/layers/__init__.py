@@ -218,7 +218,7 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     of_layers, of_copies, of_plain = grads[:layers], grads[layers : layers + copies], grads[layers + copies :]
     # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
     if others := [place for place, grad in enumerate(of_plain) if grad is not None]:
-        raise NotLayersError("a parameter of a layer has another use", others[0])
+        raise NotLayersError("a parameter of a layer has another use", *others)
     if not any(map(torch.is_tensor, grads)):
         raise NotLayersError("no parameter has a gradient")
     with full_precision(losses.device):
@@ -228,9 +228,8 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
                 recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
         if params.computed:
             recorder.pull_back(params)
-        factors, norms = [recorder.factor(place) for place in range(len(call.params))], None
-        if Op.term_norms in required_ops:
-            norms = tuple(map(recorder.term_norms, range(len(call.params))))
+        factors = [recorder.factor(place) for place in range(len(call.params))]
+        norms = recorder.term_norms() if Op.term_norms in required_ops else None
     return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights, term_norms=norms)
 
 

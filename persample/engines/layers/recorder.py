@@ -20,7 +20,7 @@ from torch.func import vmap
 from torch.nn.functional import pad
 
 from persample._torch import node_outputs, saved_by, version
-from persample.engines.layers.shared import Part, SharedParams
+from persample.engines.layers.shared import NotLayersError, Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Op, Outer, SumFactor, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.numerics import as_real, autocast
@@ -154,10 +154,17 @@ class LayerRecorder:
             return total
         return Dense(total.materialize(), outputs=total.outputs)
 
-    def term_norms(self, place: int) -> Tensor | None:
-        """Return the norms of a parameter's terms, ``[B, T]``, use after use; None if not all uses are layers."""
-        found = self._factors.get(place)
-        return SumFactor(tuple(found)).term_norms() if found else self._params[place].new_zeros(*self.sizes, 0)
+    def term_norms(self) -> tuple[Tensor, ...]:
+        """Return the norms of each parameter's terms, ``[B, T]``, use after use."""
+        found = [
+            SumFactor(tuple(self._factors[place])).term_norms()
+            if place in self._factors
+            else x.new_zeros(*self.sizes, 0)
+            for place, x in enumerate(self._params)
+        ]
+        if others := [place for place, norms in enumerate(found) if norms is None]:
+            raise NotLayersError("their gradients are no sums of terms", *others)
+        return tuple(norms for norms in found if norms is not None)
 
     def add_products(self, layer: LayerParams, inputs: Tensor, signals: Tensor) -> None:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""

@@ -28,12 +28,12 @@ class NotLayersError(Exception):
 
     Args:
         reason: what no layer does.
-        place: the place of the parameter that it is done with, where that is known.
+        *places: the places of the parameters that it is done with, where these are known.
     """
 
-    def __init__(self, reason: str, place: int | None = None) -> None:
+    def __init__(self, reason: str, *places: int) -> None:
         super().__init__(reason)
-        self.place = place
+        self.places = places
 
 
 class Vmap(NamedTuple):

@@ -36,8 +36,8 @@ class PolicyGradients(NamedTuple):
         snr: ‖E[g|u]‖² / tr Cov[g|u], the signal-to-noise ratio of one sample in each unit, ``[U]``. Both parts are
             unbiased, so that it may be negative; ∞ where all gradients of the unit are the same, up to rounding; 0
             where all are zero, and where no more than one sample counts.
-        noise: the variance of one unit's part of ``update``, unbiased ‖E ḡ‖², and their ratio, the number of units at
-            which noise and signal are equal; ∞ where no signal is measurable.
+        noise: U Var[ḡ], unbiased ‖E ḡ‖², and their ratio, the number of units at which noise and signal are equal; ∞
+            where no signal is measurable. Of units of unequal sizes Var[ḡ] is rather too large than too small.
         cosines: cosines of the gᵢ with ``update``, ``[B]`` or ``[B, K]``: negative for conflicting samples, 0 for zero
             gradients and samples of weight 0.
         natural: the advantages Â = (H W/n + λI)⁻¹ A, ``[B]`` or ``[B, K]``, with Hᵢⱼ = ⟨∇ℓᵢ, ∇ℓⱼ⟩, W = diag(w) and
@@ -69,14 +69,14 @@ def policy_gradients(
 
     Units (prompts) are independent, and so are the samples (completions) of one unit. With means ḡᵤ of nᵤ samples:
     within = Σᵤ Σᵢ wᵢ ‖gᵢ − ḡᵤ‖² / (n − U), and between = (Σᵤ nᵤ ‖ḡᵤ − ḡ‖² − (U − 1) within) / (n − Σᵤ nᵤ² / n).
-    All follows from one Gram matrix, ``[N, N]`` in float64, of one pass.
+    Var[ḡ] is the jackknife's, (1 − 1/U) Σᵤ ‖ḡ without u − ḡ‖². All follows from one Gram matrix, ``[N, N]`` in float64.
 
     With the mean reward of n samples of a unit as a baseline, these depend on each other: the estimate of ‖E[g|u]‖² is
     then 1 + 1/(n − 1)² times too large.
 
     Source: Searle, Casella, McCulloch, "Variance Components" (1992), section 3.6; noise scale as in McCandlish et al.,
-    "An Empirical Model of Large-Batch Training" (2018), for units of unequal sizes as in Cochran, "Sampling Techniques"
-    (1977), chapter 9A.
+    "An Empirical Model of Large-Batch Training" (2018); the jackknife as in Efron, Stein, "The Jackknife Estimate of
+    Variance" (1981).
 
     Args:
         loss_fn: ``loss_fn(params, *sample)``, the loss of one sample at advantage 1, such as −log π of a completion; or
@@ -212,7 +212,8 @@ def _statistics(k: Tensor, w: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Ten
     between = (n_u @ deviations - (count - 1) * within) / (n - n_u @ p)
     noise = spread / torch.where(n_u > 1, n_u - 1, torch.inf)
     snr = torch.where((n_u <= 1) | (noise + squares == 0), 0, (squares - noise / n_u) / noise)
-    variance = n_u.square() @ deviations / n**2 * count / (count - 1)  # of ḡ
+    moved = (n_u / (n - n_u)).square() * deviations  # ‖ḡ without u − ḡ‖²
+    variance = moved.sum() * (count - 1) / count  # of ḡ, by the jackknife
     signal = square - variance  # 0, up to rounding, where one unit alone has gradients
     noise_scale = torch.where(signal > 1e-12 * square, count * variance / signal, torch.inf)
     lengths = (k.diagonal() * square).clamp(min=0).sqrt()
