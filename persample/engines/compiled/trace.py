@@ -113,8 +113,8 @@ def trace(
             noted = flag is not None
             return results if flag is None else [*results, flag]
 
-    # Autograd would update written views by as_strided, which functionalization rejects (pytorch/pytorch#104505): it must
-    # replay the views.
+    # Autograd would update written views by as_strided, which functionalization rejects (pytorch/pytorch#104505): it
+    # must replay the views.
     with state.fake_tensors(), force_original_view_tracking(True), without_warnings():
         if any_size:
             warnings.filterwarnings("error", _LOOPS)
