@@ -32,6 +32,8 @@ VALUE = re.compile(r"<mo>(&#x0221E;|&#x022A5;)</mo>")
 TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
 TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
 TO_DOCS = "](../docs/"
+# The front page begins as README does, up to a heading.
+FIRST_SCREEN, SECOND_SCREEN = "<!-- README, first screen -->", "\n## What can be asked"
 # Every output is a block of its own: indented ones that follow each other would be one.
 OUTPUTS = """{% extends 'markdown/index.md.j2' %}
 {% macro fenced(text) %}
@@ -74,7 +76,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links to notebooks lead to their pages."""
+    """Put README's first screen on the front page, and let links to notebooks lead to their pages."""
+    if FIRST_SCREEN in markdown:
+        screen = (NOTEBOOKS[0].parents[1] / "README.md").read_text(encoding="utf-8").split(SECOND_SCREEN)[0]
+        markdown = markdown.replace(FIRST_SCREEN, screen.replace("](docs/", "]("))
     up = "../" * page.file.src_uri.count("/")
     return TO_NOTEBOOK.sub(rf"]({up}notebooks/\1.md", markdown)
 
