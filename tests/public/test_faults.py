@@ -501,7 +501,8 @@ def table():
         for name, fault in faults.items():
             file, _, rule = fault.rule.partition(": ")
             issue = fault.issue and f"[#{fault.issue}](https://github.com/pytorch/pytorch/issues/{fault.issue})"
-            lines.append(f"| {name} | `{file}`: `{rule}` | {issue or '–'} | {fault.mended or '–'} |")
+            place = file.rpartition("/")[2]  # file names are unique
+            lines.append(f"| {name} | `{place}` `{rule}` | {issue or '–'} | {fault.mended or '–'} |")
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
