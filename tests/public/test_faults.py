@@ -1,4 +1,4 @@
-"""What torch has wrong: the smallest input of each fault that a rule of ours corrects.
+"""What torch has wrong: the smallest input of each fault that a rule of ours corrects; writes their table in the docs.
 
 A rule stays as long as a torch that persample supports has its fault. A test here turns red when the installed torch
 computes the right numbers. Then enter its version as ``mended``; and once all supported versions are mended, delete the
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pages import Part
 from paths import ROOT
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, jacrev, jvp, linearize, vjp, vmap
@@ -28,6 +29,7 @@ import persample as ps
 from persample.errors import KNOWN_TORCH_VERSIONS, CompilerWarning
 
 F64, PERSAMPLE = torch.float64, ROOT / "persample"
+PART = Part("torch-faults.md", "table", "public/test_faults.py")
 Both = tuple[Callable[[], Any], Callable[[], Any]]  # computes what torch does; computes what it should
 
 
@@ -250,8 +252,7 @@ MATRIX, WEIGHTS = numbers(2, 2) + 3 * torch.eye(2, dtype=F64), numbers(3)
 SHARED, ONE = numbers(2, 3), torch.tensor([1])
 MASK = torch.tensor([[True, False, True], [True, True, False]])
 GRAD_OF_MSE, GRAD_OF_HUBER, GRAD_OF_L1 = map(grad, (F.mse_loss, F.huber_loss, F.smooth_l1_loss))
-FAULTS = {
-    # torch.func batches these wrongly, or not at all.
+UNDER_VMAP = {
     "cdist": Fault(
         "vmap_rules/products.py: _cdist",
         mapped(lambda c: grad(lambda x: c * torch.cdist(x, numbers(4, 3)).sum())(SHARED), WEIGHTS),
@@ -287,9 +288,6 @@ FAULTS = {
     ),
     "linear_cross_entropy": Fault(
         "vmap_rules/nn_functional.py: _linear_cross_entropy", mapped(grad(in_parts), numbers(3, 4, 2))
-    ),
-    "linear_cross_entropy, forward": Fault(
-        "vmap_rules/nn_functional.py: _linear_cross_entropy", forward_of(in_parts, numbers(4, 2))
     ),
     "prelu": Fault(
         "vmap_rules/nn_functional.py: _prelu",
@@ -333,7 +331,18 @@ FAULTS = {
     ),
     "data": Fault("vmap_rules/effects.py: _data", mapped(lambda x: x.data, WEIGHTS)),
     "data, written": Fault("vmap_rules/effects.py: _set_data", survives(SET_DATA)),
-    # Wrong without torch.func, too: on the loop engine.
+    "group_norm": Fault(
+        "vmap_rules/nn_functional.py: _by_copy",
+        mapped(lambda x: F.group_norm(x.repeat(2)[:6].reshape(1, 2, 3), 1), numbers(3, 6)),
+        mended="2.14",
+        issue=186414,
+    ),
+    "bias of another dtype": Fault("vmap_rules/products.py: _check_dtype", with_a_bias_of_float32()),
+}
+WITHOUT_VMAP = {
+    "linear_cross_entropy, forward": Fault(
+        "vmap_rules/nn_functional.py: _linear_cross_entropy", forward_of(in_parts, numbers(4, 2))
+    ),
     "solve, forward": Fault(
         "vmap_rules/products.py: _solve",
         of_forward(lambda a: torch.linalg.solve(a, numbers(2)), MATRIX),
@@ -364,17 +373,14 @@ FAULTS = {
         of_forward(lambda x: F.instance_norm(x, weight=WEIGHTS), numbers(1, 3, 4)),
         issue=196699,
     ),
-    "group_norm": Fault(
-        "vmap_rules/nn_functional.py: _by_copy",
-        mapped(lambda x: F.group_norm(x.repeat(2)[:6].reshape(1, 2, 3), 1), numbers(3, 6)),
-        mended="2.14",
-        issue=186414,
-    ),
     "images of one pixel": Fault(
         "factors/conv.py: numel() == 1",
         (lambda: of_kernel(numbers(4).as_strided((1, 4, 1, 1), (4, 1, 2, 2))), lambda: of_kernel(numbers(1, 4, 1, 1))),
     ),
-    "bias of another dtype": Fault("vmap_rules/products.py: _check_dtype", with_a_bias_of_float32()),
+    "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
+    "attention to none": Fault("vmap_rules/attention.py: _LARGEST", of_least_scores()),
+}
+WHILE_TRACING = {
     "linearize": Fault(
         "vmap_rules/effects.py: _dual",
         (
@@ -382,10 +388,7 @@ FAULTS = {
             lambda: SHARED[1] * SHARED[1].cos(),
         ),
     ),
-    "attention": Fault("vmap_rules/attention.py: _composed_heads", of_nan_query(), issue=141128),
-    "attention to none": Fault("vmap_rules/attention.py: _LARGEST", of_least_scores()),
     "zeros of fake tensors": Fault("engines/compiled/bounds.py: aten_efficientzerotensor", of_fake_zeros()),
-    # Of Inductor.
     "avg_pool2d": Fault(
         "engines/compiled/kernels.py: _MEANS",
         compiled_gradient(lambda x: F.avg_pool2d(x, 2, ceil_mode=True).sum(), numbers(1, 1, 3, 3)),
@@ -451,6 +454,12 @@ FAULTS = {
         issue=185702,
     ),
 }
+GROUPS = {
+    "under `vmap`": UNDER_VMAP,
+    "without `vmap`: on the loop engine, too": WITHOUT_VMAP,
+    "while tracing or compiling": WHILE_TRACING,
+}
+FAULTS = {name: fault for faults in GROUPS.values() for name, fault in faults.items()}
 
 
 def version(text):
@@ -482,3 +491,29 @@ def test_its_rule_is_needed(name):
     assert not fault.mended or version(fault.mended) > version(oldest)
     file, _, rule = fault.rule.partition(": ")
     assert rule in (PERSAMPLE / file).read_text()
+
+
+def table():
+    """Return the faults as Markdown, as the page shows them."""
+    tables = []
+    for group, faults in GROUPS.items():
+        lines = [f"| **{group}** | corrected in | issue | mended in |", "| --- | --- | --- | --- |"]
+        for name, fault in faults.items():
+            file, _, rule = fault.rule.partition(": ")
+            issue = fault.issue and f"[#{fault.issue}](https://github.com/pytorch/pytorch/issues/{fault.issue})"
+            place = file.rpartition("/")[2]  # file names are unique
+            lines.append(f"| {name} | `{place}` `{rule}` | {issue or '–'} | {fault.mended or '–'} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def test_the_page_shows_this_table():
+    PART.assert_is(table())
+
+
+def test_every_fault_is_in_one_group():
+    assert len(FAULTS) == sum(map(len, GROUPS.values()))
+
+
+if __name__ == "__main__":
+    PART.write(table())
