@@ -128,8 +128,11 @@ def _axes(family: Family, task: Task, formats: list[Format]) -> Axes | None:
     if not family.seen:
         varies = task.loss.capture is not None and len(task.loss.capture.history.batch_sizes) > 1
         return axes_of_samples(task.batched) if varies else None
-    changes = (axes_between(before, formats) for before in reversed(family.seen))
-    return next((axes for axes in changes if axes is not None), None)
+    found = (axes_between(before, formats) for before in reversed(family.seen))
+    axes = next((axes for axes in found if axes is not None), None)
+    # Of a length of each sample, the trace of a recurrent layer would have a thousand steps.
+    inside = axes is not None and any(task.batched[place] for place, _ in axes)
+    return None if inside and not {*axes_of_samples(task.batched)}.issubset(axes or ()) else axes
 
 
 def _notice(task: Task, family: Family, program: Program, seconds: float) -> None:

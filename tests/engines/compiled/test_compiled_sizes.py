@@ -118,6 +118,15 @@ def test_pairs_of_batch_size_and_episode_length(count, value):
     assert compilations() <= 2 + len(lengths)
 
 
+@pytest.mark.usefixtures("_traced_only")
+def test_lengths_of_a_recurrent_layer_are_no_batch_sizes():
+    """Else one would be traced with a thousand steps, and other batch sizes would have no program in common."""
+    net = torch.nn.GRU(2, 3, batch_first=True).double()
+    for size, length in ((3, 4), (3, 5), (4, 5), (5, 5), (7, 5)):
+        agree(lambda net, x: net(x)[0].square().sum(), net, torch.randn(size, length, 2, dtype=F64))
+    assert compilations() <= 3
+
+
 @pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
 @pytest.mark.usefixtures("_traced_only")
 def test_a_loss_that_branches_on_the_length():
