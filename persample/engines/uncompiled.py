@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import inner_derivatives, layers
 from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
-from persample.factors import Op
+from persample.factors import Op, concatenate
 from persample.gradients import Gradients, joined_term_norms
 from persample.inputs.call import Call, NotConnectedError
 from persample.pipeline import Engine
@@ -193,7 +194,7 @@ def vmapped(one: Callable[[list[Tensor], list[object]], T], call: Call) -> T:
 
 
 def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
-    """Compute the gradients one sample at a time; norms of terms by recording the layers of each.
+    """Compute the gradients one sample at a time; norms and moments of terms by recording the layers of each.
 
     Random operations are rejected under "error", replayed for every sample under "same", left alone under "different".
     """
@@ -202,12 +203,14 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
     stacked = _stacked_losses(losses)
     columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
     lead = stacked.shape[1:]  # [K] of K outputs
-    norms = None
-    if Op.term_norms in required_ops:
+    norms = recorded = None
+    if not {Op.term_norms, Op.kronecker}.isdisjoint(required_ops):
         go_back()
         chunks = rng.replayed(call.chunks(1)) if call.randomness == "same" else call.chunks(1)
-        norms = joined_term_norms(factored(one, required_ops)[0] for one in chunks)
-    return Gradients.dense(
+        parts = [factored(one, required_ops)[0] for one in chunks]
+        norms = joined_term_norms(parts)
+        recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
+    gradients = Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
             for x, shape, column in columns
@@ -221,6 +224,7 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         # No generator, where Python closes one early: an interrupt that comes then is lost.
         connected={g is None for row in grads for g in row} != {True},
     )
+    return replace(gradients, factors=recorded) if recorded and Op.kronecker in required_ops else gradients
 
 
 def _rows(call: Call) -> Iterator[tuple[Tensor, tuple[object, bool], Sequence[Tensor | None]]]:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample.factors.factor import Factor
+from persample.factors.outer import Outer
+from persample.factors.term_moments import TermMoments
 from persample.utils import numerics
 
 
@@ -114,6 +116,33 @@ class Embedding(Factor):
     def term_norms(self) -> Tensor:
         """Return ‖lₜ‖ of each lookup, ``[B, T]``."""
         return numerics.root(numerics.squared_norms_of_each([self.signals], self.signals.ndim - 1)[0])
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
+        """Return how often each row was looked up, ``[V]``, the diagonal of a matrix, and the moment of the signals."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        of_signals = moments.of(self.signals.unsqueeze(-3), self.outputs, dtype)
+        if moments.sums_terms:
+            counts = self._counts(dtype).square()
+            weighted = counts if moments.weights is None else numerics.scaled_rows(counts, moments.weights, dtype)
+            return weighted.sum(0) * prod(self.outputs), of_signals
+        index = self.index.flatten(1)
+        each = of_signals.new_full((len(self), 1), prod(self.outputs))
+        each = each if moments.weights is None else numerics.scaled_rows(each, moments.weights, dtype)
+        counts = of_signals.new_zeros(self.table_shape[0])
+        return counts.index_add_(0, index.flatten(), each.expand_as(index).flatten()), of_signals
+
+    def _counts(self, dtype: torch.dtype) -> Tensor:
+        """Return how often each sample looks up each row, ``[B, V]``."""
+        index = self.index.flatten(1)
+        counts = torch.zeros(len(self), self.table_shape[0], dtype=dtype, device=index.device)
+        return counts.scatter_add_(1, index, counts.new_ones(()).expand_as(index))
+
+    def summed_terms(self) -> Outer:
+        """Return the product of the sums over the terms: of the rows looked up, as counts, and of the signals."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        signals = self.signals.sum(-2, keepdim=True, dtype=dtype).unsqueeze(-3)
+        counts = self._counts(dtype).view(len(self), *[1] * (signals.ndim - 2), -1)
+        return Outer(counts, signals, self.table_shape, dtype, outputs=self.outputs)
 
     def own_gram(self) -> Tensor:
         """Return ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample, ``[B, K, K]``."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import contractions, cost_model
+from persample.factors.term_moments import TermMoments
 from persample.utils import numerics, tracing
 from persample.utils.trees import Tree
 
@@ -225,6 +226,10 @@ class Factor(ABC):
 
     def term_norms(self) -> Tensor | None:
         """Return the norm of each of the T terms whose sum is one gradient, ``[B, T]``; None without terms."""
+        return None
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """Return the second moments of the terms along the first axis and along the others; None without terms."""
         return None
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project
+from persample.reductions.kronecker import KroneckerFactor, KroneckerFactors
 from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
@@ -17,6 +18,8 @@ __all__ = [
     "Dot",
     "Factored",
     "Gram",
+    "KroneckerFactor",
+    "KroneckerFactors",
     "Leverage",
     "Loss",
     "Mean",
