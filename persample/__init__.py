@@ -9,6 +9,7 @@ tensor([-1., -1.])
 from persample import clipping, losses, naive
 from persample.checkup import check
 from persample.composite import composite_grads
+from persample.curvature import Curvature, eigenbases
 from persample.engines.compiled import clear_cache
 from persample.errors import (
     ArgumentError,
@@ -34,6 +35,7 @@ from persample.reductions import (
     ClippedSum,
     CosineSimilarity,
     Dot,
+    EigenMoment,
     Factored,
     Gram,
     KroneckerFactors,
@@ -67,7 +69,9 @@ __all__ = [
     "CompilerWarning",
     "ConditionWarning",
     "CosineSimilarity",
+    "Curvature",
     "Dot",
+    "EigenMoment",
     "Factored",
     "FallbackWarning",
     "Gram",
@@ -97,6 +101,7 @@ __all__ = [
     "clear_cache",
     "clipping",
     "composite_grads",
+    "eigenbases",
     "explain",
     "fisher_vector_product",
     "losses",

@@ -20,7 +20,7 @@ class TermMoments:
     Args:
         weights: the wᵢ, ``[B]`` float64, or None for ones.
         sums_terms: whether the terms of each sample are summed first: Σᵢ wᵢ (Σₜ xᵢₜ) (Σₜ xᵢₜ)ᵀ.
-        max_size: of longer vectors x the diagonal alone is computed.
+        max_size: of longer vectors x, in one group, the diagonal alone is computed.
     """
 
     weights: Tensor | None
@@ -34,7 +34,7 @@ class TermMoments:
         return replace(self, weights=None if self.weights is None else self.weights[index], _found={})
 
     def of(self, x: Tensor, outputs: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the moment ``[n, n]`` of ``x [B, G, T, n]``, ``[G, n, n]`` of several groups; diagonals ``[G, n]``.
+        """Return the moment ``[n, n]`` of ``x [B, 1, T, n]``, or its diagonal ``[n]``; of G groups ``[G, n, n]``.
 
         Of K outputs ``x`` is ``[B, K, G, T, n]``, or ``[B, 1, G, T, n]`` for what they share, which counts K times.
         """
@@ -50,9 +50,8 @@ class TermMoments:
         x = x.to(dtype)
         scaled = x if self.weights is None else numerics.scaled_rows(x, self.weights, dtype)
         groups, size = x.shape[-3], x.shape[-1]
-        if size > self.max_size:
-            products = (scaled * x).sum(-2)
-            return products.flatten(0, -3).sum(0).squeeze(0) if groups == 1 else products.flatten(0, -3).sum(0)
+        if groups == 1 and size > self.max_size:
+            return (scaled * x).flatten(0, -2).sum(0)
         if groups == 1:  # mm is faster than bmm
             return contractions.sum_of_products(*(_in_memory_order(y.squeeze(-3)) for y in (scaled, x)))
         return contractions.sum_of_products(*(y.movedim(-3, 0).flatten(1, -2) for y in (scaled, x)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.factors import Dense, Factor, Op, Outer, TermMoments
+from persample.factors import Dense, Factor, Op, Outer, TermMoments, rotated
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, Reduction
@@ -99,9 +99,7 @@ class KroneckerFactors(Reduction):
         sums = [self._sums(factor, dtype, gradients, moments) for factor, dtype in pairs]
         return {"sums": gradients.spec.tree(sums), "weight": Summed(gradients.total_weight)}
 
-    def _sums(
-        self, factor: Factor, dtype: torch.dtype, gradients: Gradients, moments: TermMoments
-    ) -> _Sums | Summed:
+    def _sums(self, factor: Factor, dtype: torch.dtype, gradients: Gradients, moments: TermMoments) -> _Sums | Summed:
         found = (factor if dtype.is_complex else _as_product(factor)).kronecker(moments)
         if found is None:
             return _summed_squares(factor, gradients, dtype)
@@ -114,6 +112,74 @@ class KroneckerFactors(Reduction):
         weight = merged["weight"].finish()
         leaves, tree = flatten(merged["sums"], is_leaf=lambda x: isinstance(x, _Sums))
         return unflatten([_averaged(leaf, weight) for leaf in leaves], tree)
+
+
+@dataclass(frozen=True, eq=False)
+class EigenMoment(Average):
+    """Σ wᵢ (U_Sᵀ gᵢ U_A)² / Σ wᵢ, elementwise: the diagonal of F in the eigenbasis of its Kronecker factors.
+
+    The second pass of EKFAC: F ≈ (U_S ⊗ U_A) diag (U_S ⊗ U_A)ᵀ, with the best diagonal for these eigenvectors. Returns
+    a tree like the parameters, of their shapes, in float32 at least, which ``persample.Curvature(bases, moments)``
+    takes. Gradients that are products are rotated as signals and inputs. Of K outputs, F adds up over these, too.
+
+    Source: George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis" (2018).
+
+    Args:
+        bases: the eigenvectors, as ``persample.eigenbases`` returns them.
+
+    Raises:
+        ArgumentError: (when used) if the bases do not fit the parameters.
+
+    Examples:
+        >>> import torch
+        >>> from persample import eigenbases, per_sample_grads
+        >>> def loss(w, x):
+        ...     return torch.nn.functional.linear(x, w).sum()
+        >>> w, x = torch.ones(1, 2), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+        >>> factors = per_sample_grads(loss, w, x, KroneckerFactors())
+        >>> per_sample_grads(loss, w, x, EigenMoment(eigenbases(factors)))
+        tensor([[4.5000, 8.0000]])
+    """
+
+    bases: Tree
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.second_moment})
+    live: ClassVar[tuple[str, ...]] = ("bases",)
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if the bases do not fit the parameters."""
+        fix = "Pass eigenbases(factors), of the KroneckerFactors() of the same parameters."
+        leaves = leaves_like(self.bases, spec.structure)
+        if leaves is None:
+            expected, received = f"the structure {on_one_line(spec.structure)}", on_one_line(structure(self.bases))
+            raise ArgumentError.about("bases", expected=expected, received=received, fix=fix)
+        for path, shape, leaf in zip(spec.paths, spec.shapes, leaves, strict=True):
+            if not _fits(leaf, shape):
+                parts: Leaf = leaf if isinstance(leaf, tuple) else (leaf,)
+                received = " and ".join(str(list(x.shape)) if isinstance(x, Tensor) else repr(x) for x in parts)
+                raise ArgumentError.about(
+                    path.replace("params", "bases", 1),
+                    expected=f"eigenvectors for shape {list(shape)}, or a tensor of it",
+                    received=received,
+                    fix=fix,
+                )
+
+    def sums(self, gradients: Gradients) -> Tree:
+        """Return the sums of squares of one chunk."""
+        spec = gradients.spec
+        columns = gradients.weighted_factors, spec.dtypes, leaves_like(self.bases, spec.structure) or []
+        sums = []
+        for factor, dtype, leaf in zip(*columns, strict=True):
+            one = rotated(factor, leaf.S, leaf.A) if isinstance(leaf, KroneckerFactor) else factor
+            sums.append(_summed_squares(one, gradients, dtype))
+        return spec.tree(sums)
+
+
+def _fits(leaf: Leaf, shape: torch.Size) -> bool:
+    """Return whether bases are those of a parameter of some shape."""
+    if isinstance(leaf, KroneckerFactor):
+        groups = leaf.S.shape[:-2].numel()
+        return groups * leaf.S.shape[-1] * leaf.A.shape[-1] == shape.numel()
+    return isinstance(leaf, Tensor) and leaf.shape == shape
 
 
 def _averaged(leaf: _Sums | Summed, weight: Tensor) -> KroneckerFactor | Tensor:
@@ -146,4 +212,4 @@ def _as_product(factor: Factor) -> Factor:
 def _summed_squares(factor: Factor, gradients: Gradients, dtype: torch.dtype) -> Summed:
     """Return Σ wᵢ gᵢ², elementwise, summed over K outputs."""
     total = factor.second_moment(gradients.weights, accumulate_dtype(dtype))
-    return Summed(total.sum(0) if factor.outputs else total, dtype.to_complex() if dtype.is_complex else None)
+    return Summed(total.sum(0) if factor.outputs else total, dtype if dtype.is_complex else None)
