@@ -42,8 +42,8 @@ class KroneckerFactors(Reduction):
 
     Returns a tree like the parameters, with leaves ``KroneckerFactor(A, S)``, in float32 at least. A layer has T terms,
     one for each position (step, pixel) that it is applied to: lₜ is the gradient of the output and rₜ the input there.
-    "expand" takes terms for independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ T. "reduce" takes
-    gᵢ for lᵢ r̄ᵢᵀ, with the sum lᵢ of the lᵢₜ and the mean r̄ᵢ of the rᵢₜ. Both are exact for one term and one sample.
+    "expand" takes terms for independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ Tᵢ. "reduce" takes gᵢ
+    for lᵢ rᵢᵀ / Tᵢ with the sums lᵢ and rᵢ over the terms: S = Σ wᵢ lᵢ lᵢᵀ / Σ wᵢ and A = Σ wᵢ rᵢ rᵢᵀ / Σ wᵢ Tᵢ².
 
     A bias is a layer of its own with rₜ = 1. A is that of the last axes, also where inputs lie along the first (``x @
     w``, tables, transposed convolutions): S ⊗ A is the same. Terms of several uses lie beside each other. S of a
