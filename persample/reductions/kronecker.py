@@ -14,7 +14,7 @@ from persample.factors import Dense, Factor, Op, Outer, TermMoments, rotated
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, Reduction
-from persample.utils.numerics import accumulate_dtype, restore
+from persample.utils.numerics import accumulate_dtype
 from persample.utils.trees import Leaf, Tree, flatten, leaves_like, on_one_line, structure, unflatten
 
 
@@ -111,7 +111,22 @@ class KroneckerFactors(Reduction):
         """Return the averages."""
         weight = merged["weight"].finish()
         leaves, tree = flatten(merged["sums"], is_leaf=lambda x: isinstance(x, _Sums))
-        return unflatten([_averaged(leaf, weight) for leaf in leaves], tree)
+        found: dict[int, Tensor] = {}  # layers share sums, which are divided in place
+
+        def averaged(total: Summed, divisor: Tensor) -> Tensor:
+            key = id(total.value)
+            if key not in found:
+                found[key] = total.finish(divisor)
+            return found[key]
+
+        def factor(leaf: _Sums | Summed) -> KroneckerFactor | Tensor:
+            if isinstance(leaf, Summed):
+                return leaf.finish(weight)
+            terms = leaf.terms.finish()
+            terms = terms.clamp_min(torch.finfo(terms.dtype).tiny)  # 0 where a table was not looked up
+            return KroneckerFactor(averaged(leaf.A, terms), averaged(leaf.S, weight))
+
+        return unflatten(list(map(factor, leaves)), tree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +195,6 @@ def _fits(leaf: Leaf, shape: torch.Size) -> bool:
         groups = leaf.S.shape[:-2].numel()
         return groups * leaf.S.shape[-1] * leaf.A.shape[-1] == shape.numel()
     return isinstance(leaf, Tensor) and leaf.shape == shape
-
-
-def _averaged(leaf: _Sums | Summed, weight: Tensor) -> KroneckerFactor | Tensor:
-    if isinstance(leaf, Summed):
-        return leaf.finish(weight)
-    terms = leaf.terms.finish()
-    pairs = (leaf.A, torch.where(terms > 0, terms, 1)), (leaf.S, weight)
-    # Not in place: parameters of one layer share sums.
-    return KroneckerFactor(*(restore(total.value / divisor, total.dtype) for total, divisor in pairs))
 
 
 def _count(gradients: Gradients, num_terms: int, power: int) -> Tensor:
