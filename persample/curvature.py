@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,15 @@ from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, on
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
+
+
+class _Eigen(NamedTuple):
+    """The eigenvectors of S and A, ones in the place of diagonals, and the eigenvalues of both in float64."""
+
+    left: Tensor
+    of_left: Tensor
+    right: Tensor
+    of_right: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +63,9 @@ class Curvature:
 
     def matvec(self, v: Tree) -> Tree:
         """Return F v, for a tree ``v`` like the parameters."""
-        return self._map(_product if self.moments is None else _product_by_moments, v)
+        if self.moments is None:
+            return self._map(v, lambda x, place: _between(self._factors[place], x))
+        return self._map(v, lambda x, place: self._in_bases(place, x, self._values[place]))
 
     def solve(self, v: Tree, damping: float | Tensor, *, heuristic: bool = False) -> Tree:
         """Return (F + λI)⁻¹ v, exactly; or with the damping of each factor that K-FAC uses in its place.
@@ -69,16 +80,16 @@ class Curvature:
         Raises:
             ArgumentError: if ``damping`` is not a positive number, or ``heuristic`` is asked of EKFAC.
         """
-        strength = _checked(damping)
+        number = isinstance(damping, Real | Tensor) and not isinstance(damping, bool)
+        if not number or not 0 < float(damping) < torch.inf:
+            fix = "Pass λ, in the units of the squared gradients."
+            raise ArgumentError.about("damping", expected="a finite number > 0", received=repr(damping), fix=fix)
         if heuristic and self.moments is not None:
             fix = "Leave heuristic=False: the exact solution costs the same."
             raise ArgumentError.about("heuristic", expected="False with moments", received="True", fix=fix)
-
-        def solution(x: Tensor, block: _Block) -> Tensor:
-            values = block.eigenvalues(strength) if heuristic else block.values + strength
-            return block.between_bases(x, lambda inner: inner / values.to(x.dtype))
-
-        return self._map(solution, v)
+        strength = float(damping)
+        values = [_damped(x, strength) for x in self._eigen] if heuristic else [x + strength for x in self._values]
+        return self._map(v, lambda x, place: self._in_bases(place, x, 1 / values[place]))
 
     def to_scipy(self, damping: float | Tensor | None = None, *, heuristic: bool = False) -> LinearOperator:
         """Return F as an operator on vectors of NumPy, or with ``damping`` what ``solve`` computes.
@@ -96,96 +107,64 @@ class Curvature:
         """
         from scipy.sparse.linalg import LinearOperator
 
-        sizes = [block.sides.numel() for block in self._blocks]
+        sizes = [_sides(factor).numel() for factor in self._factors]
 
         def product(v: NDArray[np.generic]) -> NDArray[np.generic]:
             parts = torch.as_tensor(v.ravel(), dtype=torch.float64).split(sizes)
-            tensors = [x.to(block.factor.S.device) for x, block in zip(parts, self._blocks, strict=True)]
-            tree = unflatten(tensors, self._structure)
+            tree = unflatten([x.to(f.S.device) for x, f in zip(parts, self._factors, strict=True)], self._structure)
             found = self.matvec(tree) if damping is None else self.solve(tree, damping, heuristic=heuristic)
             return torch.cat([x.cpu().flatten() for x in flatten(found)[0]]).numpy()
 
-        shape = (sum(sizes), sum(sizes))
-        return LinearOperator(shape, matvec=product, rmatvec=product, dtype="float64")
+        return LinearOperator((sum(sizes), sum(sizes)), matvec=product, rmatvec=product, dtype="float64")
 
     @cached_property
     def _structure(self) -> TreeSpec:
         return flatten(self.factors, is_leaf=_is_factor)[1]
 
     @cached_property
-    def _blocks(self) -> list[_Block]:
-        leaves = [_as_factor(leaf) for leaf in flatten(self.factors, is_leaf=_is_factor)[0]]
+    def _factors(self) -> list[KroneckerFactor]:
+        return [_as_factor(leaf) for leaf in flatten(self.factors, is_leaf=_is_factor)[0]]
+
+    @cached_property
+    def _eigen(self) -> list[_Eigen]:
+        return [_Eigen(*_eigen(factor.S), *_eigen(factor.A)) for factor in self._factors]
+
+    @cached_property
+    def _values(self) -> list[Tensor]:
+        """The eigenvalues of each block, ``[o, i]`` float64."""
         if self.moments is None:
-            return [_Block(leaf) for leaf in leaves]
-        moments = self._like_params("moments", self.moments)
-        return [
-            _Block(leaf, _Block(leaf).viewed("moments", as_real(x))) for leaf, x in zip(leaves, moments, strict=True)
-        ]
+            return [_damped(eigen, 0) for eigen in self._eigen]
+        return [x.double() for x in self._matrices("moments", self.moments)]
 
-    def _like_params(self, name: str, tree: Tree) -> list[Tensor]:
-        """Return the tensors of a tree like the parameters."""
-        leaves = leaves_like(tree, self._structure)
-        if leaves is None or not all(isinstance(x, Tensor) for x in leaves):
-            expected, received = f"the structure {on_one_line(self._structure)}", on_one_line(structure(tree))
-            fix = "Pass a tree of tensors like the parameters (of a module: a dict by name)."
-            raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
-        return leaves
+    def _in_bases(self, place: int, x: Tensor, values: Tensor) -> Tensor:
+        """Return U diag(values) Uᵀ x with the eigenvectors U = U_S ⊗ U_A."""
+        bases = self._factors[place]
+        if self.moments is None:
+            bases = KroneckerFactor(self._eigen[place].right, self._eigen[place].left)
+        back = KroneckerFactor(*(basis if basis.ndim == 1 else basis.mT for basis in bases))
+        return _between(back, _between(bases, x) * values.to(x.dtype))
 
-    def _map(self, function: Callable[[Tensor, _Block], Tensor], v: Tree) -> Tree:
+    def _map(self, v: Tree, function: Callable[[Tensor, int], Tensor]) -> Tree:
         """Apply a function to each leaf as a matrix, in the dtype of the factors at least."""
         found = []
-        for x, block in zip(self._like_params("v", v), self._blocks, strict=True):
-            real = as_real(x)
-            matrix = block.viewed("v", real).to(torch.promote_types(real.dtype, block.factor.S.dtype))
-            found.append(restore(function(matrix, block).reshape(real.shape), x.dtype))
+        pairs = zip(self._matrices("v", v), leaves_like(v, self._structure) or [], strict=True)
+        for place, (x, given) in enumerate(pairs):
+            product = function(x.to(torch.promote_types(x.dtype, self._factors[place].S.dtype)), place)
+            found.append(restore(product.reshape(as_real(given).shape), given.dtype))
         return unflatten(found, self._structure)
 
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """The block of one parameter: its factors, or their eigenvectors and the second moments ``[o, i]`` between them."""
-
-    factor: KroneckerFactor
-    moments: Tensor | None = None
-
-    @property
-    def sides(self) -> torch.Size:
-        """The shape of a vector: o and i, perhaps after G."""
-        left, right = self.factor.S, self.factor.A
-        return torch.Size((*left.shape[:-2], left.shape[-1], right.shape[-1]))
-
-    def viewed(self, name: str, x: Tensor) -> Tensor:
-        """Return a tensor of the parameter's shape as a matrix."""
-        if x.numel() != self.sides.numel():
-            expected, received = f"{self.sides.numel()} numbers for {list(self.sides)}", f"shape {list(x.shape)}"
-            fix = "Pass a tree like the parameters, of their shapes."
+    def _matrices(self, name: str, tree: Tree) -> list[Tensor]:
+        """Return the tensors of a tree like the parameters as matrices ``[o, i]``."""
+        leaves = leaves_like(tree, self._structure)
+        fix = "Pass a tree of tensors like the parameters (of a module: a dict by name)."
+        if leaves is None or not all(isinstance(x, Tensor) for x in leaves):
+            expected, received = f"the structure {on_one_line(self._structure)}", on_one_line(structure(tree))
             raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
-        return x.reshape(self.sides)
-
-    @cached_property
-    def _eigen(self) -> list[tuple[Tensor, Tensor]]:
-        return [_eigen(x) for x in (self.factor.S, self.factor.A)]
-
-    @cached_property
-    def values(self) -> Tensor:
-        """The eigenvalues of the block, ``[o, i]``."""
-        return self.eigenvalues(0) if self.moments is None else self.moments.double()
-
-    def eigenvalues(self, damping: float) -> Tensor:
-        """Return the eigenvalues of S ⊗ A, both damped so that the norms of what is added are balanced."""
-        (_, left), (_, right) = self._eigen
-        ratio = (right.mean(-1, keepdim=True) / left.mean(-1, keepdim=True)).sqrt()
-        ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
-        left, right = left + damping**0.5 / ratio, right + damping**0.5 * ratio
-        return left.unsqueeze(-1) * right.unsqueeze(-2)
-
-    def between_bases(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return U f(Uᵀ x), U = U_S ⊗ U_A."""
-        bases = [vectors for vectors, _ in self._eigen] if self.moments is None else [self.factor.S, self.factor.A]
-        left, right = (basis.to(x.dtype) for basis in bases)
-        inner = function(between(left, x, right))
-        left, right = (basis if basis.ndim == 1 else basis.mT for basis in (left, right))
-        return between(left, inner, right)
+        for x, sides in zip(leaves, map(_sides, self._factors), strict=True):
+            if as_real(x).numel() != sides.numel():
+                expected, received = f"{sides.numel()} numbers for {list(sides)}", f"shape {list(x.shape)}"
+                raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
+        return [as_real(x).reshape(_sides(factor)) for x, factor in zip(leaves, self._factors, strict=True)]
 
 
 def eigenbases(factors: Tree) -> Tree:
@@ -231,17 +210,19 @@ def _eigen(x: Tensor) -> tuple[Tensor, Tensor]:
     return vectors.to(x.dtype), values.clamp_min(0)
 
 
-def _product(x: Tensor, block: _Block) -> Tensor:
-    return between(block.factor.S.to(x.dtype), x, block.factor.A.to(x.dtype))
+def _damped(eigen: _Eigen, damping: float) -> Tensor:
+    """Return the eigenvalues of S ⊗ A, ``[o, i]``, both damped, in balance with their traces."""
+    left, right = eigen.of_left, eigen.of_right
+    ratio = (right.mean(-1, keepdim=True) / left.mean(-1, keepdim=True)).sqrt()
+    ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
+    left, right = left + damping**0.5 / ratio, right + damping**0.5 * ratio
+    return left.unsqueeze(-1) * right.unsqueeze(-2)
 
 
-def _product_by_moments(x: Tensor, block: _Block) -> Tensor:
-    return block.between_bases(x, lambda inner: inner * block.values.to(x.dtype))
+def _between(factor: KroneckerFactor, x: Tensor) -> Tensor:
+    return between(factor.S.to(x.dtype), x, factor.A.to(x.dtype))
 
 
-def _checked(damping: float | Tensor) -> float:
-    number = isinstance(damping, Real | Tensor) and not isinstance(damping, bool)
-    if not number or not 0 < float(damping) < torch.inf:
-        fix = "Pass λ, in the units of the squared gradients."
-        raise ArgumentError.about("damping", expected="a finite number > 0", received=repr(damping), fix=fix)
-    return float(damping)
+def _sides(factor: KroneckerFactor) -> torch.Size:
+    """Return o and i of a parameter, perhaps after G."""
+    return torch.Size((*factor.S.shape[:-2], factor.S.shape[-1], factor.A.shape[-1]))

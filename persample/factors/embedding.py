@@ -120,28 +120,22 @@ class Embedding(Factor):
     def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
         """Return how often each row was looked up, ``[V]``, the diagonal of a matrix, and the moment of the signals."""
         dtype = numerics.accumulate_dtype(self.dtype)
+        counts = self._counts(dtype)
+        total = counts.second_moment if moments.sums_terms else counts.weighted_sum
         of_signals = moments.of(self.signals.unsqueeze(-3), self.outputs, dtype)
-        if moments.sums_terms:
-            counts = self._counts(dtype).square()
-            weighted = counts if moments.weights is None else numerics.scaled_rows(counts, moments.weights, dtype)
-            return weighted.sum(0) * prod(self.outputs), of_signals
-        index = self.index.flatten(1)
-        each = of_signals.new_full((len(self), 1), prod(self.outputs))
-        each = each if moments.weights is None else numerics.scaled_rows(each, moments.weights, dtype)
-        counts = of_signals.new_zeros(self.table_shape[0])
-        return counts.index_add_(0, index.flatten(), each.expand_as(index).flatten()), of_signals
+        return total(moments.weights, dtype).flatten() * prod(self.outputs), of_signals
 
-    def _counts(self, dtype: torch.dtype) -> Tensor:
-        """Return how often each sample looks up each row, ``[B, V]``."""
+    def _counts(self, dtype: torch.dtype) -> Embedding:
+        """Return the factor of how often each sample looks up each row, ``[V, 1]``."""
         index = self.index.flatten(1)
-        counts = torch.zeros(len(self), self.table_shape[0], dtype=dtype, device=index.device)
-        return counts.scatter_add_(1, index, counts.new_ones(()).expand_as(index))
+        ones = torch.ones(*index.shape, 1, dtype=dtype, device=index.device)
+        return Embedding(ones, index, (self.table_shape[0], 1))
 
     def summed_terms(self) -> Outer:
         """Return the product of the sums over the terms: of the rows looked up, as counts, and of the signals."""
         dtype = numerics.accumulate_dtype(self.dtype)
         signals = self.signals.sum(-2, keepdim=True, dtype=dtype).unsqueeze(-3)
-        counts = self._counts(dtype).view(len(self), *[1] * (signals.ndim - 2), -1)
+        counts = self._counts(dtype).materialize().view(len(self), *[1] * (signals.ndim - 2), -1)
         return Outer(counts, signals, self.table_shape, dtype, outputs=self.outputs)
 
     def own_gram(self) -> Tensor:

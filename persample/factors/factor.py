@@ -21,6 +21,7 @@ from persample.utils import numerics, tracing
 from persample.utils.trees import Tree
 
 F = TypeVar("F", bound="Factor")
+M = TypeVar("M", bound="Mapped")
 
 
 @dataclass(frozen=True)
@@ -428,26 +429,19 @@ class Dense(Factor):
 
 
 @dataclass(frozen=True)
-class Scaled(Factor):
-    """The gradients of another factor times the same tensor, elementwise; written out a few samples at a time.
+class Mapped(Factor):
+    """Gradients that are a linear function of those of another factor, written out a few samples at a time.
 
     Args:
         factor: the factor of the gᵢ.
-        scale: s, of the shape of one gradient, without the axis of outputs.
     """
 
     factor: Factor
-    scale: Tensor
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the other factor."""
         return self.factor.tensors
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the scaled gradients."""
-        return self.scale.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -459,20 +453,37 @@ class Scaled(Factor):
         """T of the other factor."""
         return self.factor.num_terms
 
-    def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> Scaled:
+    def with_tensors(self: M, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> M:
         """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
         factor = self.factor.with_tensors(tensors, outputs)
         return replace(self, factor=factor, outputs=factor.outputs)
+
+    @classmethod
+    def concatenate(cls: type[M], factors: Sequence[M]) -> M:
+        """Return the factor of the samples of all, which have one function."""
+        return replace(factors[0], factor=concatenate([one.factor for one in factors]))
+
+
+@dataclass(frozen=True)
+class Scaled(Mapped):
+    """The gradients of another factor times the same tensor, elementwise.
+
+    Args:
+        factor: the factor of the gᵢ.
+        scale: s, of the shape of one gradient, without the axis of outputs.
+    """
+
+    scale: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scaled gradients."""
+        return self.scale.dtype
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         values = self.factor.materialize() * self.scale
         return values if out is None else out.copy_(values)
-
-    @classmethod
-    def concatenate(cls, factors: Sequence[Scaled]) -> Scaled:
-        """Return the factor of the samples of all, which have one scale."""
-        return replace(factors[0], factor=concatenate([one.factor for one in factors]))
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from persample.factors.embedding import Embedding
-from persample.factors.factor import Factor
+from persample.factors.factor import Factor, Mapped
 from persample.factors.outer import Outer
 from persample.factors.sum import SumFactor
 from persample.utils import numerics
 
 
 @dataclass(frozen=True)
-class Rotated(Factor):
+class Rotated(Mapped):
     """The gradients Lᵀ gᵢ R of another factor, written out a few samples at a time.
 
     Args:
@@ -26,34 +24,13 @@ class Rotated(Factor):
         right: R, ``[i, i]``, ``[G, i, i]`` or ``[i]``.
     """
 
-    factor: Factor
     left: Tensor
     right: Tensor
-
-    @functools.cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the other factor."""
-        return self.factor.tensors
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the rotated gradients."""
         return self.left.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
-        return self.factor.shape
-
-    @property
-    def num_terms(self) -> int:
-        """T of the other factor."""
-        return self.factor.num_terms
-
-    def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> Rotated:
-        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
-        factor = self.factor.with_tensors(tensors, outputs)
-        return replace(self, factor=factor, outputs=factor.outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
