@@ -259,10 +259,10 @@ def _stacked(aux: list[object]) -> object:
         ) from error
 
 
-def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Return gradients with no rows; a fake sample shows the shapes."""
+def empty(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Return gradients with no rows; a fake sample shows the shapes, and one of zeros which gradients are products."""
     value, (aux, has_aux) = of_fake_sample(call.loss, call)
-    return Gradients.dense(
+    gradients = Gradients.dense(
         [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
         spec=call.loss.spec,
         losses=no_rows(value),
@@ -271,6 +271,16 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
         has_aux=has_aux,
         weights=call.weights,
     )
+    if Op.kronecker not in required_ops:
+        return gradients
+    pairs = [(call.params, call.params_batched), (call.leaves, call.leaves_batched)]
+    params, leaves = (
+        tuple(x.new_zeros(1, *x.shape[1:]) if split else x for x, split in zip(*pair, strict=True)) for pair in pairs
+    )
+    go_back = rng.rewinding(call.randomness)
+    one = factored(replace(call, size=1, params=params, leaves=leaves, weights=None, units=None), required_ops)[0]
+    go_back()
+    return replace(gradients, factors=tuple(factor.rows(slice(0)) for factor in one.factors))
 
 
 def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[object]], T], call: Call) -> T:

@@ -99,7 +99,7 @@ class Embedding(Factor):
         Row v of sample i has the number i·V + v; of output k, (i·K + k)·V + v.
         """
         rows, order = self._numbers(self.sizes).sort()
-        first = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()]).cumsum(0)
+        first = torch.cat([rows.new_zeros(len(rows[:1])), (rows[1:] != rows[:-1]).long()]).cumsum(0)
         signals = self.signals.flatten(0, -2)[order].to(numerics.accumulate_dtype(self.dtype))
         added = torch.zeros_like(signals).index_add_(0, first, signals)
         return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
@@ -135,7 +135,7 @@ class Embedding(Factor):
         """Return the product of the sums over the terms: of the rows looked up, as counts, and of the signals."""
         dtype = numerics.accumulate_dtype(self.dtype)
         signals = self.signals.sum(-2, keepdim=True, dtype=dtype).unsqueeze(-3)
-        counts = self._counts(dtype).materialize().view(len(self), *[1] * (signals.ndim - 2), -1)
+        counts = self._counts(dtype).materialize().view(len(self), *[1] * (signals.ndim - 2), self.table_shape[0])
         return Outer(counts, signals, self.table_shape, dtype, outputs=self.outputs)
 
     def own_gram(self) -> Tensor:

@@ -184,7 +184,7 @@ class EigenMoment(Average):
         columns = gradients.weighted_factors, spec.dtypes, leaves_like(self.bases, spec.structure) or []
         sums = []
         for factor, dtype, leaf in zip(*columns, strict=True):
-            one = rotated(factor, leaf.S, leaf.A) if isinstance(leaf, KroneckerFactor) else factor
+            one = rotated(_as_product(factor), leaf.S, leaf.A) if isinstance(leaf, KroneckerFactor) else factor
             sums.append(_summed_squares(one, gradients, dtype))
         return spec.tree(sums)
 
