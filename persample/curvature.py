@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.factors import between
+from persample.factors.contractions import between
 from persample.reductions import KroneckerFactor
 from persample.utils.numerics import as_real, restore
 from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, on_one_line, structure, unflatten

@@ -5,7 +5,6 @@ from persample.factors.cost_model import Op
 from persample.factors.embedding import Embedding
 from persample.factors.factor import Dense, Factor, concatenate
 from persample.factors.outer import Outer
-from persample.factors.rotation import between, rotated
 from persample.factors.sum import SumFactor, sum_factors
 from persample.factors.term_moments import TermMoments
 
@@ -18,8 +17,6 @@ __all__ = [
     "Outer",
     "SumFactor",
     "TermMoments",
-    "between",
     "concatenate",
-    "rotated",
     "sum_factors",
 ]

@@ -104,6 +104,12 @@ class Embedding(Factor):
         added = torch.zeros_like(signals).index_add_(0, first, signals)
         return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
 
+    def rotated(self, left: Tensor, right: Tensor) -> Factor:
+        """Return the factor of Lᵀ gᵢ R: of a diagonal L, the signals are rotated."""
+        if left.ndim > 1 or right.ndim == 1:
+            return super().rotated(left, right)
+        return replace(self, signals=self.signals.to(left.dtype) @ right * left[self.index].unsqueeze(-1))
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:  # no row is looked up twice

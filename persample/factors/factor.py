@@ -204,6 +204,15 @@ class Factor(ABC):
         """Return the factor of s ⊙ gᵢ for s = rows columnsᵀ, ``rows [o]`` and ``columns [*rest]``."""
         return self.times_elements(rows.view(-1, *[1] * columns.ndim) * columns)
 
+    def rotated(self, left: Tensor, right: Tensor) -> Factor:
+        """Return the factor of Lᵀ gᵢ R, gᵢ seen as ``[o, i]``, or G of them, in the dtype of L and R.
+
+        Args:
+            left: L, ``[o, o]``, ``[G, o, o]``, or a vector ``[o]``, the diagonal of a matrix.
+            right: R, ``[i, i]``, ``[G, i, i]`` or ``[i]``.
+        """
+        return Rotated(self, left, right, outputs=self.outputs)
+
     def times(self, scale: float) -> Factor:
         """Return the factor of s gᵢ, in float32 at least."""
         if numerics.accumulate_dtype(self.dtype) != self.dtype:
@@ -484,6 +493,32 @@ class Scaled(Mapped):
         """Return the gradients, ``[B, *shape]``."""
         values = self.factor.materialize() * self.scale
         return values if out is None else out.copy_(values)
+
+
+@dataclass(frozen=True)
+class Rotated(Mapped):
+    """The gradients Lᵀ gᵢ R of another factor.
+
+    Args:
+        factor: the factor of the gᵢ.
+        left: L, as in ``Factor.rotated``.
+        right: R.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rotated gradients."""
+        return self.left.dtype
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        values = self.factor.materialize().to(self.dtype)
+        block = (*self.left.shape[:-2], self.left.shape[-1], self.right.shape[-1])
+        rotated = contractions.between(self.left, values.reshape(*self.sizes, *block), self.right).view(values.shape)
+        return rotated if out is None else out.copy_(rotated)
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:

@@ -156,6 +156,14 @@ class Outer(Factor):
         left, right = (x.double() * scale.flatten() for x, scale in ((self.left, rows), (self.right, columns)))
         return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
 
+    def rotated(self, left: Tensor, right: Tensor) -> Factor:
+        """Return the factor of Lᵀ gᵢ R: signals and inputs are rotated."""
+        if self.block != (left.shape[:-2].numel(), left.shape[-1], right.shape[-1]):
+            return super().rotated(left, right)
+        pairs = (self.left.to(left.dtype), left), (self.right.to(right.dtype), right)
+        signals, inputs = (x * basis if basis.ndim == 1 else x @ basis for x, basis in pairs)
+        return replace(self, left=signals, right=inputs, out_dtype=left.dtype)
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:

@@ -105,6 +105,10 @@ class SumFactor(Factor):
             return super().times_rank_one(rows, columns)
         return replace(self, parts=tuple(part.times_rank_one(rows, columns) for part in self.parts))
 
+    def rotated(self, left: Tensor, right: Tensor) -> SumFactor:
+        """Return the factor of Lᵀ gᵢ R."""
+        return replace(self, parts=tuple(part.rotated(left, right) for part in self.parts))
+
     def times(self, scale: float) -> SumFactor:
         """Return the factor of s gᵢ."""
         return replace(self, parts=tuple(part.times(scale) for part in self.parts))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.factors import Dense, Factor, Op, Outer, TermMoments, rotated
+from persample.factors import Dense, Factor, Op, Outer, TermMoments
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, Reduction
@@ -184,8 +184,10 @@ class EigenMoment(Average):
         columns = gradients.weighted_factors, spec.dtypes, leaves_like(self.bases, spec.structure) or []
         sums = []
         for factor, dtype, leaf in zip(*columns, strict=True):
-            one = rotated(_as_product(factor), leaf.S, leaf.A) if isinstance(leaf, KroneckerFactor) else factor
-            sums.append(_summed_squares(one, gradients, dtype))
+            if isinstance(leaf, KroneckerFactor):
+                bases = (basis.to(factor.device, accumulate_dtype(dtype)) for basis in (leaf.S, leaf.A))
+                factor = _as_product(factor).rotated(*bases)  # noqa: PLW2901
+            sums.append(_summed_squares(factor, gradients, dtype))
         return spec.tree(sums)
 
 
