@@ -9,6 +9,7 @@ tensor([-1., -1.])
 from persample import clipping, losses, naive
 from persample.checkup import check
 from persample.composite import composite_grads
+from persample.curvature import Curvature, eigenbases
 from persample.engines.compiled import clear_cache
 from persample.errors import (
     ArgumentError,
@@ -34,8 +35,10 @@ from persample.reductions import (
     ClippedSum,
     CosineSimilarity,
     Dot,
+    EigenMoment,
     Factored,
     Gram,
+    KroneckerFactors,
     Leverage,
     Loss,
     Mean,
@@ -66,10 +69,13 @@ __all__ = [
     "CompilerWarning",
     "ConditionWarning",
     "CosineSimilarity",
+    "Curvature",
     "Dot",
+    "EigenMoment",
     "Factored",
     "FallbackWarning",
     "Gram",
+    "KroneckerFactors",
     "Leverage",
     "Loss",
     "LossError",
@@ -95,6 +101,7 @@ __all__ = [
     "clear_cache",
     "clipping",
     "composite_grads",
+    "eigenbases",
     "explain",
     "fisher_vector_product",
     "losses",

@@ -58,6 +58,7 @@ class Gradients:
         unit_ids: the ids of the units, ``[B]``, or None.
         term_norms: where asked for, the norms of the terms of each parameter's gradients, ``[B, T]``, float64. Rows are
             samples, as those of ``aux``.
+        filled: of units that are padded with terms, ``[B]`` float64, the part of the terms that are not padding.
     """
 
     factors: tuple[Factor, ...]
@@ -70,6 +71,7 @@ class Gradients:
     are_of_units: bool = False
     unit_ids: Tensor | None = None
     term_norms: tuple[Tensor, ...] | None = None
+    filled: Tensor | None = None
 
     @classmethod
     def dense(cls, values: Sequence[Tensor], *, losses: Tensor, **fields: Any) -> Gradients:

@@ -26,7 +26,7 @@ from persample.utils.numerics import accumulate_dtype
 from persample.utils.trees import Tree
 
 _FACTORS = frozenset[str]({Op.weighted_sum})  # operations for which engines keep factors of any size
-_OF_SAMPLES = frozenset[str]({Op.term_norms})  # those whose results are of samples
+_OF_SAMPLES = frozenset[str]({Op.term_norms, Op.kronecker})  # those that engines must know of
 
 
 def of_units(
@@ -72,7 +72,8 @@ def _padded(gradients: Gradients, sizes: Sequence[int], scale: float) -> Gradien
         losses=contractions.spread(gradients.losses, places, rows),
         weights=None if weights is None else contractions.spread(weights, places, rows),
     )
-    return _summed(padded, scale, largest)
+    filled = gradients.losses.new_tensor(sizes, dtype=torch.float64) / largest
+    return replace(_summed(padded, scale, largest), filled=filled)
 
 
 def _summed(gradients: Gradients, scale: float, count: int) -> Gradients:

@@ -104,6 +104,32 @@ def projections(rows: Rows):
     return total / 6**0.5
 
 
+def bases(rows: Rows):
+    """Orthogonal matrices for both sides of each parameter; diagonals of complex ones."""
+    generator = torch.Generator().manual_seed(0)
+
+    def one(grad):
+        if grad.is_complex():
+            return torch.ones_like(grad[0])
+        sides = grad[0].numel() // max(1, len(grad[0]) if grad.ndim > 1 else 1), len(grad[0]) if grad.ndim > 1 else 1
+        made = (torch.randn(n, n, dtype=torch.float64, generator=generator) for n in sides)
+        return ps.reductions.KroneckerFactor(*(torch.linalg.qr(x).Q for x in made))
+
+    return rows.tree(list(map(one, rows.grads)))
+
+
+def eigen_moments(rows: Rows):
+    leaves = torch.utils._pytree.tree_structure(rows.tree(rows.grads)).flatten_up_to(bases(rows))
+    found = []
+    for grad, leaf in zip(rows.grads, leaves, strict=True):
+        if grad.is_complex():
+            found.append(torch.complex(grad.real.square().mean(0), grad.imag.square().mean(0)))
+        else:
+            turned = leaf.S.T @ grad.reshape(len(grad), len(leaf.S), len(leaf.A)) @ leaf.A
+            found.append(turned.square().mean(0).view(grad.shape[1:]))
+    return rows.tree(found)
+
+
 def cast(tree, dtype):
     return torch.utils._pytree.tree_map(lambda x: x.to(dtype.to_complex() if x.is_complex() else dtype), tree)
 
@@ -196,6 +222,7 @@ REDUCTIONS = {
     ),
     "Dot-stacked": (lambda r, d: ps.Dot(cast(directions(r, 3), d), stacked=True), lambda r: dots(r, 3)),
     "SecondMoment": (lambda r, d: ps.SecondMoment(), lambda r: elementwise(r, lambda g: g.square().mean(0))),
+    "EigenMoment": (lambda r, d: ps.EigenMoment(bases(r)), eigen_moments),
     "Variance": (lambda r, d: ps.Variance(), lambda r: elementwise(r, lambda g: g.var(dim=0))),
     "Variance-plain": (
         lambda r, d: ps.Variance(correction=0),

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from persample._torch import FakeTensorMode, import_dynamo, transforms
 from persample.engines import inner_derivatives, layers
 from persample.engines.diagnosis import CheckpointsError, DifferentiatesError, WritesError, diagnosed, hinted
 from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVersionError
-from persample.factors import Op
+from persample.factors import Op, concatenate
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.merge import joined
@@ -203,21 +204,24 @@ def vmapped(one: Callable[[list[Tensor], list[object]], T], call: Call) -> T:
 
 
 def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
-    """Compute the gradients one sample at a time; norms of terms by recording the layers of each.
+    """Compute the gradients one sample at a time; norms and moments of terms by recording the layers of each.
 
     Random operations are rejected under "error", replayed for every sample under "same", left alone under "different".
     """
-    go_back = rng.rewinding(call.randomness) if Op.term_norms in required_ops else None
+    has_terms = not {Op.term_norms, Op.kronecker}.isdisjoint(required_ops)
+    go_back = rng.rewinding(call.randomness) if has_terms else None
     losses, returned, grads = zip(*_rows(call), strict=True)
     stacked = _stacked_losses(losses)
     columns = zip(call.params, call.loss.spec.shapes, zip(*grads, strict=True), strict=True)
     lead = stacked.shape[1:]  # [K] of K outputs
-    norms = None
+    norms = recorded = None
     if go_back:
         go_back()
         chunks = rng.replayed(call.chunks(1)) if call.randomness == "same" else call.chunks(1)
-        norms = joined(factored(one, required_ops)[0].term_norms or () for one in chunks)
-    return Gradients.dense(
+        parts = [factored(one, required_ops)[0] for one in chunks]
+        norms = joined(part.term_norms or () for part in parts)
+        recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
+    gradients = Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
             for x, shape, column in columns
@@ -231,6 +235,7 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         # No generator, where Python closes one early: an interrupt that comes then is lost.
         connected={g is None for row in grads for g in row} != {True},
     )
+    return replace(gradients, factors=recorded) if recorded and Op.kronecker in required_ops else gradients
 
 
 def _rows(call: Call) -> Iterator[tuple[Tensor, tuple[object, bool], Sequence[Tensor | None]]]:
@@ -265,10 +270,10 @@ def _stacked(aux: list[object]) -> object:
         ) from error
 
 
-def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)
-    """Return gradients with no rows; a fake sample shows the shapes."""
+def empty(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Return gradients with no rows; a fake sample shows the shapes, and one of zeros which gradients are products."""
     value, (aux, has_aux) = of_fake_sample(call.loss, call)
-    return Gradients.dense(
+    gradients = Gradients.dense(
         [no_rows(x.expand((*value.shape, *x.shape))) for x in _one(call.params, call.params_batched)],
         spec=call.loss.spec,
         losses=no_rows(value),
@@ -277,6 +282,16 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG00
         has_aux=has_aux,
         weights=call.weights,
     )
+    if Op.kronecker not in required_ops:
+        return gradients
+    pairs = [(call.params, call.params_batched), (call.leaves, call.leaves_batched)]
+    params, leaves = (
+        tuple(x.new_zeros(1, *x.shape[1:]) if split else x for x, split in zip(*pair, strict=True)) for pair in pairs
+    )
+    go_back = rng.rewinding(call.randomness)
+    one = factored(replace(call, size=1, params=params, leaves=leaves, weights=None, units=None), required_ops)[0]
+    go_back()
+    return replace(gradients, factors=tuple(factor.rows(slice(0)) for factor in one.factors))
 
 
 def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[object]], T], call: Call) -> T:

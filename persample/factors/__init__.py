@@ -6,6 +6,7 @@ from persample.factors.embedding import Embedding
 from persample.factors.factor import Dense, Factor, concatenate
 from persample.factors.outer import Outer
 from persample.factors.sum import SumFactor, sum_factors
+from persample.factors.term_moments import TermMoments
 
 __all__ = [
     "Conv",
@@ -15,6 +16,7 @@ __all__ = [
     "Op",
     "Outer",
     "SumFactor",
+    "TermMoments",
     "concatenate",
     "sum_factors",
 ]

@@ -102,6 +102,12 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (products.view(len(rows), left.shape[1], len(left)) * left.to(rows.dtype).T).sum(1)
 
 
+def between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
+    """Return LᵀXR; a vector in the place of L or R is the diagonal of a matrix."""
+    matrices = left.unsqueeze(-1) * matrices if left.ndim == 1 else left.mT @ matrices
+    return matrices * right if right.ndim == 1 else matrices @ right
+
+
 def per_row(x: Tensor, like: Tensor) -> Tensor:
     """Return a view of ``x [B]``, or ``[B, K]``, that broadcasts along the other axes of ``like [B, ...]``."""
     return x.view(-1, *x.shape[1:], *[1] * (like.ndim - x.ndim))

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from persample.factors import contractions, cost_model
 from persample.factors.factor import Factor, row_format
 from persample.factors.outer import Outer
+from persample.factors.term_moments import TermMoments
 from persample.utils import numerics
 from persample.utils.trees import Leaf
 
@@ -173,6 +174,15 @@ class Conv(Factor):
         patches = _convolve[axes](images.flatten(0, lead).unsqueeze(1), ones, *settings)
         squares = signals * patches.view(*images.shape[: lead + 1], *signals.shape[lead + 1 :])
         return numerics.root(squares.sum(lead).flatten(lead - 1))
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
+        """Return the second moments of signals and of patches, which are cut out of a few images at a time."""
+        groups, patch = self.groups, prod(self._kernel[1:])
+        step = cost_model.rows_per_block(len(self), self.num_terms * groups * patch, self.device)
+        blocks = [slice(start, start + step) for start in range(0, max(len(self), 1), step)]
+        pairs = [self.rows(rows).patches().kronecker(moments.rows(rows)) for rows in blocks]
+        left, right = (functools.reduce(torch.add, side) for side in zip(*pairs, strict=True))
+        return left, right
 
     @property
     def _squares_by_inner_products(self) -> bool:

@@ -25,7 +25,8 @@ from persample.utils.tracing import current_trace
 class Op(str, Enum):
     """The operations of ``Factor`` that reductions name in ``uses``: members are named as its methods.
 
-    ``gram`` covers ``own_gram`` and ``trace_gram``. ``term_norms`` asks engines for ``Gradients.term_norms``.
+    ``gram`` covers ``own_gram`` and ``trace_gram``. ``term_norms`` asks engines for ``Gradients.term_norms``; with
+    ``kronecker`` no factor is written out.
     """
 
     materialize = "materialize"
@@ -36,6 +37,7 @@ class Op(str, Enum):
     dot = "dot"
     project = "project"
     term_norms = "term_norms"
+    kronecker = "kronecker"
 
 
 # Blocks of this many elements stay in a CPU's cache, and take longer than the operations around them. Of half as many,
@@ -215,11 +217,13 @@ class Plan:
 
     def always_keeps(self, num_terms: int) -> bool:
         """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
+        if Op.kronecker in self.required_ops:
+            return True
         return self.required_ops <= {Op.weighted_sum} or (num_terms == 1 and Op.materialize not in self.required_ops)
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""
-        if Op.materialize in self.required_ops:
+        if Op.materialize in self.required_ops and Op.kronecker not in self.required_ops:
             return "a reduction asks for the gradients themselves"
         if self.always_keeps(size.num_terms) or size.written > self.allowance * size.stored:
             return ""

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from persample.factors.factor import Factor
+from persample.factors.outer import Outer
+from persample.factors.term_moments import TermMoments
 from persample.utils import numerics
 
 
@@ -97,10 +99,16 @@ class Embedding(Factor):
         Row v of sample i has the number i·V + v; of output k, (i·K + k)·V + v.
         """
         rows, order = self._numbers(self.sizes).sort()
-        first = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()]).cumsum(0)
+        first = torch.cat([rows.new_zeros(len(rows[:1])), (rows[1:] != rows[:-1]).long()]).cumsum(0)
         signals = self.signals.flatten(0, -2)[order].to(numerics.accumulate_dtype(self.dtype))
         added = torch.zeros_like(signals).index_add_(0, first, signals)
         return added, rows[-1:].repeat(len(rows)).scatter_(0, first, rows)
+
+    def rotated(self, left: Tensor, right: Tensor) -> Factor:
+        """Return the factor of Lᵀ gᵢ R: of a diagonal L, the signals are rotated."""
+        if left.ndim > 1 or right.ndim == 1:
+            return super().rotated(left, right)
+        return replace(self, signals=self.signals.to(left.dtype) @ right * left[self.index].unsqueeze(-1))
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
@@ -114,6 +122,27 @@ class Embedding(Factor):
     def term_norms(self) -> Tensor:
         """Return ‖lₜ‖ of each lookup, ``[B, T]``."""
         return numerics.root(numerics.squared_norms_of_each([self.signals], self.signals.ndim - 1)[0])
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
+        """Return how often each row was looked up, ``[V]``, the diagonal of a matrix, and the moment of the signals."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        counts = self._counts(dtype)
+        total = counts.second_moment if moments.sums_terms else counts.weighted_sum
+        of_signals = moments.of(self.signals.unsqueeze(-3), self.outputs, dtype)
+        return total(moments.weights, dtype).flatten() * prod(self.outputs), of_signals
+
+    def _counts(self, dtype: torch.dtype) -> Embedding:
+        """Return the factor of how often each sample looks up each row, ``[V, 1]``."""
+        index = self.index.flatten(1)
+        ones = torch.ones(*index.shape, 1, dtype=dtype, device=index.device)
+        return Embedding(ones, index, (self.table_shape[0], 1))
+
+    def summed_terms(self) -> Outer:
+        """Return the product of the sums over the terms: of the rows looked up, as counts, and of the signals."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        signals = self.signals.sum(-2, keepdim=True, dtype=dtype).unsqueeze(-3)
+        counts = self._counts(dtype).materialize().view(len(self), *[1] * (signals.ndim - 2), self.table_shape[0])
+        return Outer(counts, signals, self.table_shape, dtype, outputs=self.outputs)
 
     def own_gram(self) -> Tensor:
         """Return ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample, ``[B, K, K]``."""

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from persample.factors import contractions, cost_model
+from persample.factors.term_moments import TermMoments
 from persample.utils import numerics, tracing
 from persample.utils.trees import Tree
 
 F = TypeVar("F", bound="Factor")
+M = TypeVar("M", bound="Mapped")
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,15 @@ class Factor(ABC):
         """Return the factor of s ⊙ gᵢ for s = rows columnsᵀ, ``rows [o]`` and ``columns [*rest]``."""
         return self.times_elements(rows.view(-1, *[1] * columns.ndim) * columns)
 
+    def rotated(self, left: Tensor, right: Tensor) -> Factor:
+        """Return the factor of Lᵀ gᵢ R, gᵢ seen as ``[o, i]``, or G of them, in the dtype of L and R.
+
+        Args:
+            left: L, ``[o, o]``, ``[G, o, o]``, or a vector ``[o]``, the diagonal of a matrix.
+            right: R, ``[i, i]``, ``[G, i, i]`` or ``[i]``.
+        """
+        return Rotated(self, left, right, outputs=self.outputs)
+
     def times(self, scale: float) -> Factor:
         """Return the factor of s gᵢ, in float32 at least."""
         if numerics.accumulate_dtype(self.dtype) != self.dtype:
@@ -225,6 +236,10 @@ class Factor(ABC):
 
     def term_norms(self) -> Tensor | None:
         """Return the norm of each of the T terms whose sum is one gradient, ``[B, T]``; None without terms."""
+        return None
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """Return the second moments of the terms along the first axis and along the others; None without terms."""
         return None
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -423,26 +438,19 @@ class Dense(Factor):
 
 
 @dataclass(frozen=True)
-class Scaled(Factor):
-    """The gradients of another factor times the same tensor, elementwise; written out a few samples at a time.
+class Mapped(Factor):
+    """Gradients that are a linear function of those of another factor, written out a few samples at a time.
 
     Args:
         factor: the factor of the gᵢ.
-        scale: s, of the shape of one gradient, without the axis of outputs.
     """
 
     factor: Factor
-    scale: Tensor
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the other factor."""
         return self.factor.tensors
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the scaled gradients."""
-        return self.scale.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -454,24 +462,67 @@ class Scaled(Factor):
         """T of the other factor."""
         return self.factor.num_terms
 
-    def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> Scaled:
+    def with_tensors(self: M, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> M:
         """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
         factor = self.factor.with_tensors(tensors, outputs)
         return replace(self, factor=factor, outputs=factor.outputs)
 
-    def scale_rows(self, scale: Tensor) -> Scaled:
+    def scale_rows(self: M, scale: Tensor) -> M:
         """Return the factor of sᵢ gᵢ: the other factor is scaled, whose parts may be a sum."""
         return replace(self, factor=self.factor.scale_rows(scale))
+
+    @classmethod
+    def concatenate(cls: type[M], factors: Sequence[M]) -> M:
+        """Return the factor of the samples of all, which have one function."""
+        return replace(factors[0], factor=concatenate([one.factor for one in factors]))
+
+
+@dataclass(frozen=True)
+class Scaled(Mapped):
+    """The gradients of another factor times the same tensor, elementwise.
+
+    Args:
+        factor: the factor of the gᵢ.
+        scale: s, of the shape of one gradient, without the axis of outputs.
+    """
+
+    scale: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scaled gradients."""
+        return self.scale.dtype
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
         values = self.factor.materialize() * self.scale
         return values if out is None else out.copy_(values)
 
-    @classmethod
-    def concatenate(cls, factors: Sequence[Scaled]) -> Scaled:
-        """Return the factor of the samples of all, which have one scale."""
-        return replace(factors[0], factor=concatenate([one.factor for one in factors]))
+
+@dataclass(frozen=True)
+class Rotated(Mapped):
+    """The gradients Lᵀ gᵢ R of another factor.
+
+    Args:
+        factor: the factor of the gᵢ.
+        left: L, as in ``Factor.rotated``.
+        right: R.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rotated gradients."""
+        return self.left.dtype
+
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients, ``[B, *shape]``."""
+        values = self.factor.materialize().to(self.dtype)
+        block = (*self.left.shape[:-2], self.left.shape[-1], self.right.shape[-1])
+        rotated = contractions.between(self.left, values.reshape(*self.sizes, *block), self.right).view(values.shape)
+        return rotated if out is None else out.copy_(rotated)
 
 
 def concatenate(factors: Sequence[Factor]) -> Factor:

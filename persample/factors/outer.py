@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from persample.factors import contractions, cost_model
 from persample.factors.contractions import squared_norms_of_sums
 from persample.factors.factor import Factor
+from persample.factors.term_moments import TermMoments
 from persample.utils import numerics
 
 
@@ -155,6 +156,14 @@ class Outer(Factor):
         left, right = (x.double() * scale.flatten() for x, scale in ((self.left, rows), (self.right, columns)))
         return replace(self, left=left.to(dtype), right=right.to(dtype), out_dtype=dtype)
 
+    def rotated(self, left: Tensor, right: Tensor) -> Factor:
+        """Return the factor of Lᵀ gᵢ R: signals and inputs are rotated."""
+        if self.block != (left.shape[:-2].numel(), left.shape[-1], right.shape[-1]):
+            return super().rotated(left, right)
+        pairs = (self.left.to(left.dtype), left), (self.right.to(right.dtype), right)
+        signals, inputs = (x * basis if basis.ndim == 1 else x @ basis for x, basis in pairs)
+        return replace(self, left=signals, right=inputs, out_dtype=left.dtype)
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:
@@ -167,6 +176,18 @@ class Outer(Factor):
         """Return ‖lₜ‖ ‖rₜ‖ of each term, ``[B, T]``."""
         left, right = numerics.squared_norms_of_each([self.left, self.right], self.left.ndim - 1)
         return numerics.root((left * right).sum(-2))
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
+        """Return the second moments of signals, ``[o, o]``, and of inputs, ``[i, i]``; ``[G, …]`` of several blocks."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        left, right = (moments.of(x, self.outputs, dtype) for x in (self.left, self.right))
+        return left, right
+
+    def summed_terms(self) -> Outer:
+        """Return the product of the sum of the signals and the sum of the inputs of each sample."""
+        dtype = numerics.accumulate_dtype(self.dtype)
+        left, right = (x.sum(-2, keepdim=True, dtype=dtype) for x in (self.left, self.right))
+        return replace(self, left=left, right=right, out_dtype=dtype)
 
     @property
     def needs_no_writing(self) -> bool:

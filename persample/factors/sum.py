@@ -13,6 +13,7 @@ from torch import Tensor
 from persample.factors.embedding import Embedding
 from persample.factors.factor import Factor, concatenate
 from persample.factors.outer import Outer
+from persample.factors.term_moments import TermMoments, with_diagonal
 from persample.utils import numerics
 
 
@@ -104,6 +105,10 @@ class SumFactor(Factor):
             return super().times_rank_one(rows, columns)
         return replace(self, parts=tuple(part.times_rank_one(rows, columns) for part in self.parts))
 
+    def rotated(self, left: Tensor, right: Tensor) -> SumFactor:
+        """Return the factor of Lᵀ gᵢ R."""
+        return replace(self, parts=tuple(part.rotated(left, right) for part in self.parts))
+
     def times(self, scale: float) -> SumFactor:
         """Return the factor of s gᵢ."""
         return replace(self, parts=tuple(part.times(scale) for part in self.parts))
@@ -129,6 +134,18 @@ class SumFactor(Factor):
         """Return the norm of each term, those of one part after those of another."""
         found = [norms for part in self.parts if (norms := part.term_norms()) is not None]
         return torch.cat(found, -1) if len(found) == len(self.parts) else None
+
+    def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor] | None:
+        """Return the second moments of the terms of all parts; None where one has no terms, or other blocks."""
+        if not all(isinstance(part, Outer | Embedding) and part.has_rows for part in self.parts):
+            return None
+        if not moments.sums_terms:
+            pairs = [part.kronecker(moments) for part in self.parts]
+            left, right = (functools.reduce(with_diagonal, side) for side in zip(*filter(None, pairs), strict=True))
+            return left, right
+        sums = [part.summed_terms() for part in self.parts if isinstance(part, Outer | Embedding)]
+        left, right = (_added(getattr(one, side) for one in sums) for side in ("left", "right"))
+        return replace(sums[0], left=left, right=right).kronecker(moments)
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``, with a few rows of the parameter written out at a time."""

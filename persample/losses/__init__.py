@@ -23,6 +23,7 @@ from persample.losses.returns import (
     n_step_bootstrapped_returns,
     truncated_generalized_advantage_estimation,
 )
+from persample.losses.sampled import sampled_nll
 from persample.losses.td import huber_loss, td_lambda, td_learning, td_loss
 from persample.utils.trees import stop_gradient
 
@@ -49,6 +50,7 @@ __all__ = [
     "quantile_regression_loss",
     "reinforce_loss",
     "retrace",
+    "sampled_nll",
     "sarsa",
     "sarsa_lambda",
     "stop_gradient",

@@ -2,6 +2,7 @@
 
 from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project
+from persample.reductions.kronecker import EigenMoment, KroneckerFactor, KroneckerFactors
 from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
@@ -15,8 +16,11 @@ __all__ = [
     "ClippedSum",
     "CosineSimilarity",
     "Dot",
+    "EigenMoment",
     "Factored",
     "Gram",
+    "KroneckerFactor",
+    "KroneckerFactors",
     "Leverage",
     "Loss",
     "Mean",

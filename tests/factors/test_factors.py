@@ -479,7 +479,7 @@ class Spy:
         if name in {"norm_operands", "product_operands", "term_operands"}:  # norms are asked of the factor itself
             return ()
         value = getattr(self.factor, name)
-        if name in {"zero_rows", "scale_rows", "rows"}:
+        if name in {"zero_rows", "scale_rows", "rows", "rotated"}:
             return lambda *args: Spy(value(*args), self.calls)
         return value
 

@@ -99,6 +99,8 @@ REFUSED = {
         lambda: losses.quantile_regression_loss(ROW, ROW, ROW, -1.0),
         r"huber_param: expected a number >= 0, received -1.0. Use 0 for the absolute error",
     ),
+    "sampled": (lambda: losses.sampled_nll(Q, V, "poisson"), r"distribution: expected 'categorical' or 'gaussian'"),
+    "sampled-noise": (lambda: losses.sampled_nll(V, V), r"noise: expected a number or shape \[\], as of the rows"),
     "huber": (lambda: losses.huber_loss(V, 0.0), r"delta: expected a number > 0, received 0.0"),
     "huber-nan": (lambda: losses.huber_loss(V, float("nan")), r"delta: expected a number > 0, received nan"),
     "returns-scalar": (lambda: losses.discounted_returns(ONE, 0.9, 0.0), r"r_t: expected a sequence, shape \[T\]"),

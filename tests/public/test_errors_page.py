@@ -28,6 +28,7 @@ PARTS = {  # the folders of the package, in the order of a call
     "engines": "Losses and engines",
     "vmap_rules": "Operations under vmap",
     "reductions": "Reductions",
+    "curvature.py": "Curvature",
     "clipping.py": "Clipping rules",
     "merge.py": "Results of chunks",
     "pipeline.py": "`out=`",

@@ -96,7 +96,7 @@ class LayerRecorder:
 
     def __init__(self, params: Sequence[Tensor], plan: Plan) -> None:
         self._params, self._plan = params, plan
-        self._keeps_terms = Op.term_norms in plan.required_ops
+        self._keeps_terms = not {Op.term_norms, Op.kronecker}.isdisjoint(plan.required_ops)
         self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
         self._uses: list[tuple[Callable[..., None], tuple[object, ...], Tensor, int]] = []
