@@ -102,6 +102,16 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (products.view(len(rows), left.shape[1], len(left)) * left.to(rows.dtype).T).sum(1)
 
 
+def sketch(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left gᵢ rightᵀ``, ``[B, D, D']``, in float32 at least."""
+    rows = flat(values.to(accumulate_dtype(values.dtype)))
+    matrices = rows.view(len(rows), left.shape[1], right.shape[1])
+    left, right = left.to(rows.dtype), right.to(rows.dtype)
+    if left.shape[1] > right.shape[1]:  # the longer axis is multiplied first, which leaves less
+        return ((matrices.mT @ left.T).mT) @ right.T
+    return left @ (matrices @ right.T)
+
+
 def per_row(x: Tensor, like: Tensor) -> Tensor:
     """Return a view of ``x [B]``, or ``[B, K]``, that broadcasts along the other axes of ``like [B, ...]``."""
     return x.view(-1, *x.shape[1:], *[1] * (like.ndim - x.ndim))

@@ -25,7 +25,8 @@ from persample.utils.tracing import current_trace
 class Op(str, Enum):
     """The operations of ``Factor`` that reductions name in ``uses``: members are named as its methods.
 
-    ``gram`` covers ``own_gram`` and ``trace_gram``. ``term_norms`` asks engines for ``Gradients.term_norms``.
+    ``gram`` covers ``own_gram`` and ``trace_gram``, ``project`` covers ``sketch``. ``term_norms`` asks engines for
+    ``Gradients.term_norms``.
     """
 
     materialize = "materialize"

@@ -1,7 +1,7 @@
 """Reductions of per-sample gradients. Each one is a class with ``lift`` and ``finish``."""
 
 from persample.reductions.base import Reduce, Reduction
-from persample.reductions.directions import Dot, Project
+from persample.reductions.directions import Dot, Project, Sketch
 from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
@@ -29,6 +29,7 @@ __all__ = [
     "Reduce",
     "Reduction",
     "SecondMoment",
+    "Sketch",
     "Stack",
     "Sum",
     "TermNorm",

@@ -15,12 +15,13 @@ from torch import Tensor
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor, Op
 from persample.factors.linear_system import float64_gram, solve, solve_weighted
-from persample.gradients import Gradients, weighted_sums
+from persample.gradients import Gradients, ParamSpec, weighted_sums
 from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
-from persample.utils.numerics import accumulate_dtype, restore, widest
+from persample.reductions.directions import check_directions
+from persample.utils.numerics import accumulate_dtype, as_real, restore, widest
 from persample.utils.tracing import is_batched, is_recorded
-from persample.utils.trees import Leaf, Tree, flatten, unflatten
+from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, unflatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +35,8 @@ class _Solve(Reduction):
     divides_by_weight = True
 
     def __post_init__(self) -> None:
-        number = isinstance(self.damping, Real) and not isinstance(self.damping, bool)
-        number |= isinstance(self.damping, Tensor) and self.damping.ndim == 0 and not self.damping.is_complex()
         hidden = is_batched(self.damping)
-        if not number or not (hidden or 0 <= self.damping < torch.inf):
+        if not _is_number(self.damping) or not (hidden or 0 <= self.damping < torch.inf):
             expected, fix = "a finite number >= 0", "Pass λ, in the units of the squared gradients."
             raise ArgumentError.about("damping", expected=expected, received=repr(self.damping), fix=fix)
         object.__setattr__(self, "minimum_norm", not hidden and bool(self.damping == 0))
@@ -47,11 +46,8 @@ class _Solve(Reduction):
     ) -> tuple[Tensor, bool]:
         """Return the solution of (K + nλI) X = B, and whether λ counted as 0."""
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return solve(matrix, n * self._on(matrix), right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
-
-    def _on(self, x: Tensor) -> Tensor:
-        """Return λ on the device of a float64 tensor, a number without a copy from the CPU."""
-        return self.damping.to(x) if isinstance(self.damping, Tensor) else x.new_full((), float(self.damping))
+        damping = n * _like(self.damping, matrix)
+        return solve(matrix, damping, right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
 
     def _is_recorded(self, *tensors: Tensor) -> bool:
         return any(is_recorded(x) for x in (*tensors, self.damping) if isinstance(x, Tensor))
@@ -67,8 +63,14 @@ class NaturalGradient(_Solve):
     eps · ‖F + λI‖ / λ for the eps of the parameters' dtype. Weights must not be negative and must not sum to 0. Pairs
     span chunks, so the factors of all samples are kept until the end.
 
+    The result u is the minimum of (1/n) Σ wᵢ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − μ p‖², for the ``previous`` result p, or for
+    p = 0: u = μ p + (F + λI)⁻¹ (1/n) Σ wᵢ (vᵢ − μ ⟨gᵢ, p⟩) gᵢ. Directions that a batch does not show keep what earlier
+    batches found (SPRING, with gradients of log ψ and local energies, both ``centered``).
+
     Source: Amari, "Natural Gradient Works Efficiently in Learning" (1998); solved for the samples as in Ren, Goldfarb,
-    "Efficient Subsampled Gauss-Newton and Natural Gradient Methods for Training Neural Networks" (2019).
+    "Efficient Subsampled Gauss-Newton and Natural Gradient Methods for Training Neural Networks" (2019). SPRING:
+    Goldshlager, Abrahamsen, Lin, "A Kaczmarz-inspired approach to accelerate the optimization of neural network
+    wavefunctions" (2024), equation 31.
 
     Args:
         damping: λ >= 0, a number or 0-d tensor.
@@ -77,9 +79,13 @@ class NaturalGradient(_Solve):
             engine takes the function for a constant: define it once, not in every call.
         per_param: solve for each parameter by itself, as if F were block-diagonal.
         centered: subtract the mean from gradients and targets, as if F were their covariance matrix.
+        previous: p, the last result, which the caller keeps: a tree like the parameters, or None (before the first
+            step) for zeros. A compiled program takes either; zeros and trees share one.
+        momentum: μ from 0 to 1, a number or 0-d tensor.
 
     Raises:
-        ArgumentError: if ``damping`` is negative or not finite, or ``targets`` are not B real numbers.
+        ArgumentError: if ``damping`` is negative or not finite, ``targets`` are not B real numbers, ``momentum`` is not
+            from 0 to 1, or (when used) ``previous`` is not like the parameters.
         LossError: (when used) if ``targets`` is a function and the loss returns no aux.
 
     Examples:
@@ -93,10 +99,17 @@ class NaturalGradient(_Solve):
     targets: Tensor | Sequence[float] | Callable[[Leaf], Tensor] | None = None
     per_param: bool = False
     centered: bool = False
-    live: ClassVar[tuple[str, ...]] = ("damping", "targets")
+    previous: Tree = None
+    momentum: float | Tensor = 0.95
+    live: ClassVar[tuple[str, ...]] = ("damping", "targets", "previous", "momentum")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not _is_number(self.momentum) or not (is_batched(self.momentum) or 0 <= self.momentum <= 1):
+            fix = "Pass how much of the previous result to keep."
+            raise ArgumentError.about(
+                "momentum", expected="a number from 0 to 1", received=repr(self.momentum), fix=fix
+            )
         object.__setattr__(self, "targets", _as_tensor(self.targets))
         known = self.targets is None or callable(self.targets)
         if not known and not (isinstance(self.targets, Tensor) and _is_real(self.targets)):
@@ -108,6 +121,17 @@ class NaturalGradient(_Solve):
     @staticmethod
     def _rejected(expected: str, received: str) -> ArgumentError:
         return ArgumentError.about("targets", expected=expected, received=received, fix="Pass one number per sample.")
+
+    @property
+    def uses(self) -> frozenset[Op]:  # type: ignore[override]
+        """The operations of factors."""
+        return super().uses | ({Op.dot} if self.previous is not None else set())
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if the previous result is not a tree like the parameters."""
+        if self.previous is not None:
+            fix = "Pass the last result, a tree like the parameters (of a module: a dict by name), or None."
+            check_directions(self.previous, spec, stacked=False, argument="previous", fix=fix)
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return factors, weights, and targets that are read from aux."""
@@ -151,15 +175,28 @@ class NaturalGradient(_Solve):
         if is_weighted:
             unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
             targets = torch.where(unused, 0, targets)
-        groups = [[x] for x in zip(factors, dtypes, strict=True)]
+        kept = [None] * len(factors) if self.previous is None else self._kept(factors, structure)
+        groups = [[x] for x in zip(factors, dtypes, kept, strict=True)]
         groups = groups if self.per_param else [[x for group in groups for x in group]]
         sums = [total for group in groups for total in self._sums(group, weights, targets, is_weighted)]
         return unflatten([restore(x, dtype) for x, dtype in zip(sums, dtypes, strict=True)], structure)
 
+    def _kept(self, factors: Sequence[Factor], structure: TreeSpec) -> list[Tensor | None]:
+        """Return μ p for each parameter, real."""
+        pairs = zip(leaves_like(self.previous, structure) or [], factors, strict=True)
+        wide = [as_real(leaf).to(x.device, accumulate_dtype(leaf.dtype)) for leaf, x in pairs]
+        return [x * _like(self.momentum, x) for x in wide]
+
     def _sums(
-        self, group: Sequence[tuple[Factor, torch.dtype]], weights: Tensor, targets: Tensor, is_weighted: bool
+        self,
+        group: Sequence[tuple[Factor, torch.dtype, Tensor | None]],
+        weights: Tensor,
+        targets: Tensor,
+        is_weighted: bool,
     ) -> list[Tensor]:
-        factors, dtypes = zip(*group, strict=True)
+        factors, dtypes, kept = zip(*group, strict=True)
+        for factor, x in zip(factors, kept, strict=True):
+            targets = targets if x is None else targets - factor.dot(x[None]).squeeze(-1)
         is_plain = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
         if is_plain and not self.minimum_norm:
             coefficients = self._plain_coefficients(factors, weights, targets)
@@ -170,7 +207,8 @@ class NaturalGradient(_Solve):
         is_tall = targets.numel() > sum(prod(factor.shape) for factor in factors)
         wide = [torch.float64 if is_tall else accumulate_dtype(dtype) for dtype in dtypes]
         sums = weighted_sums(factors, [coefficients.view(targets.shape)] * len(factors), wide)
-        return [total.sum(0) for total in sums] if targets.ndim > 1 else sums
+        sums = [total.sum(0) for total in sums] if targets.ndim > 1 else sums
+        return [total if x is None else total + x for total, x in zip(sums, kept, strict=True)]
 
     def _coefficients(
         self,
@@ -200,7 +238,7 @@ class NaturalGradient(_Solve):
         if self.centered:
             gram = _centered(_centered(gram, ones, weights, n).T, ones, weights, n)
             right = _centered(right, ones, weights, n)
-        solution = solve_weighted(gram, each, n, self._on(gram), right[:, None])[:, 0]
+        solution = solve_weighted(gram, each, n, _like(self.damping, gram), right[:, None])[:, 0]
         return each * (_centered(solution, ones, weights, n) if self.centered else solution) / n
 
 
@@ -273,7 +311,7 @@ class Leverage(_Solve):
         """Return the scores for λ > 0 without √w, which has no derivative where a weight is 0."""
         unknown = (weights == 0) & ~gram.diagonal().isfinite()
         known = gram.masked_fill(unknown | unknown[:, None], 0)
-        solution = solve_weighted(known, weights, n, self._on(gram), known)
+        solution = solve_weighted(known, weights, n, _like(self.damping, gram), known)
         return torch.where(unknown, torch.nan, solution.diagonal() / n)
 
 
@@ -285,6 +323,17 @@ def _as_tensor(targets: object) -> Tree:
         return torch.as_tensor(targets, dtype=None if isinstance(targets, np.ndarray) else torch.float64, device="cpu")
     except (TypeError, ValueError):
         return targets
+
+
+def _is_number(x: object) -> bool:
+    if isinstance(x, Tensor):
+        return x.ndim == 0 and not x.is_complex()
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _like(number: float | Tensor, x: Tensor) -> Tensor:
+    """Return a number in the dtype and on the device of a tensor, without a copy from the CPU."""
+    return number.to(x) if isinstance(number, Tensor) else x.new_full((), float(number))
 
 
 def _ones(gradients: Gradients) -> Tensor:

@@ -524,3 +524,99 @@ def test_a_function_of_the_targets_may_return_a_number():
 def test_no_vector_is_refused():
     with pytest.raises(ArgumentError, match="v: expected one vector or more, received none"):
         fisher_vector_product(lambda w, x: w @ x, torch.zeros(2), torch.eye(2), torch.empty(0, 2))
+
+
+def spring(rows, v, kept, *, weights, strength, centered=False):
+    """The minimum of (1/n) Σ wᵢ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − kept‖², by least squares in the space of parameters."""
+    g, n = reals(rows), weights.sum()
+    if centered:
+        g, v = g - weights @ g / n, v - weights @ v / n
+    root = (weights / n).sqrt()
+    left = torch.cat([root[:, None] * g, strength**0.5 * torch.eye(g.shape[1], dtype=F64)])
+    return torch.linalg.lstsq(left, torch.cat([root * v, strength**0.5 * kept])[:, None]).solution[:, 0]
+
+
+@ENGINES
+@pytest.mark.parametrize("centered", [False, True])
+def test_previous_results_are_kept_where_a_batch_shows_nothing(options, centered):
+    work, v, weights = build("mlp_td"), draw(5), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]).double()
+    rows, previous = oracle(work.loss_fn, work.params, work.batch), None
+    kept = torch.zeros(reals(rows).shape[1], dtype=F64)
+    for momentum in (0.5, torch.tensor(1.0).double(), 0.9):
+        wanted = NaturalGradient(0.3, v, centered=centered, previous=previous, momentum=momentum)
+        previous = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, weights=weights, **options)
+        expected = spring(rows, v, float(momentum) * kept, weights=weights, strength=0.3, centered=centered)
+        assert_trees_close(vector(previous), expected, 1e-9)
+        kept = expected
+
+
+def test_previous_results_of_each_parameter_by_itself():
+    work, v = build("mlp_td"), draw(5)
+    previous = per_sample_grads(work.loss_fn, work.params, work.batch, ps.Mean())
+    wanted = NaturalGradient(0.3, v, per_param=True, previous=previous, momentum=0.9)
+    found = per_sample_grads(work.loss_fn, work.params, work.batch, wanted)
+    rows = oracle(work.loss_fn, work.params, work.batch)
+    for grads, (name, kept) in zip(rows.grads, previous.items(), strict=True):
+        one = Rows([grads], rows.losses, None)
+        expected = spring(one, v, 0.9 * kept.flatten(), weights=torch.ones(5, dtype=F64), strength=0.3)
+        assert_trees_close(found[name].flatten(), expected, 1e-9)
+
+
+def test_without_damping_and_with_all_momentum_a_previous_result_is_projected():
+    """The method of Kaczmarz: of all solutions, the one nearest to the previous result."""
+    x, v, previous = draw(3, 7), draw(3, seed=1), draw(7, seed=2)
+    found = per_sample_grads(linear, draw(7), x, NaturalGradient(0.0, v, previous=previous, momentum=1.0))
+    assert_trees_close(found, previous + torch.linalg.pinv(x) @ (v - x @ previous), 1e-9)
+
+
+def test_a_previous_result_of_a_sample_that_does_not_count_may_be_anything():
+    x, weights = draw(3, 4), torch.tensor([1.0, 0.0, 1.0])
+    x[1] = NAN
+    wanted = NaturalGradient(0.1, draw(3), previous=draw(4, seed=1))
+    found = per_sample_grads(linear, draw(4), x, wanted, weights=weights)
+    alone = per_sample_grads(linear, draw(4), x[::2], NaturalGradient(0.1, draw(3)[::2], previous=draw(4, seed=1)))
+    assert_trees_close(found, alone, 1e-12)
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_a_previous_result_may_be_written_over(engine):
+    w, x, previous = draw(4), draw(3, 4), None
+    expected = [None]
+    for _ in range(3):
+        wanted = NaturalGradient(0.1, previous=expected[-1] if expected[-1] is None else expected[-1].clone())
+        expected.append(per_sample_grads(linear, w, x, wanted))
+    for one in expected[1:]:
+        previous = per_sample_grads(linear, w, x, NaturalGradient(0.1, previous=previous), engine=engine, out=previous)
+        assert_trees_close(previous, one, 1e-12)
+
+
+def test_previous_results_take_two_programs():
+    def loss(w, x):
+        return (w @ x) ** 2 + 1
+
+    w, x, previous = draw(3), draw(5, 3), None
+    for momentum in (0.9, 0.5, 0.7):
+        wanted = NaturalGradient(0.1, previous=previous, momentum=momentum)
+        found = per_sample_grads(loss, w, x, wanted, engine="traced")
+        assert_trees_close(found, per_sample_grads(loss, w, x, wanted), 1e-10)
+        previous = found
+    assert len(ps.explain(loss, w, x, engine="traced").compilations) == 2
+
+
+@pytest.mark.parametrize(
+    ("previous", "message"),
+    [
+        (torch.ones(4), r"expected shape \[3\] for params, received shape \[4\]"),
+        ([torch.ones(3)], "expected a tensor for params, received list"),
+        (torch.ones(3) + 1j, "expected real numbers for params, received torch.complex64"),
+    ],
+)
+def test_no_previous_result(previous, message):
+    with pytest.raises(ArgumentError, match=f"previous: {message}.*the last result"):
+        per_sample_grads(linear, draw(3), draw(2, 3), NaturalGradient(0.1, previous=previous))
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.5, NAN, True, None, torch.ones(2)])
+def test_no_momentum(momentum):
+    with pytest.raises(ArgumentError, match="momentum: expected a number from 0 to 1, received"):
+        NaturalGradient(0.1, momentum=momentum)
