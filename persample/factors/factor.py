@@ -303,14 +303,15 @@ class Factor(ABC):
         terms = self.projected_terms(left, right)
         if terms is None:
             return self._of_blocks(lambda rows: contractions.project(rows, left, right))
-        return (terms[0] * terms[1]).sum(-2)
+        return contractions.summed(terms[0] * terms[1], -2)
 
     def sketch(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left gᵢ rightᵀ``, ``[B, D, D']``, gᵢ seen as ``[o, rest]``, for ``[D, o]`` and ``[D', rest]``."""
         terms = self.projected_terms(left, right)
         if terms is None:
             return self._of_blocks(lambda rows: contractions.sketch(rows, left, right))
-        return terms[0].mT @ terms[1]
+        left, right = terms
+        return left.mT * right if left.shape[-2] == 1 else left.mT @ right
 
     @classmethod
     def concatenate(cls: type[F], factors: Sequence[F]) -> Factor | None:

@@ -295,6 +295,7 @@ class Outer(Factor):
             return None
         dtype = numerics.accumulate_dtype(self.dtype)
         signs = left.to(dtype).view(-1, groups, rows).permute(1, 2, 0)
+        signs = signs[0] if groups == 1 else signs  # one product for all samples
         return (self.left.to(dtype) @ signs).flatten(-3, -2), (self.right.to(dtype) @ right.to(dtype).T).flatten(-3, -2)
 
     @classmethod

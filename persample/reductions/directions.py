@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ class Sketch(PerSample):
     rank: int
     seed: int
     per_param: bool = True
-    uses: ClassVar[frozenset[Op]] = frozenset({Op.project})
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.sketch})
 
     def __post_init__(self) -> None:
         _check_positive("rank", self.rank)
@@ -204,8 +204,8 @@ def _drawn(seed: int, path: str, shapes: Sequence[tuple[int, int]], device: torc
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     with untraced():  # signs are constants of a compiled program
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "little"))
-        options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-        return tuple(torch.randint(0, 2, shape, **options).mul_(2).sub_(1).to(device) for shape in shapes)
+        bits = (torch.empty(shape, dtype=torch.bool, device="cpu").random_(generator=generator) for shape in shapes)
+        return tuple(x.float().mul_(2).sub_(1).to(device) for x in bits)
 
 
 @dataclass(frozen=True, eq=False)

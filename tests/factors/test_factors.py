@@ -491,7 +491,7 @@ class Spy:
 
 
 ANNOUNCED = {name: name for name in ("materialize", "squared_norms", "weighted_sum", "second_moment", "gram")}
-ANNOUNCED |= {"own_gram": "gram", "trace_gram": "gram", "dot": "dot", "project": "project", "sketch": "project"}
+ANNOUNCED |= {"own_gram": "gram", "trace_gram": "gram", "dot": "dot", "project": "project", "sketch": "sketch"}
 
 
 @pytest.mark.parametrize("name", sorted(set(REDUCTIONS) - {"none"}))
