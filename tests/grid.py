@@ -237,6 +237,10 @@ REDUCTIONS = {
         lambda r: natural(r, targets(r), centered=True),
     ),
     "NaturalGradient-per_param": (lambda r, d: ps.NaturalGradient(damping(r), per_param=True), natural_per_param),
+    "NaturalGradient-qr": (
+        lambda r, d: ps.NaturalGradient(damping(r), targets(r).to(d), solver="qr"),
+        lambda r: natural(r, targets(r)),
+    ),
     "NaturalGradient-previous": (
         lambda r, d: ps.NaturalGradient(damping(r), targets(r).to(d), previous=one_direction(r, d), momentum=0.9),
         spring,

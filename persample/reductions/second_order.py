@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError, LossError
-from persample.factors import Factor, Op
-from persample.factors.linear_system import float64_gram, solve, solve_weighted
+from persample.factors import Factor, Op, contractions
+from persample.factors.linear_system import float64_gram, least_squares, solve, solve_weighted
 from persample.gradients import Gradients, ParamSpec, weighted_sums
 from persample.merge import AnyOf, Stacked
 from persample.reductions.base import Reduction
@@ -82,10 +82,14 @@ class NaturalGradient(_Solve):
         previous: p, the last result, which the caller keeps: a tree like the parameters, or None (before the first
             step) for zeros. A compiled program takes either; zeros and trees share one.
         momentum: μ from 0 to 1, a number or 0-d tensor.
+        solver: "gram", or "qr" for a QR factorization of the gradients written out, ``[B, P]`` float64. It does not
+            square their condition number, which pays with float64 parameters and a λ that is 0 or tiny; a
+            ``ConditionWarning`` says how many digits are right if these are less than half. Results that are
+            differentiated take "gram".
 
     Raises:
         ArgumentError: if ``damping`` is negative or not finite, ``targets`` are not B real numbers, ``momentum`` is not
-            from 0 to 1, or (when used) ``previous`` is not like the parameters.
+            from 0 to 1, ``solver`` is another, or (when used) ``previous`` is not like the parameters.
         LossError: (when used) if ``targets`` is a function and the loss returns no aux.
 
     Examples:
@@ -101,6 +105,7 @@ class NaturalGradient(_Solve):
     centered: bool = False
     previous: Tree = None
     momentum: float | Tensor = 0.95
+    solver: Literal["gram", "qr"] = "gram"
     live: ClassVar[tuple[str, ...]] = ("damping", "targets", "previous", "momentum")
 
     def __post_init__(self) -> None:
@@ -110,6 +115,9 @@ class NaturalGradient(_Solve):
             raise ArgumentError.about(
                 "momentum", expected="a number from 0 to 1", received=repr(self.momentum), fix=fix
             )
+        if self.solver not in ("gram", "qr"):
+            expected, fix = "'gram' or 'qr'", "Pick one of them."
+            raise ArgumentError.about("solver", expected=expected, received=repr(self.solver), fix=fix)
         object.__setattr__(self, "targets", _as_tensor(self.targets))
         known = self.targets is None or callable(self.targets)
         if not known and not (isinstance(self.targets, Tensor) and _is_real(self.targets)):
@@ -125,7 +133,8 @@ class NaturalGradient(_Solve):
     @property
     def uses(self) -> frozenset[Op]:  # type: ignore[override]
         """The operations of factors."""
-        return super().uses | ({Op.dot} if self.previous is not None else set())
+        solved = super().uses if self.solver == "gram" else frozenset({Op.materialize})
+        return solved | ({Op.dot} if self.previous is not None else set())
 
     def check(self, spec: ParamSpec) -> None:
         """Raise an error if the previous result is not a tree like the parameters."""
@@ -197,8 +206,25 @@ class NaturalGradient(_Solve):
         factors, dtypes, kept = zip(*group, strict=True)
         for factor, x in zip(factors, kept, strict=True):
             targets = targets if x is None else targets - factor.dot(x[None]).squeeze(-1)
-        is_plain = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
-        if is_plain and not self.minimum_norm:
+        is_recorded = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
+        if self.solver == "qr" and not is_recorded:
+            sums = self._by_rows(factors, weights, targets, dtypes)
+        else:
+            is_plain = is_recorded and not self.minimum_norm
+            sums = self._by_gram(factors, weights, targets, dtypes, is_weighted=is_weighted, is_plain=is_plain)
+        return [total if x is None else total + x for total, x in zip(sums, kept, strict=True)]
+
+    def _by_gram(
+        self,
+        factors: Sequence[Factor],
+        weights: Tensor,
+        targets: Tensor,
+        dtypes: Sequence[torch.dtype],
+        *,
+        is_weighted: bool,
+        is_plain: bool,
+    ) -> list[Tensor]:
+        if is_plain:
             coefficients = self._plain_coefficients(factors, weights, targets)
         else:
             coefficients = self._coefficients(factors, weights, targets, dtypes, is_weighted)
@@ -207,8 +233,22 @@ class NaturalGradient(_Solve):
         is_tall = targets.numel() > sum(prod(factor.shape) for factor in factors)
         wide = [torch.float64 if is_tall else accumulate_dtype(dtype) for dtype in dtypes]
         sums = weighted_sums(factors, [coefficients.view(targets.shape)] * len(factors), wide)
-        sums = [total.sum(0) for total in sums] if targets.ndim > 1 else sums
-        return [total if x is None else total + x for total, x in zip(sums, kept, strict=True)]
+        return [total.sum(0) for total in sums] if targets.ndim > 1 else sums
+
+    def _by_rows(
+        self, factors: Sequence[Factor], weights: Tensor, targets: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """Return the solution of minimum norm from the gradients written out, without their Gram matrix."""
+        root, n = weights.sqrt(), weights.sum()
+        each = _of_each(root, targets.shape).flatten()
+        rows = torch.cat([contractions.flat(factor.rows_of(factor.materialize())).double() for factor in factors], 1)
+        rows, right = each[:, None] * rows, each * targets.flatten()
+        if self.centered:
+            rows, right = _centered(rows, root, root, n), _centered(right, root, root, n)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        flat = least_squares(rows, n * _like(self.damping, rows), right, eps=eps)
+        shapes = [factor.shape[len(factor.outputs) :] for factor in factors]
+        return [x.view(shape) for x, shape in zip(flat.split([*map(prod, shapes)]), shapes, strict=True)]
 
     def _coefficients(
         self,

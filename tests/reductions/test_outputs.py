@@ -185,6 +185,10 @@ SOLVES = {
         lambda r: ps.NaturalGradient(damping(flat(r)), r.losses, centered=True),
         lambda r: gauss_newton(r, r.losses, centered=True)[0],
     ),
+    "NaturalGradient-qr": (
+        lambda r: ps.NaturalGradient(damping(flat(r)), r.losses, centered=True, solver="qr"),
+        lambda r: gauss_newton(r, r.losses, centered=True)[0],
+    ),
     "NaturalGradient-previous": (
         lambda r: ps.NaturalGradient(damping(flat(r)), r.losses, previous=one_direction(flat(r), F64), momentum=1.0),
         lambda r: gauss_newton(r, r.losses, kept=as_vector(one_direction(flat(r), F64)))[0],

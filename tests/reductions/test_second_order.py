@@ -620,3 +620,76 @@ def test_no_previous_result(previous, message):
 def test_no_momentum(momentum):
     with pytest.raises(ArgumentError, match="momentum: expected a number from 0 to 1, received"):
         NaturalGradient(0.1, momentum=momentum)
+
+
+def of_condition(rows, columns, decades):
+    """A matrix of singular values from 1 to 10^-decades, its pseudo-inverse, and a right side that it can fit."""
+    rank = min(rows, columns)
+    left, right = torch.linalg.qr(draw(rows, rank))[0], torch.linalg.qr(draw(columns, rank, seed=1))[0]
+    values = torch.logspace(0, -decades, rank, dtype=F64)
+    solution = right @ draw(rank, seed=2)
+    return (left * values) @ right.T, solution
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+@pytest.mark.parametrize("decades", [3, 6, 8, 10])
+@pytest.mark.parametrize(("rows", "columns"), [(12, 30), (30, 12), (20, 20)])
+@pytest.mark.filterwarnings("ignore::persample.ConditionWarning")
+def test_qr_does_not_square_the_condition_number(rows, columns, decades, engine):
+    x, solution = of_condition(rows, columns, decades)
+    v = x @ solution
+    wanted = NaturalGradient(0.0, v, solver="qr")
+    found = per_sample_grads(lambda w, x: w @ x, draw(columns), x, wanted, engine=engine)
+    expected = torch.linalg.lstsq(x, v[:, None], driver="gelsd", rcond=1e-15).solution[:, 0]
+    bound = 1e-14 * 10**decades
+    assert (found - solution).norm() < bound * solution.norm()
+    assert (found - expected).norm() < bound * solution.norm()
+    if decades == 10:  # whose square float64 does not hold
+        by_gram = per_sample_grads(linear, draw(columns), x, NaturalGradient(0.0, v))
+        assert (by_gram - solution).norm() > 1e-2 * solution.norm()
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+def test_qr_says_how_many_digits_are_right(engine):
+    x, solution = of_condition(12, 30, 10)
+    wanted = NaturalGradient(0.0, x @ solution, solver="qr")
+    message = r"condition number of the gradients is 1e\+10, of rank 12; about 6 digits .*larger damping"
+    with pytest.warns(ps.ConditionWarning, match=message):
+        per_sample_grads(lambda w, x: w @ x, draw(30), x, wanted, engine=engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = NaturalGradient(1e-6, x @ solution, solver="qr")
+        per_sample_grads(lambda w, x: w @ x, draw(30), x, wanted, engine=engine)
+
+
+@ENGINES
+def test_qr_of_repeated_and_of_missing_gradients(options):
+    for x in (draw(3, 7)[[0, 1, 2, 2, 2]], draw(7, 3)[:, [0, 1, 1]], torch.zeros(4, 3, dtype=F64)):
+        v = draw(len(x), seed=1)
+        found = per_sample_grads(linear, draw(x.shape[1]), x, NaturalGradient(0.0, v, solver="qr"), **options)
+        assert_trees_close(found, torch.linalg.pinv(x) @ v, 1e-9, 1e-14)
+
+
+@pytest.mark.parametrize("x", ROTTEN[:3], ids=["second", "last", "infinite"])
+@ENGINES
+def test_nan_reaches_every_number_by_qr(options, x):
+    assert per_sample_grads(linear, draw(2), x, NaturalGradient(0.5, solver="qr"), **options).isnan().all()
+
+
+@ENGINES
+def test_qr_with_weights_and_previous_results(options):
+    work, v, weights = build("mlp_td"), draw(5), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]).double()
+    previous = per_sample_grads(work.loss_fn, work.params, work.batch, ps.Mean())
+    batch = [x.clone() for x in work.batch]
+    batch[0][4] = v[4] = NAN
+    for per_param, centered in itertools.product((False, True), (False, True)):
+        wanted = [
+            NaturalGradient(0.3, v, per_param, centered, previous, 0.9, solver=solver) for solver in ("gram", "qr")
+        ]
+        by_gram, by_qr = per_sample_grads(work.loss_fn, work.params, tuple(batch), wanted, weights=weights, **options)
+        assert_trees_close(by_qr, by_gram, 1e-9)
+
+
+def test_no_solver():
+    with pytest.raises(ArgumentError, match="solver: expected 'gram' or 'qr', received 'lu'"):
+        NaturalGradient(0.1, solver="lu")
