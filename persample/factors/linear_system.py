@@ -78,7 +78,7 @@ def _add_products(
         product, *others = (_product(x, rows, columns) for x in operands)
         if not others and num_biases > 1:  # times 1, Inductor would not add it up within the matrix product
             product = num_biases * product
-        factor: Any = sum(others, num_biases) if others else None
+        factor: Any = sum(others, float(num_biases)) if others else None  # of an int, torch would make a copy
         sums[place] = _added(sums[place], product, factor)
 
 
