@@ -1,11 +1,10 @@
-"""Linear systems in the Fisher matrix of the per-sample gradients, solved in the space of samples."""
+"""The natural gradient: the mean gradient, preconditioned by the Fisher matrix, in the space of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from numbers import Real
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,47 +13,18 @@ from torch import Tensor
 
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor, Op, contractions
-from persample.factors.linear_system import float64_gram, least_squares, solve, solve_weighted
+from persample.factors.linear_system import float64_gram, least_squares, solve_weighted
 from persample.gradients import Gradients, ParamSpec, weighted_sums
 from persample.merge import AnyOf, Stacked
-from persample.reductions.base import Reduction
 from persample.reductions.directions import check_directions
-from persample.utils.numerics import accumulate_dtype, as_real, restore, widest
-from persample.utils.tracing import is_batched, is_recorded
+from persample.reductions.leverage import Solution, is_number, like, of_each, weights_of
+from persample.utils.numerics import accumulate_dtype, as_real, restore
+from persample.utils.tracing import is_batched
 from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, unflatten
 
 
 @dataclass(frozen=True, eq=False)
-class _Solve(Reduction):
-    """A solution of (F + λI) x = b with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ."""
-
-    damping: float | Tensor
-    minimum_norm: bool = field(init=False, repr=False)  # λ = 0 has a compiled program of its own
-    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram, Op.weighted_sum})
-    live: ClassVar[tuple[str, ...]] = ("damping",)
-    divides_by_weight = True
-
-    def __post_init__(self) -> None:
-        hidden = is_batched(self.damping)
-        if not _is_number(self.damping) or not (hidden or 0 <= self.damping < torch.inf):
-            expected, fix = "a finite number >= 0", "Pass λ, in the units of the squared gradients."
-            raise ArgumentError.about("damping", expected=expected, received=repr(self.damping), fix=fix)
-        object.__setattr__(self, "minimum_norm", not hidden and bool(self.damping == 0))
-
-    def _solved(
-        self, matrix: Tensor, n: Tensor, right: Tensor, dtypes: Sequence[torch.dtype], scale: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
-        """Return the solution of (K + nλI) X = B, and whether λ counted as 0."""
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        damping = n * _like(self.damping, matrix)
-        return solve(matrix, damping, right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
-
-    def _is_recorded(self, *tensors: Tensor) -> bool:
-        return any(is_recorded(x) for x in (*tensors, self.damping) if isinstance(x, Tensor))
-
-
-@dataclass(frozen=True, eq=False)
-class NaturalGradient(_Solve):
+class NaturalGradient(Solution):
     """(F + λI)⁻¹ (1/n) Σ wᵢ vᵢ gᵢ with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ: the mean gradient, preconditioned.
 
     Returns a tree like the parameters, in their dtypes. F, the empirical Fisher matrix, is never formed: with the rows
@@ -110,7 +80,7 @@ class NaturalGradient(_Solve):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _is_number(self.momentum) or not (is_batched(self.momentum) or 0 <= self.momentum <= 1):
+        if not is_number(self.momentum) or not (is_batched(self.momentum) or 0 <= self.momentum <= 1):
             fix = "Pass how much of the previous result to keep."
             raise ArgumentError.about(
                 "momentum", expected="a number from 0 to 1", received=repr(self.momentum), fix=fix
@@ -147,7 +117,7 @@ class NaturalGradient(_Solve):
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         return {
             "factors": gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs]),
-            "weights": _weights(gradients),
+            "weights": weights_of(gradients),
             "is_weighted": AnyOf(gradients.weights is not None),
             "targets": Stacked(self._from_aux(gradients) if callable(self.targets) else _ones(gradients)),
         }
@@ -182,7 +152,7 @@ class NaturalGradient(_Solve):
             targets = self.targets.to(weights)
         is_weighted = merged["is_weighted"].value
         if is_weighted:
-            unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
+            unused = (of_each(weights, targets.shape) == 0) & ~targets.isfinite()
             targets = torch.where(unused, 0, targets)
         kept = [None] * len(factors) if self.previous is None else self._kept(factors, structure)
         groups = [[x] for x in zip(factors, dtypes, kept, strict=True)]
@@ -194,7 +164,7 @@ class NaturalGradient(_Solve):
         """Return μ p for each parameter, real."""
         pairs = zip(leaves_like(self.previous, structure) or [], factors, strict=True)
         wide = [as_real(leaf).to(x.device, accumulate_dtype(leaf.dtype)) for leaf, x in pairs]
-        return [x * _like(self.momentum, x) for x in wide]
+        return [x * like(self.momentum, x) for x in wide]
 
     def _sums(
         self,
@@ -206,7 +176,7 @@ class NaturalGradient(_Solve):
         factors, dtypes, kept = zip(*group, strict=True)
         for factor, x in zip(factors, kept, strict=True):
             targets = targets if x is None else targets - factor.dot(x[None]).squeeze(-1)
-        is_recorded = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
+        is_recorded = self.is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
         if self.solver == "qr" and not is_recorded:
             sums = self._by_rows(factors, weights, targets, dtypes)
         else:
@@ -240,13 +210,13 @@ class NaturalGradient(_Solve):
     ) -> list[Tensor]:
         """Return the solution of minimum norm from the gradients written out, without their Gram matrix."""
         root, n = weights.sqrt(), weights.sum()
-        each = _of_each(root, targets.shape).flatten()
+        each = of_each(root, targets.shape).flatten()
         rows = torch.cat([contractions.flat(factor.rows_of(factor.materialize())).double() for factor in factors], 1)
         rows, right = each[:, None] * rows, each * targets.flatten()
         if self.centered:
             rows, right = _centered(rows, root, root, n), _centered(right, root, root, n)
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        flat = least_squares(rows, n * _like(self.damping, rows), right, eps=eps)
+        flat = least_squares(rows, n * like(self.damping, rows), right, eps=eps)
         shapes = [factor.shape[len(factor.outputs) :] for factor in factors]
         return [x.view(shape) for x, shape in zip(flat.split([*map(prod, shapes)]), shapes, strict=True)]
 
@@ -259,14 +229,14 @@ class NaturalGradient(_Solve):
         is_weighted: bool,
     ) -> Tensor:
         root, n = weights.sqrt(), weights.sum()
-        each = _of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
+        each = of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
         gram = float64_gram(factors, each if is_weighted else None, lower=not self.centered)
         right = each * targets.flatten()
         scale = None
         if self.centered:
             scale = gram.trace()  # of which the centered matrix has the rounding errors
             gram, right = _centered(_centered(gram, root, root, n).T, root, root, n), _centered(right, root, root, n)
-        solution = self._solved(gram, n, right[:, None], dtypes, scale)[0][:, 0]
+        solution = self.solved(gram, n, right[:, None], dtypes, scale)[0][:, 0]
         if self.centered:  # again: what rounding adds along √w is divided by λ, and the gradients are not centered
             solution = _centered(solution, root, root, n)
         return each * solution
@@ -274,17 +244,12 @@ class NaturalGradient(_Solve):
     def _plain_coefficients(self, factors: Sequence[Factor], weights: Tensor, targets: Tensor) -> Tensor:
         """Return the same for λ > 0 without √w, which has no derivative where a weight is 0."""
         gram, ones, n = float64_gram(factors), torch.ones_like(weights), weights.sum()
-        each, right = _of_each(weights, targets.shape).flatten(), targets.flatten()
+        each, right = of_each(weights, targets.shape).flatten(), targets.flatten()
         if self.centered:
             gram = _centered(_centered(gram, ones, weights, n).T, ones, weights, n)
             right = _centered(right, ones, weights, n)
-        solution = solve_weighted(gram, each, n, _like(self.damping, gram), right[:, None])[:, 0]
+        solution = solve_weighted(gram, each, n, like(self.damping, gram), right[:, None])[:, 0]
         return each * (_centered(solution, ones, weights, n) if self.centered else solution) / n
-
-
-def _of_each(weights: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``weights [B]`` in a shape ``[B]``, or ``[B, K]`` of K outputs."""
-    return weights if len(shape) == 1 else weights[:, None].expand(*shape)
 
 
 def _centered(x: Tensor, along: Tensor, by: Tensor, n: Tensor) -> Tensor:
@@ -294,65 +259,6 @@ def _centered(x: Tensor, along: Tensor, by: Tensor, n: Tensor) -> Tensor:
     """
     rows = x.reshape(len(along), x.numel() // len(along))
     return (rows - torch.outer(along, (by @ rows) / n)).view(x.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Leverage(_Solve):
-    """gᵢᵀ (F + λI)⁻¹ gᵢ / n with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ: the influence of each sample on itself, ``[B]``.
-
-    At λ = 0 (the pseudo-inverse of F) a sample of weight 1 has a leverage from 0 to 1, and they sum to the rank of F.
-    The result is real, in float32 at least; a sample of weight 0 is scored, but does not count in F.
-
-    Source: Hoaglin, Welsch, "The Hat Matrix in Regression and ANOVA" (1978); with ridge: Alaoui, Mahoney, "Fast
-    Randomized Kernel Ridge Regression with Statistical Guarantees" (2015).
-
-    Args:
-        damping: λ >= 0, a number or 0-d tensor.
-
-    Raises:
-        ArgumentError: if ``damping`` is negative or not finite.
-
-    Examples:
-        >>> import torch
-        >>> from persample import per_sample_grads
-        >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 9.0]])
-        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, Leverage(0.0))
-        tensor([0.5000, 0.5000, 1.0000])
-    """
-
-    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
-
-    def lift(self, gradients: Gradients) -> Tree:
-        """Return factors and weights."""
-        pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
-        return {"factors": [Stacked(factor, dtype) for factor, dtype in pairs], "weights": _weights(gradients)}
-
-    def finish(self, merged: Tree) -> Tensor:
-        """Return the leverages."""
-        dtypes = [leaf.dtype for leaf in merged["factors"]]
-        factors = [leaf.concatenated() for leaf in merged["factors"]]
-        gram = float64_gram(factors)
-        weights, shape = merged["weights"].finish(), factors[0].sizes
-        n = weights.sum()
-        weights = _of_each(weights, shape).flatten()
-        if not self.minimum_norm and self._is_recorded(gram, weights):
-            return self._plain_scores(gram, weights, n).view(shape).to(widest(dtypes))
-        counts, root = weights != 0, weights.sqrt()
-        seen = torch.where(counts[:, None], root[:, None] * gram, 0)  # a sample of weight 0 may be NaN
-        solution, is_undamped = self._solved(torch.where(counts, seen * root, 0), n, seen, dtypes)
-        if is_undamped:
-            scores = solution.square().sum(0)
-        else:  # samples that do not count by the formula of Sherman, Morrison and Woodbury, whose difference cancels
-            others = (gram.diagonal() - (seen * solution).sum(0)).clamp_min(0) / (n * self.damping)
-            scores = torch.where(counts, solution.diagonal() / root, others)
-        return scores.view(shape).to(widest(dtypes))
-
-    def _plain_scores(self, gram: Tensor, weights: Tensor, n: Tensor) -> Tensor:
-        """Return the scores for λ > 0 without √w, which has no derivative where a weight is 0."""
-        unknown = (weights == 0) & ~gram.diagonal().isfinite()
-        known = gram.masked_fill(unknown | unknown[:, None], 0)
-        solution = solve_weighted(known, weights, n, _like(self.damping, gram), known)
-        return torch.where(unknown, torch.nan, solution.diagonal() / n)
 
 
 def _as_tensor(targets: object) -> Tree:
@@ -365,24 +271,8 @@ def _as_tensor(targets: object) -> Tree:
         return targets
 
 
-def _is_number(x: object) -> bool:
-    if isinstance(x, Tensor):
-        return x.ndim == 0 and not x.is_complex()
-    return isinstance(x, Real) and not isinstance(x, bool)
-
-
-def _like(number: float | Tensor, x: Tensor) -> Tensor:
-    """Return a number in the dtype and on the device of a tensor, without a copy from the CPU."""
-    return number.to(x) if isinstance(number, Tensor) else x.new_full((), float(number))
-
-
 def _ones(gradients: Gradients) -> Tensor:
     return torch.ones_like(gradients.losses, dtype=torch.float64)
-
-
-def _weights(gradients: Gradients) -> Stacked:
-    ones = gradients.losses.new_ones(len(gradients.losses), dtype=torch.float64)
-    return Stacked(ones if gradients.weights is None else gradients.weights)
 
 
 def _is_real(x: Tensor) -> bool:
