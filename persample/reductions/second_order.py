@@ -218,7 +218,8 @@ class NaturalGradient(Solution):
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         flat = least_squares(rows, n * like(self.damping, rows), right, eps=eps)
         shapes = [factor.shape[len(factor.outputs) :] for factor in factors]
-        return [x.view(shape) for x, shape in zip(flat.split([*map(prod, shapes)]), shapes, strict=True)]
+        parts = zip(flat.split([*map(prod, shapes)]), shapes, strict=True)
+        return [x.reshape(shape).clone() for x, shape in parts]  # complex numbers begin at even places of their memory
 
     def _coefficients(
         self,

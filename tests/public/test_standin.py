@@ -112,6 +112,7 @@ def test_a_device_without_float64_answers_what_the_page_says():
         "Sum()",
         "Dot(direction)",
         "Project(dim, seed)",
+        "Sketch(rank, seed)",
         "Loss()",
         "Aux()",
         "Factored()",

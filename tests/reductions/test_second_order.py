@@ -694,6 +694,16 @@ def test_qr_with_weights_and_previous_results(options):
         assert_trees_close(by_qr, by_gram, 1e-9)
 
 
+def test_qr_of_complex_parameters_after_an_odd_number_of_real_ones():
+    w, x = {"real": draw(3), "complex": torch.complex(draw(2), draw(2, seed=1))}, draw(4, 3)
+
+    def loss(w, x):
+        return (w["real"] @ x).sin() + (w["complex"] @ x[:2].to(w["complex"].dtype)).abs()
+
+    by_gram, by_qr = per_sample_grads(loss, w, x, [NaturalGradient(0.1, solver=solver) for solver in ("gram", "qr")])
+    assert_trees_close(by_qr, by_gram, 1e-9)
+
+
 def test_no_solver():
     with pytest.raises(ArgumentError, match="solver: expected 'gram' or 'qr', received 'lu'"):
         NaturalGradient(0.1, solver="lu")
