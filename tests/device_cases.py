@@ -98,11 +98,13 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "Variance()": lambda *_: ps.Variance(),
     "NoiseScale()": lambda *_: ps.NoiseScale(),
     "Project(dim, seed)": lambda *_: ps.Project(3, seed=0),
+    "Sketch(rank, seed)": lambda *_: ps.Sketch(2, seed=0),
     "Loss()": lambda *_: ps.Loss(),
     "Aux()": lambda *_: ps.Aux(),
     "Factored()": lambda *_: ps.Factored(),
     "NaturalGradient(λ)": lambda *_: ps.NaturalGradient(0.1),
     "NaturalGradient(λ, targets=function of aux)": lambda *_: ps.NaturalGradient(0.1, targets=length),
+    "NaturalGradient(λ, previous=tree)": lambda direction, _: ps.NaturalGradient(0.1, previous=direction),
     "Leverage(λ)": lambda *_: ps.Leverage(0.1),
 }
 

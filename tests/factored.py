@@ -17,7 +17,7 @@ from persample.factors import SumFactor
 B = 5
 F64 = torch.float64
 # One reduction that wants the gradients written out switches factoring off for the whole call.
-TOGETHER = tuple(name for name in REDUCTIONS if name not in {"none", "Stack"})
+TOGETHER = tuple(name for name in REDUCTIONS if name not in {"none", "Stack", "NaturalGradient-qr"})
 ALONE = ("Sum", "Mean", "Norm", "ClippedMean", "Gram", "Dot", "Variance", "Project")
 
 

@@ -130,6 +130,19 @@ def eigen_moments(rows: Rows):
     return rows.tree(found)
 
 
+def sketches(rows: Rows, reduction):
+    """U g Vᵀ / rank of each parameter, entry by entry; all entries of a vector are projections of it."""
+    found = []
+    for path, grad in zip(ps.utils.trees.paths(rows.tree(rows.grads), "params"), rows.grads, strict=True):
+        g = torch.view_as_real(grad) if grad.is_complex() else grad
+        g = g.reshape(len(g), grad.shape[1] if grad.ndim > 1 else 1, -1)
+        left, right = reduction._signs(path, *g.shape[1:], g.device)
+        entries = [((u[:, None] * v) * g).sum((1, 2)) for u in left for v in right]
+        assert len(entries) == reduction.rank**2
+        found.append(torch.stack(entries, 1) / reduction.rank)
+    return rows.tree(found) if reduction.per_param else sum(found)
+
+
 def cast(tree, dtype):
     return torch.utils._pytree.tree_map(lambda x: x.to(dtype.to_complex() if x.is_complex() else dtype), tree)
 
@@ -158,16 +171,27 @@ def like_params(rows: Rows, flat):
     )
 
 
-def natural(rows: Rows, v, *, strength=None, centered=False):
-    """A dense solve in the space of parameters."""
+def natural(rows: Rows, v, *, strength=None, centered=False, kept=0.0):
+    """A dense solve in the space of parameters: the minimum of (1/n) Σ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − kept‖²."""
     matrix, weights = fisher(rows, centered=centered), v - v.mean() if centered else v
-    matrix = matrix + (damping(rows) if strength is None else strength) * torch.eye(len(matrix), dtype=matrix.dtype)
-    return like_params(rows, torch.linalg.solve(matrix, reals(rows).T @ weights / len(v)))
+    strength = damping(rows) if strength is None else strength
+    right = reals(rows).T @ weights / len(v) + strength * kept
+    return like_params(rows, torch.linalg.solve(matrix + strength * torch.eye(len(matrix), dtype=matrix.dtype), right))
 
 
 def natural_per_param(rows: Rows):
     each = [Rows([g], rows.losses, torch.utils._pytree.tree_structure(0)) for g in rows.grads]
     return rows.tree([natural(one, torch.ones_like(one.losses), strength=damping(rows)) for one in each])
+
+
+def one_direction(rows: Rows, dtype):
+    return cast(torch.utils._pytree.tree_map(lambda x: x[0], directions(rows, 1)), dtype)
+
+
+def spring(rows: Rows):
+    """Of a previous result, 0.9 of it."""
+    kept = [0.9 * x for x in torch.utils._pytree.tree_leaves(directions(rows, 1))]
+    return natural(rows, targets(rows), kept=reals(Rows(kept, rows.losses, rows.structure))[0])
 
 
 def leverage(rows: Rows):
@@ -217,7 +241,7 @@ REDUCTIONS = {
     "CosineSimilarity": (lambda r, d: ps.CosineSimilarity(), cosines),
     "CosineSimilarity-other": (lambda r, d: ps.CosineSimilarity(others(r, d)), lambda r: cosines(r)[:, 1:3]),
     "Dot": (
-        lambda r, d: ps.Dot(torch.utils._pytree.tree_map(lambda x: x[0], cast(directions(r, 1), d))),
+        lambda r, d: ps.Dot(one_direction(r, d)),
         lambda r: dots(r, 1).squeeze(1),
     ),
     "Dot-stacked": (lambda r, d: ps.Dot(cast(directions(r, 3), d), stacked=True), lambda r: dots(r, 3)),
@@ -240,9 +264,17 @@ REDUCTIONS = {
         lambda r: natural(r, targets(r), centered=True),
     ),
     "NaturalGradient-per_param": (lambda r, d: ps.NaturalGradient(damping(r), per_param=True), natural_per_param),
+    "NaturalGradient-qr": (
+        lambda r, d: ps.NaturalGradient(damping(r), targets(r).to(d), solver="qr"),
+        lambda r: natural(r, targets(r)),
+    ),
+    "NaturalGradient-previous": (
+        lambda r, d: ps.NaturalGradient(damping(r), targets(r).to(d), previous=one_direction(r, d), momentum=0.9),
+        spring,
+    ),
     "Leverage": (lambda r, d: ps.Leverage(damping(r)), leverage),
     "FisherVectorProduct": (
-        lambda r, d: FisherVectorProduct(cast(torch.utils._pytree.tree_map(lambda x: x[0], directions(r, 1)), d)),
+        lambda r, d: FisherVectorProduct(one_direction(r, d)),
         lambda r: torch.utils._pytree.tree_map(lambda x: x[0], fisher_times(r, 1)),
     ),
     "FisherVectorProduct-stacked": (
@@ -250,5 +282,10 @@ REDUCTIONS = {
         lambda r: fisher_times(r, 3),
     ),
     "Project": (lambda r, d: ps.Project(6, seed=1), projections),
+    "Sketch": (lambda r, d: ps.Sketch(3, seed=1), lambda r: sketches(r, ps.Sketch(3, seed=1))),
+    "Sketch-total": (
+        lambda r, d: ps.Sketch(3, seed=1, per_param=False),
+        lambda r: sketches(r, ps.Sketch(3, seed=1, per_param=False)),
+    ),
     "Loss": (lambda r, d: ps.Loss(), lambda r: r.losses),
 }

@@ -108,13 +108,18 @@ def fisher(g, w):
     return g.T @ (w[:, None] * g) / w.sum()
 
 
-def natural(r, z, targets, *, centered=False, damping=None):
+def natural(r, z, targets, *, centered=False, damping=None, kept=0.0):
     g, w, n = r.flat, z["weights"], z["weights"].sum()
     if centered:
         g, targets = g - w @ g / n, targets - w @ targets / n
-    damped = fisher(g, w) + (z["positive"] if damping is None else damping) * torch.eye(g.shape[1], dtype=D)
-    u = torch.linalg.solve(damped, g.T @ (w * targets) / n)
+    strength = z["positive"] if damping is None else damping
+    damped = fisher(g, w) + strength * torch.eye(g.shape[1], dtype=D)
+    u = torch.linalg.solve(damped, g.T @ (w * targets) / n + strength * kept)
     return like_params(u)
+
+
+def kept(z):
+    return z["closed"] * torch.cat([z["da"].flatten(), z["db"]])
 
 
 def like_params(u):
@@ -136,6 +141,14 @@ def projections(r):
         left, right = reduction._signs(f"params['{name}']", 3, g[0].numel() // 3, g.device)
         total = total + torch.einsum("ko,boi,ki->bk", left.to(D), g.reshape(len(g), 3, -1), right.to(D))
     return total / 5**0.5
+
+
+def sketches(r):
+    reduction, found = ps.Sketch(2, seed=1), {}
+    for name, g in r.grads.items():
+        left, right = reduction._signs(f"params['{name}']", 3, g[0].numel() // 3, g.device)
+        found[name] = (left.to(D) @ g.reshape(len(g), 3, -1) @ right.to(D).mT).flatten(1) / 2
+    return found
 
 
 def factored(z, **options):
@@ -196,6 +209,7 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ),
     ),
     "Project(dim, seed)": (lambda z: ps.Project(5, seed=1), lambda r, z, rows: projections(r)),
+    "Sketch(rank, seed)": (lambda z: ps.Sketch(2, seed=1), lambda r, z, rows: sketches(r)),
     "SecondMoment()": (
         lambda z: ps.SecondMoment(),
         lambda r, z, rows: {
@@ -212,6 +226,10 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "NaturalGradient(λ, centered=True)": (
         lambda z: ps.NaturalGradient(z["positive"], targets=z["x"][:, 0], centered=True),
         lambda r, z, rows: natural(r, z, z["x"][:, 0], centered=True),
+    ),
+    "NaturalGradient(λ, previous, momentum)": (
+        lambda z: ps.NaturalGradient(z["positive"], previous=direction(z), momentum=z["closed"]),
+        lambda r, z, rows: natural(r, z, ONES, kept=kept(z)),
     ),
     "Leverage(λ)": (lambda z: ps.Leverage(z["positive"]), lambda r, z, rows: leverage(r, z)),
     "fisher_vector_product": (

@@ -99,7 +99,26 @@ def project(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if left.shape[1] > right.shape[1]:  # the longer axis is multiplied first, which leaves less
         matrices, left, right = matrices.mT, right, left
     products = matrices.flatten(0, 1) @ right.to(rows.dtype).T  # of three axes, torch would copy the signs
-    return (products.view(len(rows), left.shape[1], len(left)) * left.to(rows.dtype).T).sum(1)
+    return summed(products.view(len(rows), left.shape[1], len(left)) * left.to(rows.dtype).T, 1)
+
+
+def summed(products: Tensor, axis: int) -> Tensor:
+    """Return the sum along an axis, without another pass if the axis has one element."""
+    return products.squeeze(axis) if products.shape[axis] == 1 else products.sum(axis)
+
+
+def sketch(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left gᵢ rightᵀ``, ``[B, D, D']``, in float32 at least."""
+    rows = flat(values.to(accumulate_dtype(values.dtype)))
+    matrices = rows.view(len(rows), left.shape[1], right.shape[1])
+    if left.shape[1] > right.shape[1]:  # the longer axis is multiplied first, which leaves less
+        return _times(_times(matrices.mT, left).mT, right)
+    return _times(_times(matrices, right).mT, left).mT
+
+
+def _times(rows: Tensor, signs: Tensor) -> Tensor:
+    signs = signs.to(rows.dtype).T
+    return rows * signs if len(signs) == 1 else rows @ signs
 
 
 def between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:

@@ -217,9 +217,19 @@ class Conv(Factor):
             columns.append((signals * outputs).flatten(lead).sum(-1))
         return torch.stack(columns, -1)
 
-    def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
-        return self.patches().project(left, right)
+    def projected_terms(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the products of signals with signs, and those of patches: a convolution of the images with these."""
+        dtype, lead, groups = numerics.accumulate_dtype(self.dtype), len(self.sizes) + 1, self.groups
+        signs = left.to(dtype).view(len(left), groups, -1)
+        signals = self.signals.to(dtype).flatten(lead + 1).unflatten(lead, (groups, -1))
+        terms = torch.einsum("...gop,dgo->...gpd", signals, signs).flatten(lead - 1, -2)
+        kernels = (
+            right.to(dtype).view(len(right), *self.kernel_shape[1:]).repeat(groups, *[1] * len(self.kernel_shape[1:]))
+        )
+        images = self.inputs.to(dtype).flatten(0, lead - 1)
+        settings = (None, self.stride, self.padding, self.dilation, groups)
+        found = _convolve[len(self.stride)](images, kernels, *settings).flatten(2).unflatten(1, (groups, -1)).mT
+        return terms, found.reshape(*self.inputs.shape[: lead - 1], -1, len(right))
 
     @classmethod
     def concatenate(cls, factors: Sequence[Conv]) -> Factor | None:

@@ -36,6 +36,7 @@ class Op(str, Enum):
     gram = "gram"
     dot = "dot"
     project = "project"
+    sketch = "sketch"
     term_norms = "term_norms"
     kronecker = "kronecker"
 
@@ -95,6 +96,8 @@ class Work(NamedTuple):
     stored: float = 0
 
 
+# The products of each number with the signs of some hundred projections, in passes over memory; of sketches a few.
+_SIGNS = 8
 # Fitted with the rates. Norms accumulate in float64; second moments, and sums beside them, are computed in it.
 _WRITING, _IN_FRESH_MEMORY = Work(products=1, written=1, stored=1), Work(written=4)
 _OF_FACTORS = {
@@ -104,7 +107,8 @@ _OF_FACTORS = {
     "sum in float64": Work(products64=1, written=4, stored=7),
     Op.dot: Work(products=1, stored=1),
     Op.gram: Work(products=1, written=3, stored=1),
-    Op.project: Work(products=1, written=2, stored=1),
+    Op.project: Work(stored=_SIGNS),
+    Op.sketch: Work(stored=2),
 }
 _OF_WRITTEN = {
     Op.squared_norms: Work(written=2),
@@ -113,7 +117,8 @@ _OF_WRITTEN = {
     "sum in float64": Work(written=10),
     Op.dot: Work(written=1),
     Op.gram: Work(written=3),
-    Op.project: Work(written=2),
+    Op.project: Work(written=_SIGNS),
+    Op.sketch: Work(written=2),
 }
 _INNER_PRODUCTS = Work(inner=1)  # norms that write no gradient out
 # Passes over memory: operands read, results written; float64 adds a conversion.
@@ -219,7 +224,9 @@ class Plan:
         """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
         if Op.kronecker in self.required_ops:
             return True
-        return self.required_ops <= {Op.weighted_sum} or (num_terms == 1 and Op.materialize not in self.required_ops)
+        return self.required_ops <= {Op.weighted_sum, Op.sketch} or (
+            num_terms == 1 and Op.materialize not in self.required_ops
+        )
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""

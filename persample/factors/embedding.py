@@ -206,10 +206,10 @@ class Embedding(Factor):
         tables = directions.to(signals.dtype).reshape(len(directions), self.table_shape[0], -1)
         return torch.stack([(signals * table[self.index]).sum((-2, -1)) for table in tables], -1)
 
-    def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
+    def projected_terms(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the signs of the looked-up rows, and the products of signals with signs."""
         signals = self.signals.to(numerics.accumulate_dtype(self.dtype))
-        return ((signals @ right.to(signals.dtype).T) * left.to(signals.dtype).T[self.index]).sum(-2)
+        return left.to(signals.dtype).T[self.index], signals @ right.to(signals.dtype).T
 
     @classmethod
     def concatenate(cls, factors: Sequence[Embedding]) -> Embedding:

@@ -306,9 +306,27 @@ class Factor(ABC):
         directions = directions.to(numerics.accumulate_dtype(self.dtype))
         return self._of_blocks(lambda rows: contractions.gram(rows, directions))
 
+    def projected_terms(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """Return the products of signals and of inputs with signs, ``[B, T, D]`` and ``[B, T, D']``; else None.
+
+        In float32 at least; of K outputs ``[B, K, T, D]``, or ``[B, 1, T, D]`` where these share them.
+        """
+        return None
+
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``, gᵢ seen as ``[o, rest]``, for ``[D, o]`` and ``[D, rest]``."""
-        return self._of_blocks(lambda rows: contractions.project(rows, left, right))
+        terms = self.projected_terms(left, right)
+        if terms is None:
+            return self._of_blocks(lambda rows: contractions.project(rows, left, right))
+        return contractions.summed(terms[0] * terms[1], -2)
+
+    def sketch(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left gᵢ rightᵀ``, ``[B, D, D']``, gᵢ seen as ``[o, rest]``, for ``[D, o]`` and ``[D', rest]``."""
+        terms = self.projected_terms(left, right)
+        if terms is None:
+            return self._of_blocks(lambda rows: contractions.sketch(rows, left, right))
+        left, right = terms
+        return left.mT * right if left.shape[-2] == 1 else left.mT @ right
 
     @classmethod
     def concatenate(cls: type[F], factors: Sequence[F]) -> Factor | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def float64_gram(factors: Sequence[Factor], scale: Tensor | None = None, *, lowe
 
     float64 holds the products of all float32 numbers: no operand is balanced.
     """
-    size = prod(factors[0].sizes)
+    size = math.prod(factors[0].sizes)
     blocks = _blocks(size, factors[0].device, lower=lower)
     sums: list[Leaf] = [None] * len(blocks)
     products = [() if factor.outputs else factor.product_operands for factor in factors]
@@ -78,7 +78,7 @@ def _add_products(
         product, *others = (_product(x, rows, columns) for x in operands)
         if not others and num_biases > 1:  # times 1, Inductor would not add it up within the matrix product
             product = num_biases * product
-        factor: Any = sum(others, num_biases) if others else None
+        factor: Any = sum(others, float(num_biases)) if others else None  # of an int, torch would make a copy
         sums[place] = _added(sums[place], product, factor)
 
 
@@ -169,6 +169,56 @@ def solve_weighted(gram: Tensor, weights: Tensor, n: Tensor, damping: Tensor, ri
     # Not solve_ex: a derivative of its forward derivative lacks a term (pytorch/pytorch#196695).
     factors, pivots, info = torch.linalg.lu_factor_ex(gram * weights / n + damping * identity)
     return torch.linalg.lu_solve(factors, pivots, right) + torch.where(info == 0, 0, torch.nan)
+
+
+def least_squares(rows: Tensor, damping: Tensor, right: Tensor, *, eps: float) -> Tensor:
+    """Return Aᵀ (A Aᵀ + λI)⁻¹ b, and A⁺ b for λ = 0, by a QR factorization of A: its condition number is not squared.
+
+    The singular values of the triangular factor below the rounding errors of A count as 0. NaN or infinity in A makes
+    all of the result NaN.
+
+    Args:
+        rows: A, ``[N, P]`` float64.
+        damping: λ >= 0, 0-d float64.
+        right: b, ``[N]`` float64.
+        eps: the relative precision of the rows.
+
+    Returns:
+        ``[P]`` float64.
+
+    Warns:
+        ConditionWarning: if less than half of the digits of the result are right.
+
+    Examples:
+        >>> rows, right = torch.tensor([[1.0, 0.0], [1.0, 1e-5]]).double(), torch.ones(2).double()
+        >>> least_squares(rows, torch.tensor(1e-30).double(), right, eps=1e-16).round(decimals=3)
+        tensor([1., 0.], dtype=torch.float64)
+    """
+    poison = 0 * rows.sum()
+    known = torch.where(poison == 0, rows, 0)  # singular values of NaN are an error
+    is_wide = rows.shape[0] < rows.shape[1]
+    basis, triangle = torch.linalg.qr(known.mT if is_wide else known)
+    left, values, right_vectors = torch.linalg.svd(triangle, full_matrices=False)
+    kept = values > max(rows.shape) * max(_EPS, eps) * values.max()
+    inverse = torch.where(kept, values / torch.where(kept, values.square() + damping, 1), 0)
+    _warn_of_digits(values, kept, damping, eps)
+    if is_wide:
+        return basis @ (left @ (inverse * (right_vectors @ right))) + poison
+    return right_vectors.mT @ (inverse * (left.mT @ (basis.mT @ right))) + poison
+
+
+def _warn_of_digits(values: Tensor, kept: Tensor, damping: Tensor, eps: float) -> None:
+    """Warn if the error of a solution, the condition number times that of the rows, exceeds √eps."""
+    damped = (values.square() + damping).sqrt()
+    condition = damped.max() / torch.where(kept, damped, torch.inf).amin()
+    if not is_wrapped(condition) and holds(condition * eps > eps**0.5):
+        warnings.warn(
+            f"damping: received one for which the condition number of the gradients is {float(condition):.0e}, of rank "
+            f"{int(kept.sum())}; about {max(0.0, -math.log10(float(condition) * eps)):.0f} digits of the result are "
+            "right. Pass a larger damping, or float64 parameters.",
+            ConditionWarning,
+            stacklevel=2,
+        )
 
 
 def _pseudo_inverse(matrix: Tensor, eps: float, scale: Tensor | None) -> Tensor:

@@ -309,13 +309,15 @@ class Outer(Factor):
             left, right, matrices = right, left, matrices.mT
         return torch.stack([((left @ matrix) * right).sum((-3, -2, -1)) for matrix in matrices], -1)
 
-    def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``: signals and inputs are projected separately."""
-        if not self.has_rows:
-            return super().project(left, right)
+    def projected_terms(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the products of signals and of inputs with signs, where o (of all blocks) is the first axis."""
+        groups, rows, columns = self.block
+        if (left.shape[1], right.shape[1]) != (groups * rows, columns):
+            return None
         dtype = numerics.accumulate_dtype(self.dtype)
-        signals, inputs = (x.squeeze(-3).to(dtype) for x in (self.left, self.right))
-        return ((signals @ left.to(dtype).T) * (inputs @ right.to(dtype).T)).sum(-2)
+        signs = left.to(dtype).view(-1, groups, rows).permute(1, 2, 0)
+        signs = signs[0] if groups == 1 else signs  # one product for all samples
+        return (self.left.to(dtype) @ signs).flatten(-3, -2), (self.right.to(dtype) @ right.to(dtype).T).flatten(-3, -2)
 
     @classmethod
     def concatenate(cls, factors: Sequence[Outer]) -> Outer | None:

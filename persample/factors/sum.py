@@ -165,6 +165,10 @@ class SumFactor(Factor):
         """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
         return _added(part.project(left, right) for part in self.parts)
 
+    def sketch(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left gᵢ rightᵀ``, ``[B, D, D']``."""
+        return _added(part.sketch(left, right) for part in self.parts)
+
     @classmethod
     def concatenate(cls, factors: Sequence[SumFactor]) -> SumFactor | None:
         """Return the factor of the samples of all, where they have the same number of parts."""

@@ -1,13 +1,14 @@
 """Reductions of per-sample gradients. Each one is a class with ``lift`` and ``finish``."""
 
 from persample.reductions.base import Reduce, Reduction
-from persample.reductions.directions import Dot, Project
+from persample.reductions.directions import Dot, Project, Sketch
 from persample.reductions.kronecker import EigenMoment, KroneckerFactor, KroneckerFactors
+from persample.reductions.leverage import Leverage
 from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
 from persample.reductions.pairs import CosineSimilarity, Gram
 from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack, TermNorm, UnitIds
-from persample.reductions.second_order import Leverage, NaturalGradient
+from persample.reductions.second_order import NaturalGradient
 from persample.reductions.sums import ClippedMean, ClippedSum, Mean, Sum, WeightedSum
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Reduce",
     "Reduction",
     "SecondMoment",
+    "Sketch",
     "Stack",
     "Sum",
     "TermNorm",

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError
-from persample.factors import Op
+from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked, Summed
 from persample.reductions.base import Average
 from persample.reductions.rows import PerSample
 from persample.utils.numerics import accumulate_dtype, as_real
 from persample.utils.tracing import untraced
-from persample.utils.trees import Tree, leaves_like, on_one_line, structure
+from persample.utils.trees import Leaf, Tree, leaves_like, on_one_line, structure
+
+# Left and right signs, [D, o] and [D', rest].
+Signs: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,29 +121,91 @@ class Project(PerSample):
     uses: ClassVar[frozenset[Op]] = frozenset({Op.project})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:
-            fix = "Choose the number of entries to keep per sample."
-            raise ArgumentError.about("dim", expected="a positive int", received=repr(self.dim), fix=fix)
+        _check_positive("dim", self.dim)
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the projections, summed over the parameters."""
-        total: Tree = 0
-        spec, device = gradients.spec, gradients.losses.device
-        columns_of_spec = spec.paths, spec.shapes, spec.dtypes
-        for factor, path, shape, dtype in zip(gradients.factors, *columns_of_spec, strict=True):
-            rows = shape[0] if shape else 1
-            columns = shape[1:].numel() * (2 if dtype.is_complex else 1)
-            left, right = self._signs(path, rows, columns, device)
-            total = total + factor.project(left, right)
-        return Stacked(total / sqrt(self.dim))
+        parts = [factor.project(*signs) for factor, signs in _with_signs(gradients, self._signs)]
+        return Stacked(functools.reduce(torch.add, parts) / sqrt(self.dim))
 
-    def _signs(self, path: str, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()
-        with untraced():  # signs are constants of a compiled program
-            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "little"))
-            options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-            left, right = (torch.randint(0, 2, (self.dim, n), **options) for n in (rows, columns))
-            return left.mul_(2).sub_(1).to(device), right.mul_(2).sub_(1).to(device)
+    def _signs(self, path: str, rows: int, columns: int, device: torch.device) -> Signs:
+        return _drawn(self.seed, path, ((self.dim, rows), (self.dim, columns)), device)
+
+
+@dataclass(frozen=True)
+class Sketch(PerSample):
+    """Random projections of each parameter's gradient from both sides: a tree like the parameters, ``[B, rank²]``.
+
+    They are U g Vᵀ / rank with g seen as a matrix ``[o, rest]`` and random signs ``U [rank, o]``, ``V [rank, rest]``,
+    drawn as those of ``Project``. Of a vector, a single row or a single column, all rank² entries are projections of
+    that. E⟨s(g), s(h)⟩ = ⟨g, h⟩. Of ``Project(rank²)``, entries are as many and more precise (an inner product errs by
+    about 1/rank of ‖g‖ ‖h‖, here by its root); take ``Sketch`` where they cost too much: signals and inputs are
+    multiplied by rank signs in place of rank², or where each parameter needs its own. The result is real, in float32
+    at least.
+
+    Source: LoGra: Choe et al., "What is Your Data Worth to GPT?" (2024).
+
+    Args:
+        rank: number of signs on each side, at least 1.
+        seed: seed of the signs.
+        per_param: False for the sum over the parameters, ``[B, rank²]``.
+
+    Raises:
+        ArgumentError: if ``rank`` is not a positive int.
+
+    Examples:
+        >>> import torch
+        >>> from persample import per_sample_grads
+        >>> x = torch.eye(3)
+        >>> per_sample_grads(lambda w, x: (w @ x).sum(), torch.ones(2, 3), x, Sketch(8, seed=0)).shape
+        torch.Size([3, 64])
+    """
+
+    rank: int
+    seed: int
+    per_param: bool = True
+    uses: ClassVar[frozenset[Op]] = frozenset({Op.sketch})
+
+    def __post_init__(self) -> None:
+        _check_positive("rank", self.rank)
+
+    def lift(self, gradients: Gradients) -> Tree:
+        """Return the sketches."""
+        pairs = _with_signs(gradients, self._signs)
+        parts = [factor.sketch(*signs).flatten(-2) / self.rank for factor, signs in pairs]
+        if self.per_param:
+            return gradients.spec.tree(list(map(Stacked, parts)))
+        return Stacked(functools.reduce(torch.add, parts))
+
+    def _signs(self, path: str, rows: int, columns: int, device: torch.device) -> Signs:
+        """Return U and V; the only sign of an axis of size 1 is 1, and the other axis has rank² of them."""
+        if rows > 1 < columns:
+            return _drawn(self.seed, path, ((self.rank, rows), (self.rank, columns)), device)
+        (signs,) = _drawn(self.seed, path, ((self.rank**2, max(rows, columns)),), device)
+        one = signs.new_ones(1, 1)
+        return (one, signs) if columns > 1 else (signs, one)
+
+
+def _check_positive(argument: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        fix = "Choose how much to keep of each sample."
+        raise ArgumentError.about(argument, expected="a positive int", received=repr(number), fix=fix)
+
+
+def _with_signs(gradients: Gradients, signs: Callable[..., Signs]) -> Iterator[tuple[Factor, Signs]]:
+    """Yield each factor with the signs of its rows and columns."""
+    spec, device = gradients.spec, gradients.losses.device
+    for factor, path, shape, dtype in zip(gradients.factors, spec.paths, spec.shapes, spec.dtypes, strict=True):
+        columns = shape[1:].numel() * (2 if dtype.is_complex else 1)
+        yield factor, signs(path, shape[0] if shape else 1, columns, device)
+
+
+def _drawn(seed: int, path: str, shapes: Sequence[tuple[int, int]], device: torch.device) -> Leaf:
+    digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
+    with untraced():  # signs are constants of a compiled program
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "little"))
+        bits = (torch.empty(shape, dtype=torch.bool, device="cpu").random_(generator=generator) for shape in shapes)
+        return tuple(x.float().mul_(2).sub_(1).to(device) for x in bits)
 
 
 @dataclass(frozen=True, eq=False)

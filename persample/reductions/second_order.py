@@ -1,64 +1,30 @@
-"""Linear systems in the Fisher matrix of the per-sample gradients, solved in the space of samples."""
+"""The natural gradient: the mean gradient, preconditioned by the Fisher matrix, in the space of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from persample.errors import ArgumentError, LossError
-from persample.factors import Factor, Op
-from persample.factors.linear_system import float64_gram, solve, solve_weighted
-from persample.gradients import Gradients, weighted_sums
+from persample.factors import Factor, Op, contractions
+from persample.factors.linear_system import float64_gram, least_squares, solve_weighted
+from persample.gradients import Gradients, ParamSpec, weighted_sums
 from persample.merge import AnyOf, Stacked
-from persample.reductions.base import Reduction
-from persample.utils.numerics import accumulate_dtype, restore, widest
-from persample.utils.tracing import is_batched, is_recorded
-from persample.utils.trees import Leaf, Tree, flatten, unflatten
+from persample.reductions.directions import check_directions
+from persample.reductions.leverage import Solution, is_number, like, of_each, weights_of
+from persample.utils.numerics import accumulate_dtype, as_real, restore
+from persample.utils.tracing import is_batched
+from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, unflatten
 
 
 @dataclass(frozen=True, eq=False)
-class _Solve(Reduction):
-    """A solution of (F + λI) x = b with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ."""
-
-    damping: float | Tensor
-    minimum_norm: bool = field(init=False, repr=False)  # λ = 0 has a compiled program of its own
-    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram, Op.weighted_sum})
-    live: ClassVar[tuple[str, ...]] = ("damping",)
-    divides_by_weight = True
-
-    def __post_init__(self) -> None:
-        number = isinstance(self.damping, Real) and not isinstance(self.damping, bool)
-        number |= isinstance(self.damping, Tensor) and self.damping.ndim == 0 and not self.damping.is_complex()
-        hidden = is_batched(self.damping)
-        if not number or not (hidden or 0 <= self.damping < torch.inf):
-            expected, fix = "a finite number >= 0", "Pass λ, in the units of the squared gradients."
-            raise ArgumentError.about("damping", expected=expected, received=repr(self.damping), fix=fix)
-        object.__setattr__(self, "minimum_norm", not hidden and bool(self.damping == 0))
-
-    def _solved(
-        self, matrix: Tensor, n: Tensor, right: Tensor, dtypes: Sequence[torch.dtype], scale: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
-        """Return the solution of (K + nλI) X = B, and whether λ counted as 0."""
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return solve(matrix, n * self._on(matrix), right, eps=eps, minimum_norm=self.minimum_norm, scale=scale)
-
-    def _on(self, x: Tensor) -> Tensor:
-        """Return λ on the device of a float64 tensor, a number without a copy from the CPU."""
-        return self.damping.to(x) if isinstance(self.damping, Tensor) else x.new_full((), float(self.damping))
-
-    def _is_recorded(self, *tensors: Tensor) -> bool:
-        return any(is_recorded(x) for x in (*tensors, self.damping) if isinstance(x, Tensor))
-
-
-@dataclass(frozen=True, eq=False)
-class NaturalGradient(_Solve):
+class NaturalGradient(Solution):
     """(F + λI)⁻¹ (1/n) Σ wᵢ vᵢ gᵢ with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ: the mean gradient, preconditioned.
 
     Returns a tree like the parameters, in their dtypes. F, the empirical Fisher matrix, is never formed: with the rows
@@ -67,8 +33,14 @@ class NaturalGradient(_Solve):
     eps · ‖F + λI‖ / λ for the eps of the parameters' dtype. Weights must not be negative and must not sum to 0. Pairs
     span chunks, so the factors of all samples are kept until the end.
 
+    The result u is the minimum of (1/n) Σ wᵢ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − μ p‖², for the ``previous`` result p, or for
+    p = 0: u = μ p + (F + λI)⁻¹ (1/n) Σ wᵢ (vᵢ − μ ⟨gᵢ, p⟩) gᵢ. Directions that a batch does not show keep what earlier
+    batches found (SPRING, with gradients of log ψ and local energies, both ``centered``).
+
     Source: Amari, "Natural Gradient Works Efficiently in Learning" (1998); solved for the samples as in Ren, Goldfarb,
-    "Efficient Subsampled Gauss-Newton and Natural Gradient Methods for Training Neural Networks" (2019).
+    "Efficient Subsampled Gauss-Newton and Natural Gradient Methods for Training Neural Networks" (2019). SPRING:
+    Goldshlager, Abrahamsen, Lin, "A Kaczmarz-inspired approach to accelerate the optimization of neural network
+    wavefunctions" (2024).
 
     Args:
         damping: λ >= 0, a number or 0-d tensor.
@@ -77,9 +49,17 @@ class NaturalGradient(_Solve):
             engine takes the function for a constant: define it once, not in every call.
         per_param: solve for each parameter by itself, as if F were block-diagonal.
         centered: subtract the mean from gradients and targets, as if F were their covariance matrix.
+        previous: p, the last result, which the caller keeps: a tree like the parameters, or None (before the first
+            step) for zeros. A compiled program takes either; zeros and trees share one.
+        momentum: μ from 0 to 1, a number or 0-d tensor.
+        solver: "gram", or "qr" for a QR factorization of the gradients written out, ``[B, P]`` float64. It does not
+            square their condition number, which pays with float64 parameters and a λ that is 0 or tiny; a
+            ``ConditionWarning`` says how many digits are right if these are less than half. Results that are
+            differentiated take "gram".
 
     Raises:
-        ArgumentError: if ``damping`` is negative or not finite, or ``targets`` are not B real numbers.
+        ArgumentError: if ``damping`` is negative or not finite, ``targets`` are not B real numbers, ``momentum`` is not
+            from 0 to 1, ``solver`` is another, or (when used) ``previous`` is not like the parameters.
         LossError: (when used) if ``targets`` is a function and the loss returns no aux.
 
     Examples:
@@ -93,10 +73,21 @@ class NaturalGradient(_Solve):
     targets: Tensor | Sequence[float] | Callable[[Leaf], Tensor] | None = None
     per_param: bool = False
     centered: bool = False
-    live: ClassVar[tuple[str, ...]] = ("damping", "targets")
+    previous: Tree = None
+    momentum: float | Tensor = 0.95
+    solver: Literal["gram", "qr"] = "gram"
+    live: ClassVar[tuple[str, ...]] = ("damping", "targets", "previous", "momentum")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not is_number(self.momentum) or not (is_batched(self.momentum) or 0 <= self.momentum <= 1):
+            fix = "Pass how much of the previous result to keep."
+            raise ArgumentError.about(
+                "momentum", expected="a number from 0 to 1", received=repr(self.momentum), fix=fix
+            )
+        if self.solver not in ("gram", "qr"):
+            expected, fix = "'gram' or 'qr'", "Pick one of them."
+            raise ArgumentError.about("solver", expected=expected, received=repr(self.solver), fix=fix)
         object.__setattr__(self, "targets", _as_tensor(self.targets))
         known = self.targets is None or callable(self.targets)
         if not known and not (isinstance(self.targets, Tensor) and _is_real(self.targets)):
@@ -109,12 +100,24 @@ class NaturalGradient(_Solve):
     def _rejected(expected: str, received: str) -> ArgumentError:
         return ArgumentError.about("targets", expected=expected, received=received, fix="Pass one number per sample.")
 
+    @property
+    def uses(self) -> frozenset[Op]:  # type: ignore[override]
+        """The operations of factors."""
+        solved = super().uses if self.solver == "gram" else frozenset({Op.materialize})
+        return solved | ({Op.dot} if self.previous is not None else set())
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raise an error if the previous result is not a tree like the parameters."""
+        if self.previous is not None:
+            fix = "Pass the last result, a tree like the parameters (of a module: a dict by name), or None."
+            check_directions(self.previous, spec, stacked=False, argument="previous", fix=fix)
+
     def lift(self, gradients: Gradients) -> Tree:
         """Return factors, weights, and targets that are read from aux."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         return {
             "factors": gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs]),
-            "weights": _weights(gradients),
+            "weights": weights_of(gradients),
             "is_weighted": AnyOf(gradients.weights is not None),
             "targets": Stacked(self._from_aux(gradients) if callable(self.targets) else _ones(gradients)),
         }
@@ -149,19 +152,49 @@ class NaturalGradient(_Solve):
             targets = self.targets.to(weights)
         is_weighted = merged["is_weighted"].value
         if is_weighted:
-            unused = (_of_each(weights, targets.shape) == 0) & ~targets.isfinite()
+            unused = (of_each(weights, targets.shape) == 0) & ~targets.isfinite()
             targets = torch.where(unused, 0, targets)
-        groups = [[x] for x in zip(factors, dtypes, strict=True)]
+        kept = [None] * len(factors) if self.previous is None else self._kept(factors, structure)
+        groups = [[x] for x in zip(factors, dtypes, kept, strict=True)]
         groups = groups if self.per_param else [[x for group in groups for x in group]]
         sums = [total for group in groups for total in self._sums(group, weights, targets, is_weighted)]
         return unflatten([restore(x, dtype) for x, dtype in zip(sums, dtypes, strict=True)], structure)
 
+    def _kept(self, factors: Sequence[Factor], structure: TreeSpec) -> list[Tensor | None]:
+        """Return μ p for each parameter, real."""
+        pairs = zip(leaves_like(self.previous, structure) or [], factors, strict=True)
+        wide = [as_real(leaf).to(x.device, accumulate_dtype(leaf.dtype)) for leaf, x in pairs]
+        return [x * like(self.momentum, x) for x in wide]
+
     def _sums(
-        self, group: Sequence[tuple[Factor, torch.dtype]], weights: Tensor, targets: Tensor, is_weighted: bool
+        self,
+        group: Sequence[tuple[Factor, torch.dtype, Tensor | None]],
+        weights: Tensor,
+        targets: Tensor,
+        is_weighted: bool,
     ) -> list[Tensor]:
-        factors, dtypes = zip(*group, strict=True)
-        is_plain = self._is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
-        if is_plain and not self.minimum_norm:
+        factors, dtypes, kept = zip(*group, strict=True)
+        for factor, x in zip(factors, kept, strict=True):
+            targets = targets if x is None else targets - factor.dot(x[None]).squeeze(-1)
+        is_recorded = self.is_recorded(weights, targets, *(x for factor in factors for x in factor.tensors))
+        if self.solver == "qr" and not is_recorded:
+            sums = self._by_rows(factors, weights, targets, dtypes)
+        else:
+            is_plain = is_recorded and not self.minimum_norm
+            sums = self._by_gram(factors, weights, targets, dtypes, is_weighted=is_weighted, is_plain=is_plain)
+        return [total if x is None else total + x for total, x in zip(sums, kept, strict=True)]
+
+    def _by_gram(
+        self,
+        factors: Sequence[Factor],
+        weights: Tensor,
+        targets: Tensor,
+        dtypes: Sequence[torch.dtype],
+        *,
+        is_weighted: bool,
+        is_plain: bool,
+    ) -> list[Tensor]:
+        if is_plain:
             coefficients = self._plain_coefficients(factors, weights, targets)
         else:
             coefficients = self._coefficients(factors, weights, targets, dtypes, is_weighted)
@@ -172,6 +205,22 @@ class NaturalGradient(_Solve):
         sums = weighted_sums(factors, [coefficients.view(targets.shape)] * len(factors), wide)
         return [total.sum(0) for total in sums] if targets.ndim > 1 else sums
 
+    def _by_rows(
+        self, factors: Sequence[Factor], weights: Tensor, targets: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """Return the solution of minimum norm from the gradients written out, without their Gram matrix."""
+        root, n = weights.sqrt(), weights.sum()
+        each = of_each(root, targets.shape).flatten()
+        rows = torch.cat([contractions.flat(factor.rows_of(factor.materialize())).double() for factor in factors], 1)
+        rows, right = each[:, None] * rows, each * targets.flatten()
+        if self.centered:
+            rows, right = _centered(rows, root, root, n), _centered(right, root, root, n)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        flat = least_squares(rows, n * like(self.damping, rows), right, eps=eps)
+        shapes = [factor.shape[len(factor.outputs) :] for factor in factors]
+        parts = zip(flat.split([*map(prod, shapes)]), shapes, strict=True)
+        return [x.reshape(shape).clone() for x, shape in parts]  # complex numbers begin at even places of their memory
+
     def _coefficients(
         self,
         factors: Sequence[Factor],
@@ -181,14 +230,14 @@ class NaturalGradient(_Solve):
         is_weighted: bool,
     ) -> Tensor:
         root, n = weights.sqrt(), weights.sum()
-        each = _of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
+        each = of_each(root, targets.shape).flatten()  # of every row of the Gram matrix
         gram = float64_gram(factors, each if is_weighted else None, lower=not self.centered)
         right = each * targets.flatten()
         scale = None
         if self.centered:
             scale = gram.trace()  # of which the centered matrix has the rounding errors
             gram, right = _centered(_centered(gram, root, root, n).T, root, root, n), _centered(right, root, root, n)
-        solution = self._solved(gram, n, right[:, None], dtypes, scale)[0][:, 0]
+        solution = self.solved(gram, n, right[:, None], dtypes, scale)[0][:, 0]
         if self.centered:  # again: what rounding adds along √w is divided by λ, and the gradients are not centered
             solution = _centered(solution, root, root, n)
         return each * solution
@@ -196,17 +245,12 @@ class NaturalGradient(_Solve):
     def _plain_coefficients(self, factors: Sequence[Factor], weights: Tensor, targets: Tensor) -> Tensor:
         """Return the same for λ > 0 without √w, which has no derivative where a weight is 0."""
         gram, ones, n = float64_gram(factors), torch.ones_like(weights), weights.sum()
-        each, right = _of_each(weights, targets.shape).flatten(), targets.flatten()
+        each, right = of_each(weights, targets.shape).flatten(), targets.flatten()
         if self.centered:
             gram = _centered(_centered(gram, ones, weights, n).T, ones, weights, n)
             right = _centered(right, ones, weights, n)
-        solution = solve_weighted(gram, each, n, self._on(gram), right[:, None])[:, 0]
+        solution = solve_weighted(gram, each, n, like(self.damping, gram), right[:, None])[:, 0]
         return each * (_centered(solution, ones, weights, n) if self.centered else solution) / n
-
-
-def _of_each(weights: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``weights [B]`` in a shape ``[B]``, or ``[B, K]`` of K outputs."""
-    return weights if len(shape) == 1 else weights[:, None].expand(*shape)
 
 
 def _centered(x: Tensor, along: Tensor, by: Tensor, n: Tensor) -> Tensor:
@@ -216,65 +260,6 @@ def _centered(x: Tensor, along: Tensor, by: Tensor, n: Tensor) -> Tensor:
     """
     rows = x.reshape(len(along), x.numel() // len(along))
     return (rows - torch.outer(along, (by @ rows) / n)).view(x.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Leverage(_Solve):
-    """gᵢᵀ (F + λI)⁻¹ gᵢ / n with F = (1/n) Σ wᵢ gᵢ gᵢᵀ, n = Σ wᵢ: the influence of each sample on itself, ``[B]``.
-
-    At λ = 0 (the pseudo-inverse of F) a sample of weight 1 has a leverage from 0 to 1, and they sum to the rank of F.
-    The result is real, in float32 at least; a sample of weight 0 is scored, but does not count in F.
-
-    Source: Hoaglin, Welsch, "The Hat Matrix in Regression and ANOVA" (1978); with ridge: Alaoui, Mahoney, "Fast
-    Randomized Kernel Ridge Regression with Statistical Guarantees" (2015).
-
-    Args:
-        damping: λ >= 0, a number or 0-d tensor.
-
-    Raises:
-        ArgumentError: if ``damping`` is negative or not finite.
-
-    Examples:
-        >>> import torch
-        >>> from persample import per_sample_grads
-        >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 9.0]])
-        >>> per_sample_grads(lambda w, x: w @ x, torch.ones(2), x, Leverage(0.0))
-        tensor([0.5000, 0.5000, 1.0000])
-    """
-
-    uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
-
-    def lift(self, gradients: Gradients) -> Tree:
-        """Return factors and weights."""
-        pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
-        return {"factors": [Stacked(factor, dtype) for factor, dtype in pairs], "weights": _weights(gradients)}
-
-    def finish(self, merged: Tree) -> Tensor:
-        """Return the leverages."""
-        dtypes = [leaf.dtype for leaf in merged["factors"]]
-        factors = [leaf.concatenated() for leaf in merged["factors"]]
-        gram = float64_gram(factors)
-        weights, shape = merged["weights"].finish(), factors[0].sizes
-        n = weights.sum()
-        weights = _of_each(weights, shape).flatten()
-        if not self.minimum_norm and self._is_recorded(gram, weights):
-            return self._plain_scores(gram, weights, n).view(shape).to(widest(dtypes))
-        counts, root = weights != 0, weights.sqrt()
-        seen = torch.where(counts[:, None], root[:, None] * gram, 0)  # a sample of weight 0 may be NaN
-        solution, is_undamped = self._solved(torch.where(counts, seen * root, 0), n, seen, dtypes)
-        if is_undamped:
-            scores = solution.square().sum(0)
-        else:  # samples that do not count by the formula of Sherman, Morrison and Woodbury, whose difference cancels
-            others = (gram.diagonal() - (seen * solution).sum(0)).clamp_min(0) / (n * self.damping)
-            scores = torch.where(counts, solution.diagonal() / root, others)
-        return scores.view(shape).to(widest(dtypes))
-
-    def _plain_scores(self, gram: Tensor, weights: Tensor, n: Tensor) -> Tensor:
-        """Return the scores for λ > 0 without √w, which has no derivative where a weight is 0."""
-        unknown = (weights == 0) & ~gram.diagonal().isfinite()
-        known = gram.masked_fill(unknown | unknown[:, None], 0)
-        solution = solve_weighted(known, weights, n, self._on(gram), known)
-        return torch.where(unknown, torch.nan, solution.diagonal() / n)
 
 
 def _as_tensor(targets: object) -> Tree:
@@ -289,11 +274,6 @@ def _as_tensor(targets: object) -> Tree:
 
 def _ones(gradients: Gradients) -> Tensor:
     return torch.ones_like(gradients.losses, dtype=torch.float64)
-
-
-def _weights(gradients: Gradients) -> Stacked:
-    ones = gradients.losses.new_ones(len(gradients.losses), dtype=torch.float64)
-    return Stacked(ones if gradients.weights is None else gradients.weights)
 
 
 def _is_real(x: Tensor) -> bool:

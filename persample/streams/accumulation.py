@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,10 +30,12 @@ from persample.utils import trees
 from persample.utils.isolation import isolated
 from persample.utils.trees import Leaf, Tree
 
+Loss: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tree]]
+
 
 @uncaptured
 def accumulate(
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Tree]],
+    loss_fn: Loss | Mapping[Any, Loss],
     params: Tree,
     batches: Iterable[Leaf],
     reduce: Reduce = None,
@@ -64,7 +66,10 @@ def accumulate(
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
 
     Args:
-        loss_fn: as in ``per_sample_grads``: the loss of one sample.
+        loss_fn: as in ``per_sample_grads``: the loss of one sample. Or a dict of several losses by name, whose samples
+            become rows of one result: each entry of ``batches`` is then a dict of batches with the same names, of any
+            sizes, and so are the weights. By default a sample weighs 1/n of the n in its batch, so that a mean is one
+            over losses. Rows are in the order of the losses, entry by entry. There are no units.
         params: as in ``per_sample_grads``; the same for all batches. Of a ``DistributedDataParallel`` module the
             module inside is used, and named in a warning.
         batches: an iterable of batches: a ``DataLoader``, a generator, a list. Each is what ``per_sample_grads`` takes
@@ -123,7 +128,15 @@ def accumulate(
         >>> batches = [{"x": torch.eye(2), "weight": torch.tensor([1.0, 3.0])}]
         >>> accumulate(loss, torch.zeros(2), batches, Mean(), weights=lambda batch: batch["weight"])
         tensor([0.2500, 0.7500])
+
+        Two losses with batches of two sizes:
+
+        >>> losses = {"inside": lambda w, x: w @ x, "at the boundary": lambda w, x: 2 * w @ x}
+        >>> batches = [{"inside": torch.eye(2), "at the boundary": torch.ones(1, 2)}]
+        >>> accumulate(losses, torch.zeros(2), batches, Mean())
+        tensor([1.2500, 1.2500])
     """
+    losses: Mapping[Any, Loss] = loss_fn if isinstance(loss_fn, Mapping) else {None: loss_fn}
     check_group(group)
     params = unwrapped(params)
 
@@ -138,6 +151,7 @@ def accumulate(
             unit_reduce=unit_reduce,
         )
         inputs.check_choices(order=(order, ORDERS))
+        check_losses(losses, unit, group, order)
         wanted, container = inputs.reductions(reduce)
         options = {
             "in_dims": in_dims,
@@ -152,7 +166,7 @@ def accumulate(
         # A folder takes rows, and the numbers of its sums, by batch; rows of units by ids are sorted by batch.
         merges = engine in PROGRAMS and sink is None and not has_ids(unit)
         units = UnitStream(unit_reduce, wanted, waits=sink is None)
-        lift = BatchLift(loss_fn, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges, units)
+        lift = BatchLift(losses, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges, units)
         processes = Processes(group, lift.device, "accumulate")
         if unit is not None and group is not None and order == "interleaved" and any(r.rows_of_samples for r in wanted):
             expected = "'contiguous' for rows of samples (Aux) beside units"
@@ -166,15 +180,15 @@ def accumulate(
     def alike(prepared: tuple[BatchLift, trees.TreeSpec, Processes, SinkRun | None]) -> dict[str, str]:
         lift, container, *_ = prepared
         options = {"order": order, "randomness": randomness, "sink": repr(sink), "unit_reduce": unit_reduce}
-        options["unit"] = "ids" if has_ids(unit) else repr(unit)
+        options |= {"unit": "ids" if has_ids(unit) else repr(unit), "loss_fn": repr(list(losses))}
         return {"reduce": described(lift.wanted, container), **options, **inputs.check_params(params).formats}
 
     lift, container, processes, run = Processes(group, called="accumulate").together(prepare, alike)
     if run is not None and run.is_finished:
-        return run.of_finished(numbered(batches, weights, unit))
+        return run.of_finished(numbered(batches, weights, unit, losses))
     stream = Stream(lift, order, processes, run)
-    with shown(batches, wanted=progress and processes.rank == 0) as advance:
-        stream.through(numbered(batches, weights, unit), advance)
+    with shown(batches, len(losses), wanted=progress and processes.rank == 0) as advance:
+        stream.through(numbered(batches, weights, unit, losses), advance)
 
     def finish() -> Tree:
         total = stream.merged()
@@ -188,6 +202,19 @@ def accumulate(
         return owned(trees.unflatten(results, container), ())
 
     return isolated((), finish)  # without the modules: nothing of them is used any more
+
+
+def check_losses(losses: Mapping[Any, Loss], unit: object, group: object, order: Order) -> None:
+    """Reject what several losses do not support."""
+    if not losses or (None in losses and len(losses) > 1):
+        received = f"the names {list(losses)}"
+        raise ArgumentError.about("loss_fn", expected="losses by name", received=received, fix="Name every loss.")
+    if None not in losses and unit is not None:
+        fix = "Sum over the samples of a unit in the loss."
+        raise ArgumentError.about("unit", expected="None for several losses", received=repr(unit), fix=fix)
+    if None not in losses and group is not None and order == "interleaved":
+        fix = "Give each process one piece of each data set."
+        raise ArgumentError.about("order", expected="'contiguous' for several losses", received=repr(order), fix=fix)
 
 
 def unwrapped(params: Tree) -> Tree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,24 +28,23 @@ class Batch(NamedTuple):
 
     Attributes:
         number: how many came before it.
+        name: its name in messages.
         content: what the iterable gave.
         weights: the weights of its samples, or None.
         unit: the number of samples in each unit, or the ids of their units, or None.
+        loss: the name of its loss among several, or None.
     """
 
     number: int
+    name: str
     content: Tree
     weights: Tree
     unit: Tree = None
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return f"batches[{self.number}]"
+    loss: Hashable = None
 
 
-def numbered(batches: object, weights: object, unit: object = None) -> Iterator[Batch]:
-    """Yield the batches with their numbers, weights and units."""
+def numbered(batches: Tree, weights: object, unit: object, losses: Iterable[Hashable]) -> Iterator[Batch]:
+    """Yield the batches with their numbers, weights and units; of several losses one after the other."""
     if isinstance(batches, Tensor | nn.Module | Mapping | str) or not isinstance(batches, Iterable):
         fix = "For a single batch, pass [batch], or call per_sample_grads."
         expected = "an iterable of batches, such as a DataLoader"
@@ -53,15 +52,31 @@ def numbered(batches: object, weights: object, unit: object = None) -> Iterator[
     source = iter(batches)
     weights_of = _entries("weights", weights)
     unit_of = (lambda _: unit) if is_count(unit) else _entries("unit", unit)
-    number = 0
+    names, number = list(losses), 0
     while True:
-        with InBatch(f"batches[{number}]"):
-            content = next(source, _END)
+        place = f"batches[{number // len(names)}]"
+        with InBatch(place):
+            content: Tree = next(source, _END)
             entry, units = weights_of(content), unit_of(content)
+            if content is not _END and names != [None]:
+                _check_names("batches", content, names)
+                _check_names("weights", dict.fromkeys(names) if entry is None else entry, names)
         if content is _END:
             return
-        yield Batch(number, as_dicts(content), entry, units)
-        number += 1
+        for name in names:
+            if name is None:
+                yield Batch(number, place, as_dicts(content), entry, units)
+            else:
+                own = None if entry is None else entry[name]
+                yield Batch(number, f"{place}[{name!r}]", as_dicts(content[name]), own, None, name)
+            number += 1
+
+
+def _check_names(argument: str, given: Tree, names: Sequence[Hashable]) -> None:
+    if not isinstance(given, Mapping) or set(given) != set(names):
+        received = f"the names {list(given)}" if isinstance(given, Mapping) else type(given).__name__
+        fix = "Return what belongs to each loss by its name; a batch may be empty."
+        raise ArgumentError.about(argument, expected=f"a dict with the names {names}", received=received, fix=fix)
 
 
 def _entries(argument: str, given: object) -> Callable[[Leaf], Leaf]:
@@ -122,7 +137,7 @@ class InBatch:
 
 
 @contextmanager
-def shown(batches: object, *, wanted: bool) -> Iterator[Callable[[int], object]]:
+def shown(batches: object, parts: int, *, wanted: bool) -> Iterator[Callable[[int], object]]:
     """Show the number of batches, the samples per second and the time left, on stderr, in terminals and notebooks."""
     if not wanted:
         yield lambda _: None
@@ -146,7 +161,7 @@ def shown(batches: object, *, wanted: bool) -> Iterator[Callable[[int], object]]
     )
     visible = console.is_terminal or console.is_jupyter
     with Progress(*columns, console=console, disable=not visible) as bar:
-        task = bar.add_task("batches", total=_length(batches), rate="–")
+        task = bar.add_task("batches", total=_length(batches, parts), rate="–")
         samples = 0
 
         def advance(size: int) -> None:
@@ -158,8 +173,8 @@ def shown(batches: object, *, wanted: bool) -> Iterator[Callable[[int], object]]
         yield advance
 
 
-def _length(batches: object) -> int | None:
+def _length(batches: object, parts: int) -> int | None:
     try:
-        return len(batches) if isinstance(batches, Sized) else None
+        return len(batches) * parts if isinstance(batches, Sized) else None
     except TypeError:  # a DataLoader of an iterable data set
         return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -68,7 +68,7 @@ class BatchLift:
     """The gradients of one batch, chunk by chunk, lifted to mergeable leaves, or merged into a total by a program.
 
     Args:
-        loss_fn: the user's loss.
+        losses: the user's loss, or losses, by name.
         params: the user's parameters.
         wanted: the reductions.
         options: ``in_dims``, ``keep_batch_dim``, ``randomness``, ``outputs`` and ``memory``.
@@ -79,7 +79,7 @@ class BatchLift:
         units: the units of the stream.
     """
 
-    loss_fn: Callable[..., Tree]
+    losses: Mapping[Any, Callable[..., Tree]]
     params: Tree
     wanted: list[Reduction]
     options: dict[str, Any]
@@ -142,7 +142,7 @@ class BatchLift:
             What ``receive`` is called with, which shares no memory with the batch, and the number of samples; None
             where there is no such program.
         """
-        if not self.merges or batch.weights is not None or not self.units.is_whole(batch):
+        if not self.merges or batch.weights is not None or batch.loss is not None or not self.units.is_whole(batch):
             return None
         with InBatch(batch.name), self.random.drawing():
             found = repeated(self._asked(batch, total))
@@ -152,7 +152,7 @@ class BatchLift:
 
     def _asked(self, batch: Batch, total: Total | None) -> Asked:
         return Asked(
-            self.loss_fn,
+            self.losses[batch.loss],
             self.params,
             batch.content,
             self.wanted,
@@ -181,7 +181,7 @@ class BatchLift:
 
     def _normalized(self, batch: Batch) -> list[Call]:
         call = inputs.normalize(
-            self.loss_fn,
+            self.losses[batch.loss],
             self.params,
             batch.content,
             self.wanted,
@@ -190,6 +190,9 @@ class BatchLift:
             is_part=True,
             **self.options,
         )
+        if batch.loss is not None and call.weights is None:  # each loss counts as one
+            ones = call.params[0].new_ones(call.size, dtype=torch.float64)
+            call = replace(call, weights=ones / max(call.size, 1))
         return self.units.whole(call, batch.unit)
 
     def without_samples(self, call: Call) -> Tree:

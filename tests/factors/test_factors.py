@@ -148,6 +148,7 @@ OPERATIONS = {
     "gram-dense": lambda f: f.gram(Dense(torch.ones(2, *shape_of_one(f), dtype=torch.float64))),
     "dot": lambda f: f.dot(torch.arange(3.0 * prod(shape_of_one(f))).double().sin().view(3, *shape_of_one(f))),
     "project": lambda f: f.project(*signs(shape_of_one(f))),
+    "sketch": lambda f: f.sketch(*signs(shape_of_one(f), 3)),
     "zero_rows": lambda f: f.zero_rows(WEIGHTS == 0).materialize(),
     "scale_rows": lambda f: f.scale_rows(WEIGHTS).materialize(),
     "rows": lambda f: f.rows(slice(1, 3)).materialize(),
@@ -170,9 +171,9 @@ def shape_of_one(factor):
     return factor.shape[len(factor.outputs) :]
 
 
-def signs(shape):
+def signs(shape, count=5):
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    return tuple(torch.arange(5.0 * n).double().cos().view(5, n) for n in (rows, columns))
+    return tuple(torch.arange(float(k * n)).double().cos().view(k, n) for k, n in ((5, rows), (count, columns)))
 
 
 def build(name):
@@ -206,6 +207,9 @@ PLAIN = {
     "gram-dense": lambda values: torch.stack([g.sum().expand(2) for g in values]),
     "project": lambda values: torch.stack(
         [torch.stack([left @ g @ right for left, right in pairs(values)]) for g in values]
+    ),
+    "sketch": lambda values: torch.stack(
+        [left @ g @ right.mT for left, right in [signs(values.shape[1:], 3)] for g in values]
     ),
     "zero_rows": lambda values: torch.stack([g * (w != 0) for w, g in zip(WEIGHTS, values, strict=True)]),
     "scale_rows": lambda values: torch.stack([w * g for w, g in zip(WEIGHTS, values, strict=True)]),
@@ -242,7 +246,7 @@ def test_cross_products_and_sums_of_unlike_kinds(name, other):
     assert_trees_close(one.gram(two), Dense(one.materialize()).gram(Dense(two.materialize())), 1e-9)
     both = sum_factors([one, two])
     assert_trees_close(both.materialize(), one.materialize() + two.materialize(), 1e-12)
-    for operation in ("squared_norms", "gram", "weighted_sum", "dot", "project", "concatenate"):
+    for operation in ("squared_norms", "gram", "weighted_sum", "dot", "project", "sketch", "concatenate"):
         expected = OPERATIONS[operation](Dense(one.materialize() + two.materialize()))
         assert_trees_close(OPERATIONS[operation](both), expected, 1e-9)
 
@@ -442,7 +446,7 @@ def test_embedding_gram_of_many_columns_is_written_out_in_pieces(monkeypatch):
 @pytest.mark.parametrize("name", FACTORS)
 def test_blocks_of_any_size(name, monkeypatch):
     factor = build(name)
-    names = ("squared_norms", "second_moment", "gram", "project")
+    names = ("squared_norms", "second_moment", "gram", "project", "sketch")
     expected = {operation: OPERATIONS[operation](factor) for operation in names}
     blocks_of(monkeypatch, 30)
     for operation in names:
@@ -488,7 +492,7 @@ class Spy:
 
 
 ANNOUNCED = {name: name for name in ("materialize", "squared_norms", "weighted_sum", "second_moment", "gram")}
-ANNOUNCED |= {"own_gram": "gram", "trace_gram": "gram", "dot": "dot", "project": "project"}
+ANNOUNCED |= {"own_gram": "gram", "trace_gram": "gram", "dot": "dot", "project": "project", "sketch": "sketch"}
 
 
 @pytest.mark.parametrize("name", sorted(set(REDUCTIONS) - {"none"}))

@@ -16,7 +16,7 @@ from persample import per_sample_grads
 # Variants of others here, which the test of one pass covers.
 TOGETHER = {
     *("CosineSimilarity-other", "NaturalGradient", "NaturalGradient-centered", "FisherVectorProduct"),
-    *("ClippedSum-by-name", "Variance-total"),
+    *("ClippedSum-by-name", "Variance-total", "Sketch-total"),
 }
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from grid import REDUCTIONS, damping, like_params, reals
+from grid import REDUCTIONS, damping, like_params, one_direction, reals
 from oracle import Rows, assert_trees_close, error_of
 from torch import nn
 from torch.func import functional_call, jacrev, vmap
@@ -135,22 +135,41 @@ def stacked(trees, axis):
     return pytree.tree_map(lambda *leaves: torch.stack(leaves, axis), *trees)
 
 
+def as_vector(tree):
+    leaves = [torch.view_as_real(x) if x.is_complex() else x for x in pytree.tree_leaves(tree)]
+    return torch.cat([x.flatten() for x in leaves])
+
+
 def solved(rows, matrix, right):
     return like_params(rows, torch.linalg.solve(matrix, right))
 
 
-def gauss_newton(rows, v, centered=False):
-    """A dense solve with F = (1/B) Σᵢₖ gᵢₖ gᵢₖᵀ, and the leverages of F."""
+def gauss_newton(rows, v, centered=False, kept=0.0):
+    """A dense solve with F = (1/B) Σᵢₖ gᵢₖ gᵢₖᵀ, of the distance to ``kept``, and the leverages of F."""
     size, every = len(rows.losses), flat(rows)
     if centered:
         v = v - v.mean(0)
         every = flat(Rows([g - g.mean(0) for g in rows.grads], rows.losses, rows.structure))
     g = reals(every)
-    matrix = g.T @ g / size + damping(flat(rows)) * torch.eye(g.shape[1], dtype=F64)
-    return solved(every, matrix, g.T @ v.flatten() / size), (g.T * torch.linalg.solve(matrix, g.T)).sum(0) / size
+    strength = damping(flat(rows))
+    matrix = g.T @ g / size + strength * torch.eye(g.shape[1], dtype=F64)
+    return solved(every, matrix, g.T @ v.flatten() / size + strength * kept), (
+        g.T * torch.linalg.solve(matrix, g.T)
+    ).sum(0) / size
 
 
-BY_SAMPLE = {"none", "Stack", "Norm", "Norm-per_param", "Dot", "Dot-stacked", "Project", "Loss"}
+BY_SAMPLE = {
+    "none",
+    "Stack",
+    "Norm",
+    "Norm-per_param",
+    "Dot",
+    "Dot-stacked",
+    "Project",
+    "Sketch",
+    "Sketch-total",
+    "Loss",
+}
 KINDS = ps.Gram, ps.CosineSimilarity
 PAIRS = {"Gram", "CosineSimilarity", "Gram-own", "Gram-other", "CosineSimilarity-other"}
 SOLVES = {
@@ -165,6 +184,14 @@ SOLVES = {
     "NaturalGradient-centered": (
         lambda r: ps.NaturalGradient(damping(flat(r)), r.losses, centered=True),
         lambda r: gauss_newton(r, r.losses, centered=True)[0],
+    ),
+    "NaturalGradient-qr": (
+        lambda r: ps.NaturalGradient(damping(flat(r)), r.losses, centered=True, solver="qr"),
+        lambda r: gauss_newton(r, r.losses, centered=True)[0],
+    ),
+    "NaturalGradient-previous": (
+        lambda r: ps.NaturalGradient(damping(flat(r)), r.losses, previous=one_direction(flat(r), F64), momentum=1.0),
+        lambda r: gauss_newton(r, r.losses, kept=as_vector(one_direction(flat(r), F64)))[0],
     ),
     "Leverage": (
         lambda r: ps.Leverage(damping(flat(r))),

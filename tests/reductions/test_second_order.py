@@ -524,3 +524,186 @@ def test_a_function_of_the_targets_may_return_a_number():
 def test_no_vector_is_refused():
     with pytest.raises(ArgumentError, match="v: expected one vector or more, received none"):
         fisher_vector_product(lambda w, x: w @ x, torch.zeros(2), torch.eye(2), torch.empty(0, 2))
+
+
+def spring(rows, v, kept, *, weights, strength, centered=False):
+    """The minimum of (1/n) Σ wᵢ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − kept‖², by least squares in the space of parameters."""
+    g, n = reals(rows), weights.sum()
+    if centered:
+        g, v = g - weights @ g / n, v - weights @ v / n
+    root = (weights / n).sqrt()
+    left = torch.cat([root[:, None] * g, strength**0.5 * torch.eye(g.shape[1], dtype=F64)])
+    return torch.linalg.lstsq(left, torch.cat([root * v, strength**0.5 * kept])[:, None]).solution[:, 0]
+
+
+@ENGINES
+@pytest.mark.parametrize("centered", [False, True])
+def test_previous_results_are_kept_where_a_batch_shows_nothing(options, centered):
+    work, v, weights = build("mlp_td"), draw(5), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]).double()
+    rows, previous = oracle(work.loss_fn, work.params, work.batch), None
+    kept = torch.zeros(reals(rows).shape[1], dtype=F64)
+    for momentum in (0.5, torch.tensor(1.0).double(), 0.9):
+        wanted = NaturalGradient(0.3, v, centered=centered, previous=previous, momentum=momentum)
+        previous = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, weights=weights, **options)
+        expected = spring(rows, v, float(momentum) * kept, weights=weights, strength=0.3, centered=centered)
+        assert_trees_close(vector(previous), expected, 1e-9)
+        kept = expected
+
+
+def test_previous_results_of_each_parameter_by_itself():
+    work, v = build("mlp_td"), draw(5)
+    previous = per_sample_grads(work.loss_fn, work.params, work.batch, ps.Mean())
+    wanted = NaturalGradient(0.3, v, per_param=True, previous=previous, momentum=0.9)
+    found = per_sample_grads(work.loss_fn, work.params, work.batch, wanted)
+    rows = oracle(work.loss_fn, work.params, work.batch)
+    for grads, (name, kept) in zip(rows.grads, previous.items(), strict=True):
+        one = Rows([grads], rows.losses, None)
+        expected = spring(one, v, 0.9 * kept.flatten(), weights=torch.ones(5, dtype=F64), strength=0.3)
+        assert_trees_close(found[name].flatten(), expected, 1e-9)
+
+
+def test_without_damping_and_with_all_momentum_a_previous_result_is_projected():
+    """The method of Kaczmarz: of all solutions, the one nearest to the previous result."""
+    x, v, previous = draw(3, 7), draw(3, seed=1), draw(7, seed=2)
+    found = per_sample_grads(linear, draw(7), x, NaturalGradient(0.0, v, previous=previous, momentum=1.0))
+    assert_trees_close(found, previous + torch.linalg.pinv(x) @ (v - x @ previous), 1e-9)
+
+
+def test_a_previous_result_of_a_sample_that_does_not_count_may_be_anything():
+    x, weights = draw(3, 4), torch.tensor([1.0, 0.0, 1.0])
+    x[1] = NAN
+    wanted = NaturalGradient(0.1, draw(3), previous=draw(4, seed=1))
+    found = per_sample_grads(linear, draw(4), x, wanted, weights=weights)
+    alone = per_sample_grads(linear, draw(4), x[::2], NaturalGradient(0.1, draw(3)[::2], previous=draw(4, seed=1)))
+    assert_trees_close(found, alone, 1e-12)
+
+
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_a_previous_result_may_be_written_over(engine):
+    def linear(w, x):
+        return w @ x
+
+    w, x, previous = draw(4), draw(3, 4), None
+    expected = [None]
+    for _ in range(3):
+        wanted = NaturalGradient(0.1, previous=expected[-1] if expected[-1] is None else expected[-1].clone())
+        expected.append(per_sample_grads(linear, w, x, wanted))
+    for one in expected[1:]:
+        previous = per_sample_grads(linear, w, x, NaturalGradient(0.1, previous=previous), engine=engine, out=previous)
+        assert_trees_close(previous, one, 1e-12)
+
+
+def test_previous_results_take_two_programs():
+    def loss(w, x):
+        return (w @ x) ** 2 + 1
+
+    w, x, previous = draw(3), draw(5, 3), None
+    for momentum in (0.9, 0.5, 0.7):
+        wanted = NaturalGradient(0.1, previous=previous, momentum=momentum)
+        found = per_sample_grads(loss, w, x, wanted, engine="traced")
+        assert_trees_close(found, per_sample_grads(loss, w, x, wanted), 1e-10)
+        previous = found
+    assert len(ps.explain(loss, w, x, engine="traced").compilations) == 2
+
+
+@pytest.mark.parametrize(
+    ("previous", "message"),
+    [
+        (torch.ones(4), r"expected shape \[3\] for params, received shape \[4\]"),
+        ([torch.ones(3)], "expected a tensor for params, received list"),
+        (torch.ones(3) + 1j, "expected real numbers for params, received torch.complex64"),
+    ],
+)
+def test_no_previous_result(previous, message):
+    with pytest.raises(ArgumentError, match=f"previous: {message}.*the last result"):
+        per_sample_grads(linear, draw(3), draw(2, 3), NaturalGradient(0.1, previous=previous))
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.5, NAN, True, None, torch.ones(2)])
+def test_no_momentum(momentum):
+    with pytest.raises(ArgumentError, match="momentum: expected a number from 0 to 1, received"):
+        NaturalGradient(0.1, momentum=momentum)
+
+
+def of_condition(rows, columns, decades):
+    """A matrix of singular values from 1 to 10^-decades, its pseudo-inverse, and a right side that it can fit."""
+    rank = min(rows, columns)
+    left, right = torch.linalg.qr(draw(rows, rank))[0], torch.linalg.qr(draw(columns, rank, seed=1))[0]
+    values = torch.logspace(0, -decades, rank, dtype=F64)
+    solution = right @ draw(rank, seed=2)
+    return (left * values) @ right.T, solution
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+@pytest.mark.parametrize("decades", [3, 6, 8, 10])
+@pytest.mark.parametrize(("rows", "columns"), [(12, 30), (30, 12), (20, 20)])
+@pytest.mark.filterwarnings("ignore::persample.ConditionWarning")
+def test_qr_does_not_square_the_condition_number(rows, columns, decades, engine):
+    x, solution = of_condition(rows, columns, decades)
+    v = x @ solution
+    wanted = NaturalGradient(0.0, v, solver="qr")
+    found = per_sample_grads(lambda w, x: w @ x, draw(columns), x, wanted, engine=engine)
+    expected = torch.linalg.lstsq(x, v[:, None], driver="gelsd", rcond=1e-15).solution[:, 0]
+    bound = 1e-14 * 10**decades
+    assert (found - solution).norm() < bound * solution.norm()
+    assert (found - expected).norm() < bound * solution.norm()
+    if decades == 10:  # whose square float64 does not hold
+        by_gram = per_sample_grads(linear, draw(columns), x, NaturalGradient(0.0, v))
+        assert (by_gram - solution).norm() > 1e-2 * solution.norm()
+
+
+@pytest.mark.parametrize("engine", ["eager", "loop", "traced"])
+def test_qr_says_how_many_digits_are_right(engine):
+    x, solution = of_condition(12, 30, 10)
+    wanted = NaturalGradient(0.0, x @ solution, solver="qr")
+    message = r"condition number of the gradients is 1e\+10, of rank 12; about 6 digits .*larger damping"
+    with pytest.warns(ps.ConditionWarning, match=message):
+        per_sample_grads(lambda w, x: w @ x, draw(30), x, wanted, engine=engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = NaturalGradient(1e-6, x @ solution, solver="qr")
+        per_sample_grads(lambda w, x: w @ x, draw(30), x, wanted, engine=engine)
+
+
+@ENGINES
+def test_qr_of_repeated_and_of_missing_gradients(options):
+    for x in (draw(3, 7)[[0, 1, 2, 2, 2]], draw(7, 3)[:, [0, 1, 1]], torch.zeros(4, 3, dtype=F64)):
+        v = draw(len(x), seed=1)
+        wanted = NaturalGradient(0.0, v, solver="qr")
+        found = per_sample_grads(lambda w, x: w @ x, draw(x.shape[1]), x, wanted, **options)
+        assert_trees_close(found, torch.linalg.pinv(x) @ v, 1e-9, 1e-14)
+
+
+@pytest.mark.parametrize("x", ROTTEN[:3], ids=["second", "last", "infinite"])
+@ENGINES
+def test_nan_reaches_every_number_by_qr(options, x):
+    assert per_sample_grads(lambda w, x: w @ x, draw(2), x, NaturalGradient(0.5, solver="qr"), **options).isnan().all()
+
+
+@ENGINES
+def test_qr_with_weights_and_previous_results(options):
+    work, v, weights = build("mlp_td"), draw(5), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]).double()
+    previous = per_sample_grads(work.loss_fn, work.params, work.batch, ps.Mean())
+    batch = [x.clone() for x in work.batch]
+    batch[0][4] = v[4] = NAN
+    for per_param, centered in itertools.product((False, True), (False, True)):
+        wanted = [
+            NaturalGradient(0.3, v, per_param, centered, previous, 0.9, solver=solver) for solver in ("gram", "qr")
+        ]
+        by_gram, by_qr = per_sample_grads(work.loss_fn, work.params, tuple(batch), wanted, weights=weights, **options)
+        assert_trees_close(by_qr, by_gram, 1e-9)
+
+
+def test_qr_of_complex_parameters_after_an_odd_number_of_real_ones():
+    w, x = {"real": draw(3), "complex": torch.complex(draw(2), draw(2, seed=1))}, draw(4, 3)
+
+    def loss(w, x):
+        return (w["real"] @ x).sin() + (w["complex"] @ x[:2].to(w["complex"].dtype)).abs()
+
+    by_gram, by_qr = per_sample_grads(loss, w, x, [NaturalGradient(0.1, solver=solver) for solver in ("gram", "qr")])
+    assert_trees_close(by_qr, by_gram, 1e-9)
+
+
+def test_no_solver():
+    with pytest.raises(ArgumentError, match="solver: expected 'gram' or 'qr', received 'lu'"):
+        NaturalGradient(0.1, solver="lu")

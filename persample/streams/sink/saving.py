@@ -195,7 +195,7 @@ def description(lift: BatchLift, names: list[str]) -> Record:
     reduce = {name: in_words(one) for name, one in zip(names, lift.wanted, strict=True)}
     options = {name: repr(value) for name, value in lift.options.items()}
     return {
-        "loss_fn": name_of(lift.loss_fn),
+        "loss_fn": ", ".join(map(name_of, lift.losses.values())),
         "params": digest([dict(zip(tree.paths, tree.tensors, strict=True)), state]),
         "reduce": reduce,
         "options": {**options, "chunk_size": lift.chunk_size, "engine": lift.engine, "unit_reduce": lift.units.reduce},
