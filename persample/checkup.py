@@ -15,7 +15,7 @@ from torch import Tensor
 
 from persample import inputs
 from persample.engines.diagnosis import RAISED
-from persample.engines.readings import Reading, first_difference, read, same, weights
+from persample.engines.readings import Reading, first_difference, read, same, weights_of_outputs
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explanation import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
@@ -109,7 +109,7 @@ def check(
         keep_batch_dim: the setting that you mean, so that the other one does not count: False for a loss written for
             one sample, True for one written for batches; None for both.
         randomness: as in ``per_sample_grads``.
-        outputs: as in ``per_sample_grads``. With "rows", the samples are not read together.
+        outputs: as in ``per_sample_grads``. With "rows", each output is compared.
         engines: names of engines, each called twice on the samples with each setting.
         samples: how many samples are read, the first of the batch.
 
@@ -160,8 +160,15 @@ def check(
         if call.size == 0:
             fix = "Pass a batch like those of your calls."
             raise ArgumentError.about("batch", expected="at least one sample", received="B = 0", fix=fix)
-        # Read together, samples are in containers of the batch: a TensorDict stores its batch size.
-        return call if keep is not None else replace(call, loss=replace(call.loss, batch=trees.structure(first[1])))
+        if keep is not None:
+            return call
+        # Read together, samples are as in the batch: in its containers (a TensorDict stores its batch size), and on
+        # its axes.
+        structure = trees.structure(first[1])
+        axes = dims_of_leaves("in_dims[1]", batch_dims, structure)
+        leaves = tuple(x.movedim(0, axis) if axis else x for x, axis in zip(call.leaves, axes, strict=True))
+        loss = replace(call.loss, batch=structure)
+        return replace(call, loss=loss, leaves=leaves, leaves_batched=(False,) * len(leaves))
 
     found = _Comparison(normalized, samples, keep_batch_dim)
     runs: list[Run] = []
@@ -297,11 +304,16 @@ class _Comparison:
     def _together(self, start: rng.Streams) -> tuple[list[Reading], bool]:
         """Read all samples, and all but one, in one call of the loss; return whether that fails, too."""
         call = self._calls[False]
-        if not self._own or self._draws or self._changes or any(call.params_batched) or call.loss.outputs == "rows":
+        if not self._own or self._draws or self._changes or any(call.params_batched):
             return [], False
         sizes = [size for size in (call.size, call.size - 1) if size > 1]  # one may be the size of another axis
         found, error = _attempt(lambda: [read(self._normalized(n, None), slice(0, n), start) for n in sizes])
-        if error:
+        if found and {x.loss.shape for x in found} != {own[0].loss.shape for own in self._own.values()}:
+            return [], False  # the outputs of each sample, one after the other
+        if error and self._meant:
+            shared = "What is not in the batch, as a list or a tensor of the closure, belongs to all samples."
+            self.findings.append(f"keep_batch_dim=True, but several samples together fail: {error}. {shared}")
+        elif error:
             self.notes.append(f"The loss does not take several samples together, as if written for one: {error}")
         return found or [], bool(error)
 
@@ -325,7 +337,8 @@ class _Comparison:
         """Compare the loss of all samples together with those of each."""
         counts = {}
         for keep in self.settings:
-            found = [weights(self._own[keep][: len(self._own[keep]) - i], whole) for i, whole in enumerate(wholes)]
+            pairs = [(self._own[keep][: len(self._own[keep]) - i], whole) for i, whole in enumerate(wholes)]
+            found = [w for own, whole in pairs for w in weights_of_outputs(own, whole)]
             counts[keep] = None if any(w is None for w in found) else found[0]
         keep = max([keep for keep, w in counts.items() if w is not None] or counts)
         own, whole, w = self._own[keep], wholes[0], counts[keep]

@@ -52,7 +52,10 @@ class Step(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A loss, its gradients as one vector, the steps on the way, and whether it draws random numbers, or drops some."""
+    """A loss, its gradients as one vector, the steps on the way, and whether it draws random numbers, or drops some.
+
+    Of K outputs, the gradients are ``[K, P]``.
+    """
 
     loss: Tensor
     grads: Tensor
@@ -124,7 +127,8 @@ def read(call: Call, rows: int | slice, start: rng.Streams) -> Reading:
         raise NotConnectedError
     pairs = zip(params, grads, strict=True)
     dense = [x.new_zeros((*value.shape, *x.shape)) if g is None else g for x, g in pairs]
-    flat = torch.cat([(torch.view_as_real(g) if g.is_complex() else g).reshape(-1).cpu() for g in dense])
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in dense]
+    flat = torch.cat([g.reshape(*value.shape, -1).cpu() for g in real], -1)
     found = (x.dtype for step in recorder.steps for x in step.results)
     if any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in found):  # autocast: no more digits are known
         value, flat = (x if x.is_complex() else x.bfloat16() for x in (value, flat))
@@ -163,7 +167,18 @@ def _consists_of(x: Tensor, rows: Sequence[Tensor]) -> bool:
     return any(_alike(x, way) for way in (wide, wide.mean(0), wide.sum(0)))
 
 
-def weights(own: Sequence[Reading], whole: Reading) -> Tensor | None:
+def weights_of_outputs(own: Sequence[Reading], whole: Reading) -> list[Tensor | None]:
+    """Return the weights of the samples in each output."""
+    if whole.loss.ndim == 0:
+        return [_weights(own, whole)]
+
+    def output(reading: Reading, k: int) -> Reading:
+        return reading._replace(loss=reading.loss[k], grads=reading.grads[k])
+
+    return [_weights([output(x, k) for x in own], output(whole, k)) for k in range(len(whole.loss))]
+
+
+def _weights(own: Sequence[Reading], whole: Reading) -> Tensor | None:
     """Return w such that loss and gradient of all samples are Σ wᵢ ℓᵢ and Σ wᵢ gᵢ: ones, or a mean."""
     grads = torch.stack([x.grads.double() for x in own], 1)
     losses = torch.stack([x.loss.double() for x in own])

@@ -142,7 +142,7 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor], accumulate: bool =
         if not isinstance(grad, Tensor) or grad.shape != param.shape or grad.is_complex() > param.is_complex():
             received = f"shape {list(grad.shape)}, {grad.dtype}" if isinstance(grad, Tensor) else type(grad).__name__
             expected = f"shape {list(param.shape)}, {param.dtype}"
-            fix = "Reduce over the samples first, for example with Mean()."
+            fix = "Reduce over the samples first, for example with Mean(), and over outputs (.sum(0) of K rows)."
             raise ArgumentError.about(f"grads[{name!r}]", expected=expected, received=received, fix=fix)
     for name, param in params.items():
         grad = grads[name].detach().to(param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
@@ -387,6 +388,39 @@ def test_parameters_of_each_sample_complex_ones_outputs_and_other_axes():
     rows = check(lambda m, x: m(x).reshape(-1), nn.Linear(D, A), X, outputs="rows", engines=("loop", "eager"))
     assert rows.ok
     assert {run.result for run in rows.runs} == {"as the loop"}
+
+
+def test_each_output_is_compared():
+    """A statistic of the batch in one of two outputs, which is 0 for each sample alone."""
+
+    def loss(m, x, y, *, inside):
+        scores = y - y.mean() * inside
+        return torch.stack([(m(x)[:, 0] * scores).mean(), m(x).square().mean()])
+
+    batch = X, torch.randn(len(X))
+    for inside in (False, True):
+        fn = functools.partial(loss, inside=inside)
+        found = check(fn, nn.Linear(D, A), batch, keep_batch_dim=True, outputs="rows", engines=())
+        assert found.ok is not inside, str(found)
+    assert re.search(r"influence each other, first at .*in loss \(.*`scores = ", found.findings[0])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_batch_on_another_axis_than_the_one_that_the_loss_gets(axis):
+    model = nn.ModuleDict({"rnn": nn.GRU(D, 4, batch_first=axis == 0), "head": nn.Linear(4, A)})
+
+    def loss(m, x, y):
+        return F.cross_entropy(m["head"](m["rnn"](x)[0].select(1 - axis, -1)), y)
+
+    batch = torch.randn(*(5, 7)[:: 1 - 2 * axis], D), torch.randint(A, (5,))
+    found = check(loss, model, batch, in_dims=(None, (axis, 0)), keep_batch_dim=True, engines=())
+    assert found.ok is (axis == 0), str(found)
+
+
+def test_targets_outside_of_the_batch():
+    y = torch.randn(len(X))
+    found = check(lambda m, x: (m(x)[:, 0] - y).square().mean(), nn.Linear(D, A), (X,), keep_batch_dim=True, engines=())
+    assert re.search(r"several samples together fail: .*belongs to all samples", found.findings[0])
 
 
 @pytest.mark.parametrize(
