@@ -29,6 +29,16 @@ class KroneckerFactor(NamedTuple):
     A: Tensor
     S: Tensor
 
+    @property
+    def sides(self) -> torch.Size:
+        """The sides o and i, perhaps after G."""
+        return torch.Size((*self.S.shape[:-2], self.S.shape[-1], self.A.shape[-1]))
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Return whether a parameter of some shape is such a matrix, its first axes the rows."""
+        rows = self.sides[:-1].numel()
+        return shape.numel() == self.sides.numel() and any(shape[:n].numel() == rows for n in range(len(shape) + 1))
+
 
 class _Sums(NamedTuple):
     A: Summed
@@ -94,7 +104,7 @@ class KroneckerFactors(Reduction):
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the sums of one chunk, and its total weight."""
-        moments = TermMoments(gradients.weights, self.approximation == "reduce", self.max_size)
+        moments = TermMoments(gradients.weights, self.approximation == "reduce", self.max_size, gradients.filled)
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         sums = [self._sums(factor, dtype, gradients, moments) for factor, dtype in pairs]
         return {"sums": gradients.spec.tree(sums), "weight": Summed(gradients.total_weight)}
@@ -104,7 +114,7 @@ class KroneckerFactors(Reduction):
         if found is None:
             return _summed_squares(factor, gradients, dtype)
         power = 2 if self.approximation == "reduce" else 1
-        count = _count(gradients, factor.num_terms, power) * prod(factor.outputs)  # each output counts what they share
+        count = _count(factor, gradients, power) * prod(factor.outputs)  # each output counts what they share
         return _Sums(Summed(found[1]), Summed(found[0]), Summed(count))
 
     def finish(self, merged: Tree) -> Tree:
@@ -194,16 +204,15 @@ class EigenMoment(Average):
 def _fits(leaf: Leaf, shape: torch.Size) -> bool:
     """Return whether bases are those of a parameter of some shape."""
     if isinstance(leaf, KroneckerFactor):
-        groups = leaf.S.shape[:-2].numel()
-        return groups * leaf.S.shape[-1] * leaf.A.shape[-1] == shape.numel()
+        return leaf.fits(shape)
     return isinstance(leaf, Tensor) and leaf.shape == shape
 
 
-def _count(gradients: Gradients, num_terms: int, power: int) -> Tensor:
+def _count(factor: Factor, gradients: Gradients, power: int) -> Tensor:
     """Return Σ wᵢ Tᵢ to a power, 0-d float64."""
-    if gradients.filled is None:
-        return gradients.total_weight * num_terms**power
-    each = (gradients.filled * num_terms) ** power
+    if gradients.filled is None or isinstance(factor, Dense):  # what is written out is one term
+        return gradients.total_weight * factor.num_terms**power
+    each = (gradients.filled * factor.num_terms) ** power
     return each.sum() if gradients.weights is None else (gradients.weights * each).sum()
 
 
