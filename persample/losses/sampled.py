@@ -22,7 +22,7 @@ def sampled_nll(outputs: Tensor, noise: Tensor, distribution: str = "categorical
     Args:
         outputs: of "categorical", logits ``[*, C]``; of "gaussian", means ``[*]`` of variance 1.
         noise: of "categorical", uniform in [0, 1) (``torch.rand``), ``[*]``; of "gaussian", standard normal
-            (``torch.randn``), ``[*]``.
+            (``torch.randn``), ``[*]``. Draw it in float32 at least: bfloat16 has 256 values, too few for rare labels.
         distribution: "categorical", the model of ``F.cross_entropy``, or "gaussian", that of half the squared error.
 
     Returns:

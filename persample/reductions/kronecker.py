@@ -48,21 +48,29 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class KroneckerFactors(Reduction):
-    """S = E[Σₜ lₜ lₜᵀ], A = E[rₜ rₜᵀ] with gᵢ = Σₜ lᵢₜ rᵢₜᵀ: F ≈ S ⊗ A of each parameter, F = Σ wᵢ gᵢ gᵢᵀ / Σ wᵢ.
+    """Kronecker factors of each parameter's Fisher matrix (K-FAC): F ≈ S ⊗ A, with F = Σ wᵢ gᵢ gᵢᵀ / Σ wᵢ.
 
-    Returns a tree like the parameters, with leaves ``KroneckerFactor(A, S)``, in float32 at least. A layer has T terms,
-    one for each position (step, pixel) that it is applied to: lₜ is the gradient of the output and rₜ the input there.
-    "expand" takes terms for independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ Tᵢ. "reduce" takes gᵢ
-    for lᵢ rᵢᵀ / Tᵢ with the sums lᵢ and rᵢ over the terms: S = Σ wᵢ lᵢ lᵢᵀ / Σ wᵢ and A = Σ wᵢ rᵢ rᵢᵀ / Σ wᵢ Tᵢ².
+    Returns a tree like the parameters, with leaves ``KroneckerFactor(A, S)``, in float32 at least, which
+    ``persample.Curvature`` multiplies by and inverts.
 
-    A bias is a layer of its own with rₜ = 1. A is that of the last axes, also where inputs lie along the first (``x @
-    w``, tables, transposed convolutions): S ⊗ A is the same. Terms of several uses lie beside each other. S of a
-    table is diagonal, a vector ``[V]``. Convolutions with G groups have ``[G, o/G, o/G]``. Of K outputs, F adds
-    up over these, too.
+    The gradient of a layer's weight is a sum of T terms, gᵢ = Σₜ lᵢₜ rᵢₜᵀ, one for each position (step, pixel) that the
+    layer is applied to: l is the gradient of its output, and r its input. A bias is a layer of its own, with input 1.
 
-    Where gradients are no products (weights used elementwise, or masked), the leaf of a vector is the exact block
-    (S = E[gᵢ gᵢᵀ], A = 1), and that of others a tensor like the parameter, E[gᵢ²], the diagonal. ``explain`` names
-    these "Dense". Weights must not be negative and must not sum to 0.
+    - "expand" treats terms as independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ Tᵢ, sums over i and t.
+    - "reduce" adds the terms up first, lᵢ = Σₜ lᵢₜ and rᵢ = Σₜ rᵢₜ: S = Σ wᵢ lᵢ lᵢᵀ / Σ wᵢ and
+      A = Σ wᵢ rᵢ rᵢᵀ / Σ wᵢ Tᵢ².
+
+    S belongs to the first axis of the parameter, and A to all others. Where inputs lie along the first (``x @ w``,
+    tables, transposed convolutions), S is theirs, and S ⊗ A is the same. A parameter that is used several times has the
+    terms of all uses. Of losses with K outputs, F is the sum of those of the outputs.
+
+    Shapes other than ``[o, o]`` and ``[i, i]``:
+
+    - ``[n]``, the diagonal alone: of axes longer than ``max_size``, and S of a table that is only looked up.
+    - ``[G, o/G, o/G]`` and ``[G, i, i]``: one block for each of the G groups of a convolution.
+    - A tensor like the parameter in the place of both, E[gᵢ²], the diagonal of F: where gradients are no products, as
+      of weights that are masked or complex. A real vector or number has its exact block there: S = E[gᵢ gᵢᵀ] and A = 1.
+      ``explain`` names these parameters "Dense".
 
     Source: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature" (2015);
     Eschenhagen et al., "Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures" (2023),
@@ -70,10 +78,12 @@ class KroneckerFactors(Reduction):
 
     Args:
         approximation: "expand" or "reduce".
-        max_size: of an axis with more elements the diagonal alone is computed, a vector.
+        max_size: the most elements of an axis that has a full matrix.
 
     Raises:
-        ArgumentError: if ``approximation`` is another, or ``max_size`` is not a positive int.
+        ArgumentError: if ``approximation`` is another, or ``max_size`` is not a positive int; (when used) if a weight
+            is negative, or weights sum to 0.
+        LossError: if samples use a parameter in unlike ways, which ``engine="loop"`` alone allows.
 
     Examples:
         >>> import torch
