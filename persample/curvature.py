@@ -16,7 +16,7 @@ from torch import Tensor
 from persample.errors import ArgumentError
 from persample.factors.contractions import between
 from persample.reductions import KroneckerFactor
-from persample.utils.numerics import as_real, restore
+from persample.utils.numerics import as_real, full_precision, restore
 from persample.utils.trees import Leaf, Tree, TreeSpec, flatten, leaves_like, on_one_line, structure, unflatten
 
 if TYPE_CHECKING:
@@ -107,11 +107,13 @@ class Curvature:
         """
         from scipy.sparse.linalg import LinearOperator
 
-        sizes = [_sides(factor).numel() for factor in self._factors]
+        sides = [factor.sides for factor in self._factors]
+        sizes = [one.numel() for one in sides]
 
         def product(v: NDArray[np.generic]) -> NDArray[np.generic]:
             parts = torch.as_tensor(v.ravel(), dtype=torch.float64).split(sizes)
-            tree = unflatten([x.to(f.S.device) for x, f in zip(parts, self._factors, strict=True)], self._structure)
+            blocks = [x.view(one).to(f.S.device) for x, one, f in zip(parts, sides, self._factors, strict=True)]
+            tree = unflatten(blocks, self._structure)
             found = self.matvec(tree) if damping is None else self.solve(tree, damping, heuristic=heuristic)
             return torch.cat([x.cpu().flatten() for x in flatten(found)[0]]).numpy()
 
@@ -160,11 +162,11 @@ class Curvature:
         if leaves is None or not all(isinstance(x, Tensor) for x in leaves):
             expected, received = f"the structure {on_one_line(self._structure)}", on_one_line(structure(tree))
             raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
-        for x, sides in zip(leaves, map(_sides, self._factors), strict=True):
-            if as_real(x).numel() != sides.numel():
-                expected, received = f"{sides.numel()} numbers for {list(sides)}", f"shape {list(x.shape)}"
+        for x, factor in zip(leaves, self._factors, strict=True):
+            if not factor.fits(as_real(x).shape):
+                expected, received = f"a parameter whose matrix is {list(factor.sides)}", f"shape {list(x.shape)}"
                 raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
-        return [as_real(x).reshape(_sides(factor)) for x, factor in zip(leaves, self._factors, strict=True)]
+        return [as_real(x).reshape(factor.sides) for x, factor in zip(leaves, self._factors, strict=True)]
 
 
 def eigenbases(factors: Tree) -> Tree:
@@ -185,7 +187,10 @@ def eigenbases(factors: Tree) -> Tree:
     """
     leaves, tree = flatten(factors, is_leaf=_is_factor)
     found = [
-        KroneckerFactor(*(_eigen(x)[0] for x in leaf)) if _is_factor(leaf) else torch.ones_like(leaf) for leaf in leaves
+        KroneckerFactor(*(_eigen(x)[0] for x in leaf))
+        if _is_factor(leaf)
+        else restore(torch.ones_like(as_real(leaf)), leaf.dtype)
+        for leaf in leaves
     ]
     return unflatten(found, tree)
 
@@ -220,9 +225,5 @@ def _damped(eigen: _Eigen, damping: float) -> Tensor:
 
 
 def _between(factor: KroneckerFactor, x: Tensor) -> Tensor:
-    return between(factor.S.to(x.dtype), x, factor.A.to(x.dtype))
-
-
-def _sides(factor: KroneckerFactor) -> torch.Size:
-    """Return o and i of a parameter, perhaps after G."""
-    return torch.Size((*factor.S.shape[:-2], factor.S.shape[-1], factor.A.shape[-1]))
+    with full_precision(x.device):
+        return between(factor.S.to(x.dtype), x, factor.A.to(x.dtype))

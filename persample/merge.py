@@ -18,7 +18,7 @@ from persample.errors import LossError
 from persample.factors import Factor, concatenate
 from persample.utils.numerics import restore
 from persample.utils.tracing import are_plain
-from persample.utils.trees import Leaf, Tree, TreeSpec, leaf, on_one_line, tree_map
+from persample.utils.trees import Leaf, Tree, TreeSpec, leaf, on_one_line, structure, tree_map
 
 _BLOCK = 2**16  # elements that are merged at a time: with the results computed of them, they stay in a CPU's cache
 
@@ -232,7 +232,11 @@ class AnyOf:
 
 def merge(left: object, right: object) -> Tree:
     """Merge two partial results of the same structure, leaf by leaf."""
-    return tree_map(lambda a, b: a.merge(b), left, right)
+    try:
+        return tree_map(lambda a, b: a.merge(b), left, right)
+    except ValueError:  # of unlike trees
+        check_alike(structure(left), structure(right))
+        raise
 
 
 def merge_all(partials: Iterable[Leaf]) -> Tree:

@@ -221,6 +221,8 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         parts = [factored(one, required_ops)[0] for one in chunks]
         norms = joined(part.term_norms or () for part in parts)
         recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
+        if Op.kronecker in required_ops:
+            _check_uses(parts)
     gradients = Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
@@ -236,6 +238,18 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         connected={g is None for row in grads for g in row} != {True},
     )
     return replace(gradients, factors=recorded) if recorded and Op.kronecker in required_ops else gradients
+
+
+def _check_uses(parts: Sequence[Gradients]) -> None:
+    """Reject samples that use a parameter in unlike ways, whose terms have no common number."""
+    for path, factors in zip(parts[0].spec.paths, zip(*(part.factors for part in parts), strict=True), strict=True):
+        uses = {(type(factor).__name__, factor.num_terms) for factor in factors}
+        if len(uses) > 1:
+            received = " and ".join(f"{count} of {kind}" for kind, count in sorted(uses))
+            raise LossError(
+                f"loss_fn: expected every sample to use {path} in one way, and as often (KroneckerFactors()), received "
+                f"terms: {received}. Use all parameters in every sample, times 0 where they do not count."
+            )
 
 
 def _rows(call: Call) -> Iterator[tuple[Tensor, tuple[object, bool], Sequence[Tensor | None]]]:

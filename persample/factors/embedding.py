@@ -126,22 +126,25 @@ class Embedding(Factor):
     def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
         """Return how often each row was looked up, ``[V]``, the diagonal of a matrix, and the moment of the signals."""
         dtype = numerics.accumulate_dtype(self.dtype)
-        counts = self._counts(dtype)
+        counts = self._counts(dtype, moments.filled)
         total = counts.second_moment if moments.sums_terms else counts.weighted_sum
-        of_signals = moments.of(self.signals.unsqueeze(-3), self.outputs, dtype)
+        of_signals = moments.of(self.signals.unsqueeze(-3), "right", self.outputs, dtype)
         return total(moments.weights, dtype).flatten() * prod(self.outputs), of_signals
 
-    def _counts(self, dtype: torch.dtype) -> Embedding:
-        """Return the factor of how often each sample looks up each row, ``[V, 1]``."""
+    def _counts(self, dtype: torch.dtype, filled: Tensor | None) -> Embedding:
+        """Return the factor of how often each sample looks up each row, ``[V, 1]``; padding, at the end, not at all."""
         index = self.index.flatten(1)
-        ones = torch.ones(*index.shape, 1, dtype=dtype, device=index.device)
-        return Embedding(ones, index, (self.table_shape[0], 1))
+        ones = torch.ones(index.shape, dtype=dtype, device=index.device)
+        if filled is not None:
+            ones = ones.cumsum(1).le((filled * self.num_terms).round().unsqueeze(1)).to(dtype)
+        return Embedding(ones.unsqueeze(-1), index, (self.table_shape[0], 1))
 
-    def summed_terms(self) -> Outer:
+    def summed_terms(self, filled: Tensor | None) -> Outer:
         """Return the product of the sums over the terms: of the rows looked up, as counts, and of the signals."""
         dtype = numerics.accumulate_dtype(self.dtype)
         signals = self.signals.sum(-2, keepdim=True, dtype=dtype).unsqueeze(-3)
-        counts = self._counts(dtype).materialize().view(len(self), *[1] * (signals.ndim - 2), self.table_shape[0])
+        counts = self._counts(dtype, filled).materialize()
+        counts = counts.view(len(self), *[1] * (signals.ndim - 2), self.table_shape[0])
         return Outer(counts, signals, self.table_shape, dtype, outputs=self.outputs)
 
     def own_gram(self) -> Tensor:

@@ -116,7 +116,7 @@ class Outer(Factor):
         """Return gradients ``[*lead, *shape]`` from products of the operands, ``[*lead, G, o, i]``."""
         if self.outputs and not self._is_in_order:
             products = contractions.by_output(products, self.block, (self.left.shape[1], self.right.shape[1]))
-        return products.reshape(*lead, *self.shape)
+        return products.reshape((*lead, *self.shape))
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients, ``[B, *shape]``."""
@@ -180,10 +180,10 @@ class Outer(Factor):
     def kronecker(self, moments: TermMoments) -> tuple[Tensor, Tensor]:
         """Return the second moments of signals, ``[o, o]``, and of inputs, ``[i, i]``; ``[G, …]`` of several blocks."""
         dtype = numerics.accumulate_dtype(self.dtype)
-        left, right = (moments.of(x, self.outputs, dtype) for x in (self.left, self.right))
-        return left, right
+        left = moments.of(self.left, "left", self.outputs, dtype)
+        return left, moments.of(self.right, "right", self.outputs, dtype)
 
-    def summed_terms(self) -> Outer:
+    def summed_terms(self, filled: Tensor | None) -> Outer:  # noqa: ARG002 (padding is zero)
         """Return the product of the sum of the signals and the sum of the inputs of each sample."""
         dtype = numerics.accumulate_dtype(self.dtype)
         left, right = (x.sum(-2, keepdim=True, dtype=dtype) for x in (self.left, self.right))

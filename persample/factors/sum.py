@@ -143,7 +143,7 @@ class SumFactor(Factor):
             pairs = [part.kronecker(moments) for part in self.parts]
             left, right = (functools.reduce(with_diagonal, side) for side in zip(*filter(None, pairs), strict=True))
             return left, right
-        sums = [part.summed_terms() for part in self.parts if isinstance(part, Outer | Embedding)]
+        sums = [part.summed_terms(moments.filled) for part in self.parts if isinstance(part, Outer | Embedding)]
         left, right = (_added(getattr(one, side) for one in sums) for side in ("left", "right"))
         return replace(sums[0], left=left, right=right).kronecker(moments)
 

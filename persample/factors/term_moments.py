@@ -21,24 +21,28 @@ class TermMoments:
         weights: the wᵢ, ``[B]`` float64, or None for ones.
         sums_terms: whether the terms of each sample are summed first: Σᵢ wᵢ (Σₜ xᵢₜ) (Σₜ xᵢₜ)ᵀ.
         max_size: of longer vectors x, in one group, the diagonal alone is computed.
+        filled: of units that are padded with terms, as in ``Gradients``.
     """
 
     weights: Tensor | None
     sums_terms: bool
     max_size: int
+    filled: Tensor | None = None
     # By memory, whose tensors are kept alive.
     _found: dict[Tree, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def rows(self, index: slice) -> TermMoments:
         """Return the moments of some of the samples."""
-        return replace(self, weights=None if self.weights is None else self.weights[index], _found={})
+        weights, filled = (None if x is None else x[index] for x in (self.weights, self.filled))
+        return replace(self, weights=weights, filled=filled, _found={})
 
-    def of(self, x: Tensor, outputs: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def of(self, x: Tensor, side: str, outputs: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the moment ``[n, n]`` of ``x [B, 1, T, n]``, or its diagonal ``[n]``; of G groups ``[G, n, n]``.
 
         Of K outputs ``x`` is ``[B, K, G, T, n]``, or ``[B, 1, G, T, n]`` for what they share, which counts K times.
+        What is the left operand of one layer and the right one of another has two moments: they are divided apart.
         """
-        key = (numerics.memory_of_rows(x), outputs, dtype)
+        key = (numerics.memory_of_rows(x), side, outputs, dtype)
         if key not in self._found:
             moment = self._moment(x, dtype)
             self._found[key] = x, moment * (prod(outputs) / x.shape[1]) if outputs else moment

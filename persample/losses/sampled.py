@@ -22,7 +22,7 @@ def sampled_nll(outputs: Tensor, noise: Tensor, distribution: str = "categorical
     Args:
         outputs: of "categorical", logits ``[*, C]``; of "gaussian", means ``[*]`` of variance 1.
         noise: of "categorical", uniform in [0, 1) (``torch.rand``), ``[*]``; of "gaussian", standard normal
-            (``torch.randn``), ``[*]``.
+            (``torch.randn``), ``[*]``. Draw it in float32 at least: bfloat16 has 256 values, too few for rare labels.
         distribution: "categorical", the model of ``F.cross_entropy``, or "gaussian", that of half the squared error.
 
     Returns:
@@ -44,6 +44,7 @@ def sampled_nll(outputs: Tensor, noise: Tensor, distribution: str = "categorical
         fix, received = "Other models: draw labels yourself.", repr(distribution)
         raise ArgumentError.about("distribution", expected="'categorical' or 'gaussian'", received=received, fix=fix)
     check_rows("outputs", outputs, noise=noise)
-    log_p = outputs.log_softmax(-1)
-    below = stop_gradient(log_p).exp().cumsum(-1) <= torch.as_tensor(noise).unsqueeze(-1)
-    return -of_actions(log_p, below.sum(-1).clamp_max(outputs.shape[-1] - 1))  # sums of probabilities may end below 1
+    up_to = stop_gradient(outputs).to(torch.promote_types(outputs.dtype, torch.float32)).softmax(-1).cumsum(-1)
+    # Sums may end below 1: a label at which they no longer grow has probability 0, and is never drawn.
+    before = (up_to <= torch.as_tensor(noise).unsqueeze(-1)) & (up_to < up_to[..., -1:])
+    return -of_actions(outputs.log_softmax(-1), before.sum(-1))

@@ -29,6 +29,16 @@ class KroneckerFactor(NamedTuple):
     A: Tensor
     S: Tensor
 
+    @property
+    def sides(self) -> torch.Size:
+        """The sides o and i, perhaps after G."""
+        return torch.Size((*self.S.shape[:-2], self.S.shape[-1], self.A.shape[-1]))
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Return whether a parameter of some shape is such a matrix, its first axes the rows."""
+        rows = self.sides[:-1].numel()
+        return shape.numel() == self.sides.numel() and any(shape[:n].numel() == rows for n in range(len(shape) + 1))
+
 
 class _Sums(NamedTuple):
     A: Summed
@@ -38,21 +48,29 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class KroneckerFactors(Reduction):
-    """S = E[Σₜ lₜ lₜᵀ], A = E[rₜ rₜᵀ] with gᵢ = Σₜ lᵢₜ rᵢₜᵀ: F ≈ S ⊗ A of each parameter, F = Σ wᵢ gᵢ gᵢᵀ / Σ wᵢ.
+    """Kronecker factors of each parameter's Fisher matrix (K-FAC): F ≈ S ⊗ A, with F = Σ wᵢ gᵢ gᵢᵀ / Σ wᵢ.
 
-    Returns a tree like the parameters, with leaves ``KroneckerFactor(A, S)``, in float32 at least. A layer has T terms,
-    one for each position (step, pixel) that it is applied to: lₜ is the gradient of the output and rₜ the input there.
-    "expand" takes terms for independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ Tᵢ. "reduce" takes gᵢ
-    for lᵢ rᵢᵀ / Tᵢ with the sums lᵢ and rᵢ over the terms: S = Σ wᵢ lᵢ lᵢᵀ / Σ wᵢ and A = Σ wᵢ rᵢ rᵢᵀ / Σ wᵢ Tᵢ².
+    Returns a tree like the parameters, with leaves ``KroneckerFactor(A, S)``, in float32 at least, which
+    ``persample.Curvature`` multiplies by and inverts.
 
-    A bias is a layer of its own with rₜ = 1. A is that of the last axes, also where inputs lie along the first (``x @
-    w``, tables, transposed convolutions): S ⊗ A is the same. Terms of several uses lie beside each other. S of a
-    table is diagonal, a vector ``[V]``. Convolutions with G groups have ``[G, o/G, o/G]``. Of K outputs, F adds
-    up over these, too.
+    The gradient of a layer's weight is a sum of T terms, gᵢ = Σₜ lᵢₜ rᵢₜᵀ, one for each position (step, pixel) that the
+    layer is applied to: l is the gradient of its output, and r its input. A bias is a layer of its own, with input 1.
 
-    Where gradients are no products (weights used elementwise, or masked), the leaf of a vector is the exact block
-    (S = E[gᵢ gᵢᵀ], A = 1), and that of others a tensor like the parameter, E[gᵢ²], the diagonal. ``explain`` names
-    these "Dense". Weights must not be negative and must not sum to 0.
+    - "expand" treats terms as independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ Tᵢ, sums over i and t.
+    - "reduce" adds the terms up first, lᵢ = Σₜ lᵢₜ and rᵢ = Σₜ rᵢₜ: S = Σ wᵢ lᵢ lᵢᵀ / Σ wᵢ and
+      A = Σ wᵢ rᵢ rᵢᵀ / Σ wᵢ Tᵢ².
+
+    S belongs to the first axis of the parameter, and A to all others. Where inputs lie along the first (``x @ w``,
+    tables, transposed convolutions), S is theirs, and S ⊗ A is the same. A parameter that is used several times has the
+    terms of all uses. Of losses with K outputs, F is the sum of those of the outputs.
+
+    Shapes other than ``[o, o]`` and ``[i, i]``:
+
+    - ``[n]``, the diagonal alone: of axes longer than ``max_size``, and S of a table that is only looked up.
+    - ``[G, o/G, o/G]`` and ``[G, i, i]``: one block for each of the G groups of a convolution.
+    - A tensor like the parameter in the place of both, E[gᵢ²], the diagonal of F: where gradients are no products, as
+      of weights that are masked or complex. A real vector or number has its exact block there: S = E[gᵢ gᵢᵀ] and A = 1.
+      ``explain`` names these parameters "Dense".
 
     Source: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature" (2015);
     Eschenhagen et al., "Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures" (2023),
@@ -60,10 +78,12 @@ class KroneckerFactors(Reduction):
 
     Args:
         approximation: "expand" or "reduce".
-        max_size: of an axis with more elements the diagonal alone is computed, a vector.
+        max_size: the most elements of an axis that has a full matrix.
 
     Raises:
-        ArgumentError: if ``approximation`` is another, or ``max_size`` is not a positive int.
+        ArgumentError: if ``approximation`` is another, or ``max_size`` is not a positive int; (when used) if a weight
+            is negative, or weights sum to 0.
+        LossError: if samples use a parameter in unlike ways, which ``engine="loop"`` alone allows.
 
     Examples:
         >>> import torch
@@ -94,7 +114,7 @@ class KroneckerFactors(Reduction):
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the sums of one chunk, and its total weight."""
-        moments = TermMoments(gradients.weights, self.approximation == "reduce", self.max_size)
+        moments = TermMoments(gradients.weights, self.approximation == "reduce", self.max_size, gradients.filled)
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         sums = [self._sums(factor, dtype, gradients, moments) for factor, dtype in pairs]
         return {"sums": gradients.spec.tree(sums), "weight": Summed(gradients.total_weight)}
@@ -104,7 +124,7 @@ class KroneckerFactors(Reduction):
         if found is None:
             return _summed_squares(factor, gradients, dtype)
         power = 2 if self.approximation == "reduce" else 1
-        count = _count(gradients, factor.num_terms, power) * prod(factor.outputs)  # each output counts what they share
+        count = _count(factor, gradients, power) * prod(factor.outputs)  # each output counts what they share
         return _Sums(Summed(found[1]), Summed(found[0]), Summed(count))
 
     def finish(self, merged: Tree) -> Tree:
@@ -194,16 +214,15 @@ class EigenMoment(Average):
 def _fits(leaf: Leaf, shape: torch.Size) -> bool:
     """Return whether bases are those of a parameter of some shape."""
     if isinstance(leaf, KroneckerFactor):
-        groups = leaf.S.shape[:-2].numel()
-        return groups * leaf.S.shape[-1] * leaf.A.shape[-1] == shape.numel()
+        return leaf.fits(shape)
     return isinstance(leaf, Tensor) and leaf.shape == shape
 
 
-def _count(gradients: Gradients, num_terms: int, power: int) -> Tensor:
+def _count(factor: Factor, gradients: Gradients, power: int) -> Tensor:
     """Return Σ wᵢ Tᵢ to a power, 0-d float64."""
-    if gradients.filled is None:
-        return gradients.total_weight * num_terms**power
-    each = (gradients.filled * num_terms) ** power
+    if gradients.filled is None or isinstance(factor, Dense):  # what is written out is one term
+        return gradients.total_weight * factor.num_terms**power
+    each = (gradients.filled * factor.num_terms) ** power
     return each.sum() if gradients.weights is None else (gradients.weights * each).sum()
 
 

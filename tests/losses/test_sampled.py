@@ -27,6 +27,22 @@ def test_the_ends_are_labels(noise):
     assert sampled_nll(logits, torch.tensor(noise)) == losses[0 if noise == 0 else -1]
 
 
+def test_labels_of_probability_zero_are_not_drawn():
+    logits = torch.tensor([0.1, 0.2, 0.3] * 30000)
+    impossible = torch.tensor([-torch.inf])
+    assert sampled_nll(torch.cat([logits, impossible]), torch.tensor(1 - 2**-24)).isfinite()  # sums end below 1
+    assert sampled_nll(torch.cat([impossible, logits]), torch.tensor(0.0)).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_labels_of_half_precision_are_drawn_in_single(dtype):
+    """Sums of 1000 equal probabilities in bfloat16 would stop growing at a half."""
+    logits, noise = torch.zeros(1000, dtype=dtype, requires_grad=True), (torch.arange(1000) + 0.5) / 1000
+    for place in (0, 499, 700, 999):
+        (grad,) = torch.autograd.grad(sampled_nll(logits, noise[place]), logits)
+        assert grad.argmin() == place
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 7}, {"engine": "loop"}, {"engine": "traced"}], ids=str)
 def test_second_moments_are_the_fisher_matrix(options):
     """Of noise on a regular grid, the mean over draws is the expectation: the Hessian by the logits."""

@@ -198,8 +198,14 @@ def test_bad_arguments():
         Curvature(factors, v).solve(v, 1.0, heuristic=True)
     with pytest.raises(ArgumentError, match="v: expected the structure"):
         curvature.matvec({"u": v["w"]})
-    with pytest.raises(ArgumentError, match=r"v: expected 6 numbers for \[2, 3\], received shape \[3, 3\]"):
+    with pytest.raises(
+        ArgumentError, match=r"v: expected a parameter whose matrix is \[2, 3\], received shape \[3, 3\]"
+    ):
         curvature.matvec({"w": torch.ones(3, 3)})
+    with pytest.raises(ArgumentError, match=r"v: .* \[2, 3\], received shape \[3, 2\]"):
+        curvature.matvec({"w": torch.ones(3, 2)})
+    with pytest.raises(ArgumentError, match=r"moments: .* \[2, 3\], received shape \[3, 2\]"):
+        Curvature(factors, {"w": torch.ones(3, 2)}).matvec(v)
     with pytest.raises(ArgumentError, match="moments: expected the structure"):
         Curvature(factors, v["w"]).matvec(v)
     with pytest.raises(ArgumentError, match="bases: expected the structure"):
@@ -208,3 +214,43 @@ def test_bad_arguments():
         per_sample_grads(
             lambda p, x: (p["w"] @ x).sum(), {"w": torch.ones(2, 2)}, torch.ones(4, 2), EigenMoment(factors)
         )
+    with pytest.raises(ArgumentError, match=r"bases\['w'\]: expected .* shape \[3, 2\], .* \[3, 3\] and \[2, 2\]"):
+        per_sample_grads(
+            lambda p, x: (p["w"] @ x).sum(), {"w": torch.ones(3, 2)}, torch.ones(4, 2), EigenMoment(factors)
+        )
+
+
+def test_a_complex_parameter_keeps_its_imaginary_part():
+    w, x = torch.randn(3, dtype=torch.complex128), torch.randn(5, 3, dtype=torch.float64)
+
+    def loss(w, x):
+        return (w * x).sum().abs() + w.imag.sum()
+
+    factors = per_sample_grads(loss, w, x, KroneckerFactors())
+    bases = eigenbases(factors)
+    curvature = Curvature(bases, per_sample_grads(loss, w, x, EigenMoment(bases)))
+    assert_trees_close(curvature.matvec(w), Curvature(factors).matvec(w), 1e-12)
+
+
+def test_numbers_have_moments():
+    """A parameter without axes is a matrix of one element."""
+    w, x = torch.tensor(2.0, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+
+    def loss(w, x):
+        return w.square() * x
+
+    bases = eigenbases(per_sample_grads(loss, w, x, KroneckerFactors()))
+    moment = per_sample_grads(loss, w, x, EigenMoment(bases))
+    assert_trees_close(moment, (4 * x).square().mean(), 1e-12)
+    assert_trees_close(Curvature(bases, moment).solve(w, 0.5), w / (moment + 0.5), 1e-12)
+
+
+def test_products_are_not_taken_in_the_dtype_of_autocast():
+    net, tokens, _ = make()
+    net = net.float()
+    factors = per_sample_grads(loss, net, tokens, KroneckerFactors())
+    vector = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    expected = Curvature(factors).matvec(vector), Curvature(factors).solve(vector, 0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = Curvature(factors).matvec(vector), Curvature(factors).solve(vector, 0.1)
+    assert_trees_close(found, expected, 1e-6)

@@ -224,6 +224,78 @@ def test_units_have_the_terms_of_their_samples(approximation, chunk_size):
 
 
 @BOTH
+def test_lookups_in_units_of_unequal_sizes(approximation):
+    """Padding looks nothing up."""
+    loss, params, (tokens,) = MODELS["tied"]
+    table = {"table": params["table"], "w": draw(3, 4)}
+
+    def lookups(p, tokens, layers):
+        return torch.tanh(layers.linear(layers.lookup(tokens, p["table"]), p["w"])).sum()
+
+    for function, given in ((loss, params), (lookups, table)):
+        found = per_sample_grads(
+            lambda p, *sample, function=function: function(p, *sample, Plain()),
+            given,
+            (tokens,),
+            KroneckerFactors(approximation),
+            unit=[0, 1, 0, 0, 2],
+        )
+
+        def of_unit(p, unit, tape, function=function):
+            return sum(function(p, tokens[i], tape) for i in ([0, 2, 3], [1], [4])[int(unit)])
+
+        expected = expected_of(of_unit, given, (torch.arange(3),), approximation)
+        if function is lookups:
+            expected["table"] = expected["table"]._replace(S=expected["table"].S.diagonal())
+        assert_trees_close(found, expected, 1e-9)
+
+
+def test_vectors_in_units_of_unequal_sizes_have_exact_blocks():
+    params, x = {"scale": draw(3), "w": draw(4, 3, seed=1), "number": draw(1, seed=2)[0]}, draw(5, 6, 3)
+
+    def loss(p, x):
+        return torch.tanh(F.linear(x * p["scale"], p["w"])).sum() * p["number"]
+
+    rows, found = per_sample_grads(loss, params, x, (ps.Stack(), KroneckerFactors()), unit=[0, 1, 0, 0, 2])
+    for name in ("scale", "number"):
+        g = rows[name].reshape(3, -1)
+        assert_trees_close(found[name], KroneckerFactor(torch.ones(1, 1).double(), g.T @ g / 3), 1e-9)
+
+
+@pytest.mark.parametrize("options", PATHS, ids=str)
+def test_inputs_along_both_axes(options):
+    """One input is the right operand of one layer and the left one of another: their divisors differ."""
+    params, x = {"a": draw(4, 3), "b": draw(3, 2, seed=1)}, draw(5, 6, 3)
+
+    def loss(p, x):
+        return torch.tanh(F.linear(x, p["a"])).sum() + torch.tanh(x @ p["b"]).sum()
+
+    found = per_sample_grads(loss, params, x, KroneckerFactors(), **options)
+    moment = torch.einsum("bti,btj->ij", x, x) / 5
+    assert_trees_close(found["a"].A, moment / 6, 1e-9)
+    signals = 1 - torch.tanh(x @ params["b"]).square()
+    expected = torch.kron(moment, torch.einsum("bto,btp->op", signals, signals) / 30)
+    assert_trees_close(torch.kron(found["b"].S, found["b"].A), expected, 1e-9)
+
+
+def test_samples_that_use_a_layer_unlike_others_are_rejected():
+    x, steps = draw(5, 4, 3), torch.tensor([1, 2, 3, 1, 2])
+
+    def loss(w, x, steps):
+        return sum(torch.tanh(F.linear(x[i], w)).sum() for i in range(4) if i < steps)
+
+    def branch(p, x, steps):
+        return torch.tanh(F.linear(x[0], p["b" if steps > 1 else "a"])).sum()
+
+    with pytest.raises(ps.LossError, match=r"as often .* received terms: 1 of Outer and 2 of Outer and 3 of Outer"):
+        per_sample_grads(loss, draw(2, 3), (x, steps), KroneckerFactors(), engine="loop")
+    params = {"a": draw(2, 3), "b": draw(2, 3)}
+    for size, match in ((None, r"every sample to use params\['a'\] in one way"), (1, "like those of earlier batches")):
+        with pytest.raises(ps.LossError, match=match):
+            per_sample_grads(branch, params, (x, steps), KroneckerFactors(), engine="loop", chunk_size=size)
+
+
+@BOTH
 def test_streams_and_no_samples(approximation):
     loss, params, batch = MODELS["tied"]
     parts = [tuple(x[rows] for x in batch) for rows in (slice(0), slice(0, 3), slice(3, 3), slice(3, 5))]

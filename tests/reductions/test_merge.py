@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from persample.errors import LossError
 from persample.factors import Dense
 from persample.merge import AnyOf, Moments, Stacked, Summed, merge
 
@@ -198,5 +199,5 @@ class TestTrees:
 
     def test_different_structures_are_refused(self):
         leaf = AnyOf(False)
-        with pytest.raises(ValueError, match="b"):
+        with pytest.raises(LossError, match=r"earlier batches.*'a'.*'b'"):
             merge({"a": leaf}, {"b": leaf})

@@ -215,6 +215,7 @@ def expected_of(rows):
     each = [of_output(rows, k) for k in range(count)]
     found = {name: stacked([REDUCTIONS[name][1](one) for one in each], 1) for name in BY_SAMPLE}
     found |= {name: stacked([REDUCTIONS[name][1](one) for one in each], 0) for name in OVER_SAMPLES}
+    found["EigenMoment"] = torch.utils._pytree.tree_map(lambda x: x.sum(0), found["EigenMoment"])  # F adds up
     pairs = {
         name: REDUCTIONS[name][1](flat(rows)).view(size, count, size, count) for name in ("Gram", "CosineSimilarity")
     }
