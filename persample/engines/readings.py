@@ -173,7 +173,7 @@ def weights_of_outputs(own: Sequence[Reading], whole: Reading) -> list[Tensor | 
         return [_weights(own, whole)]
 
     def output(reading: Reading, k: int) -> Reading:
-        return reading._replace(loss=reading.loss[k], grads=reading.grads[k])
+        return Reading(reading.loss[k], reading.grads[k], *reading[2:])
 
     return [_weights([output(x, k) for x in own], output(whole, k)) for k in range(len(whole.loss))]
 

@@ -531,7 +531,7 @@ def test_a_bool_is_no_correction():
 
 @pytest.mark.parametrize("dim", [0, -1, 1.5, True, "8", None], ids=repr)
 def test_project_dim(dim):
-    words = ("dim: expected a positive int", f"received {dim!r}", "number of entries to keep per sample")
+    words = ("dim: expected a positive int", f"received {dim!r}", "how much to keep of each sample")
     with pytest.raises(ArgumentError, match=says(*words)):
         ps.Project(dim, seed=0)
 
