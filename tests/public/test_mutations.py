@@ -34,7 +34,7 @@ MUTATIONS = {
         "factors/contractions.py", "return rows @ others.T", "return rows.abs() @ others.T"
     ),
     "a projection of written-out gradients": Mutation(
-        "factors/contractions.py", "left.to(rows.dtype).T).sum(1)", "left.to(rows.dtype).T).amax(1)"
+        "factors/contractions.py", "left.to(rows.dtype).T, 1)", "left.to(rows.dtype).T.abs(), 1)"
     ),
     "an inner product of outer products": Mutation(
         "factors/outer.py", "left[0] * right[0] if", "left[0] + right[0] if"
