@@ -220,7 +220,8 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         chunks = rng.replayed(call.chunks(1)) if call.randomness == "same" else call.chunks(1)
         parts = [factored(one, required_ops)[0] for one in chunks]
         norms = joined(part.term_norms or () for part in parts)
-        recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
+        if Op.kronecker in required_ops:
+            recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
         if Op.kronecker in required_ops:
             _check_uses(parts)
     gradients = Gradients.dense(
@@ -237,7 +238,7 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         # No generator, where Python closes one early: an interrupt that comes then is lost.
         connected={g is None for row in grads for g in row} != {True},
     )
-    return replace(gradients, factors=recorded) if recorded and Op.kronecker in required_ops else gradients
+    return replace(gradients, factors=recorded) if recorded else gradients
 
 
 def _check_uses(parts: Sequence[Gradients]) -> None:

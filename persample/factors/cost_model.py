@@ -230,9 +230,11 @@ class Plan:
 
     def reason_to_write_out(self, size: Size, *, is_product: bool = True) -> str:
         """Return why the gradients of a parameter are written out, or "" where they are stored as a factor."""
-        if Op.materialize in self.required_ops and Op.kronecker not in self.required_ops:
+        if self.always_keeps(size.num_terms):
+            return ""
+        if Op.materialize in self.required_ops:
             return "a reduction asks for the gradients themselves"
-        if self.always_keeps(size.num_terms) or size.written > self.allowance * size.stored:
+        if size.written > self.allowance * size.stored:
             return ""
         times = self.estimate(size)
         if size.written <= size.stored and not (is_product and times.contract < _MUCH_FASTER * times.write_out):

@@ -133,6 +133,12 @@ class Reduction:
         raise NotImplementedError
 
 
+def check_positive(argument: str, number: object, fix: str) -> None:
+    """Reject what is no positive int."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ArgumentError.about(argument, expected="a positive int", received=repr(number), fix=fix)
+
+
 Adjacency: TypeAlias = Literal["add-remove", "replace-one"]
 # The argument ``reduce`` of one call. Lists are invariant in Python's types, hence list[Leaf].
 Reduce: TypeAlias = "Reduction | Mapping[Any, Reduce] | tuple[Reduce, ...] | list[Leaf] | None"

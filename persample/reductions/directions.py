@@ -16,7 +16,7 @@ from persample.errors import ArgumentError
 from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked, Summed
-from persample.reductions.base import Average
+from persample.reductions.base import Average, check_positive
 from persample.reductions.rows import PerSample
 from persample.utils.numerics import accumulate_dtype, as_real
 from persample.utils.tracing import untraced
@@ -24,6 +24,7 @@ from persample.utils.trees import Leaf, Tree, leaves_like, on_one_line, structur
 
 # Left and right signs, [D, o] and [D', rest].
 Signs: TypeAlias = tuple[Tensor, Tensor]
+_HOW_MUCH = "Choose how much to keep of each sample."
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ class Project(PerSample):
     uses: ClassVar[frozenset[Op]] = frozenset({Op.project})
 
     def __post_init__(self) -> None:
-        _check_positive("dim", self.dim)
+        check_positive("dim", self.dim, _HOW_MUCH)
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the projections, summed over the parameters."""
@@ -167,7 +168,7 @@ class Sketch(PerSample):
     uses: ClassVar[frozenset[Op]] = frozenset({Op.sketch})
 
     def __post_init__(self) -> None:
-        _check_positive("rank", self.rank)
+        check_positive("rank", self.rank, _HOW_MUCH)
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the sketches."""
@@ -184,12 +185,6 @@ class Sketch(PerSample):
         (signs,) = _drawn(self.seed, path, ((self.rank**2, max(rows, columns)),), device)
         one = signs.new_ones(1, 1)
         return (one, signs) if columns > 1 else (signs, one)
-
-
-def _check_positive(argument: str, number: object) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        fix = "Choose how much to keep of each sample."
-        raise ArgumentError.about(argument, expected="a positive int", received=repr(number), fix=fix)
 
 
 def _with_signs(gradients: Gradients, signs: Callable[..., Signs]) -> Iterator[tuple[Factor, Signs]]:

@@ -13,7 +13,7 @@ from persample.errors import ArgumentError
 from persample.factors import Dense, Factor, Op, Outer, TermMoments
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
-from persample.reductions.base import Average, Reduction
+from persample.reductions.base import Average, Reduction, check_positive
 from persample.utils.numerics import accumulate_dtype
 from persample.utils.trees import Leaf, Tree, flatten, leaves_like, on_one_line, structure, unflatten
 
@@ -108,9 +108,7 @@ class KroneckerFactors(Reduction):
         if self.approximation not in ("expand", "reduce"):
             expected, fix = "'expand' or 'reduce'", "Pick one of them."
             raise ArgumentError.about("approximation", expected=expected, received=repr(self.approximation), fix=fix)
-        if not isinstance(self.max_size, int) or isinstance(self.max_size, bool) or self.max_size < 1:
-            fix = "Pass the length of the longest axis that is to have a matrix."
-            raise ArgumentError.about("max_size", expected="a positive int", received=repr(self.max_size), fix=fix)
+        check_positive("max_size", self.max_size, "Pass the length of the longest axis that is to have a matrix.")
 
     def lift(self, gradients: Gradients) -> Tree:
         """Return the sums of one chunk, and its total weight."""
