@@ -298,7 +298,7 @@ class _Comparison:
             names = ", ".join(repr(name) for name, part in layers if part.p) or "a function"
             self.notes.append(f"Dropout is on ({names}); off in readings. {SAY_RANDOMNESS}")
         if self._draws:
-            self.notes.append(f"The loss draws random numbers. {SAY_RANDOMNESS}")
+            self.notes.append(f"The loss draws random numbers: samples together are not compared. {SAY_RANDOMNESS}")
         for keep, own in [*self._own.items()][:1]:
             again, _ = _attempt(lambda: read(self._calls[keep], 0, start))  # noqa: B023
             self._changes = again is None or not again.equals(own[0])

@@ -324,7 +324,7 @@ def test_dropout_random_numbers_and_weights_are_noted():
     assert {run.result for run in drops.runs} == {"random"}
     noisy = check(lambda w, x: (w * (x + torch.randn_like(x))).sum(), torch.ones(D), X, engines=())
     assert noisy.ok
-    assert "draws random numbers" in noisy.notes[0]
+    assert "draws random numbers: samples together are not compared" in noisy.notes[0]
     tokens = check(*RIGHT["a mean over tokens"], engines=())
     assert any("count with weights 0.0909, 0.182, 0.364, 0.364, first at Tensor" in note for note in tokens.notes)
 
