@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from persample import inputs
 from persample.engines.diagnosis import RAISED
-from persample.engines.readings import Reading, first_difference, read, same, weights_of_outputs
+from persample.engines.readings import Reading, first_difference, first_nan, read, same, weights_of_outputs
 from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, BatchStatisticsWarning
 from persample.explanation import Explanation, explain, table
 from persample.inputs import Call, Outputs, Randomness
@@ -30,7 +30,6 @@ from persample.utils.origin import is_raised, user_line, users_depth
 _FLAGS = {bool, type(None)}
 _DIFFERS = "differs from the loop"
 _ROUNDED = 1e-2  # the part of the largest gradient that counts as 0
-_WIDE = 100  # characters of an error in the table
 
 
 class Run(NamedTuple):
@@ -68,7 +67,7 @@ class Check:
         """Return the findings, the notes and the tables."""
         found = [f"! {x}" for x in self.findings] or ["Nothing was found: what runs agrees."]
         head = ("engine", "keep_batch_dim", "first call, ms", "later, ms", "gradients")
-        rows = [(x.engine, str(x.keep_batch_dim), _ms(x.first), _ms(x.later), x.result[:_WIDE]) for x in self.runs]
+        rows = [(x.engine, str(x.keep_batch_dim), _ms(x.first), _ms(x.later), x.result) for x in self.runs]
         tables = [table(head, rows)] if rows else []
         tables += [str(self.storage)] if self.storage else []
         return "\n\n".join(["\n".join([*found, *(f"- {x}" for x in self.notes)]), *tables])
@@ -83,7 +82,7 @@ def check(
     params: Any,
     batch: Any,
     reduce: Reduce = None,
-    *,
+    *_apart: NoReturn,
     in_dims: tuple[Any, Any] = (None, 0),
     keep_batch_dim: bool | None = None,
     randomness: Randomness = "error",
@@ -110,7 +109,7 @@ def check(
             one sample, True for one written for batches; None for both.
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``. With "rows", each output is compared.
-        engines: names of engines, each called twice on the samples with each setting.
+        engines: names of engines, each called twice on the samples with each setting; "traced" takes most of the time.
         samples: how many samples are read, the first of the batch.
 
     Returns:
@@ -146,7 +145,7 @@ def check(
             raise ArgumentError.about(name, expected=expected, received=repr(value), fix=fix)
     for engine in engines:
         inputs.check_options(engine=engine, randomness=randomness, chunk_size=None)
-    wanted, _ = inputs.reductions(reduce)
+    wanted, _ = inputs.reductions(reduce, *_apart)
     params_dims, batch_dims = split_in_dims(in_dims)
     batch, shared = inputs.as_dicts(batch), {"in_dims": in_dims, "outputs": outputs}
 
@@ -209,7 +208,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
         if not isinstance(error, RAISED) and not is_raised(error):
             raise
         place = user_line(traceback.extract_tb(error.__traceback__))
-        return None, f"{type(error).__name__}: {error}".splitlines()[0] + place
+        return None, f"{type(error).__name__}: {error}".splitlines()[0].partition(" torch said:")[0] + place
 
 
 def _runs(call: Callable[..., Any], keep: bool, engines: Sequence[str], is_random: bool) -> Iterator[Run]:
@@ -272,11 +271,18 @@ class _Comparison:
         wholes, fails = self._together(start)
         start.go_back()
         self._compare_axes(takes_batches=not fails)
-        if wholes and self.settings:
+        broken = {keep: [i for i, x in enumerate(self._own[keep]) if not x.is_finite] for keep in self.settings}
+        partly = [keep for keep, samples in broken.items() if 0 < len(samples) < len(self._own[keep])]
+        if wholes and self.settings and not partly:  # a NaN of one sample is one of all
             self._compare_whole(wholes)
         for keep in self.settings:
             if not any(bool(x.grads.nan_to_num().any()) for x in self._own[keep]):
                 self.findings.append(f"keep_batch_dim={keep}: the gradients of all samples are 0 or NaN.")
+            elif keep in partly:
+                where = first_nan(self._own[keep][broken[keep][0]], self._parts)
+                said = f"loss or gradient of samples {broken[keep]} is NaN or infinite{where}"
+                fix = "Weight 0 leaves a sample out; or divide by a number that is never 0."
+                self.findings.append(f"keep_batch_dim={keep}: {said}. {fix}")
 
     def _describe(self, start: rng.Streams) -> None:
         """List the modules and the random numbers of which readings know nothing."""
@@ -292,7 +298,7 @@ class _Comparison:
             names = ", ".join(repr(name) for name, part in layers if part.p) or "a function"
             self.notes.append(f"Dropout is on ({names}); off in readings. {SAY_RANDOMNESS}")
         if self._draws:
-            self.notes.append(f"The loss draws random numbers. {SAY_RANDOMNESS}")
+            self.notes.append(f"The loss draws random numbers: samples together are not compared. {SAY_RANDOMNESS}")
         for keep, own in [*self._own.items()][:1]:
             again, _ = _attempt(lambda: read(self._calls[keep], 0, start))  # noqa: B023
             self._changes = again is None or not again.equals(own[0])

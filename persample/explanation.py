@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torch import Tensor
 
@@ -121,7 +121,7 @@ def explain(
     params: Tree,
     batch: Tree,
     reduce: Reduce = None,
-    *,
+    *_apart: NoReturn,
     in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
     randomness: Randomness = "error",
@@ -174,7 +174,7 @@ def explain(
     inputs.check_outside("explain", "Gradients that are differentiated are written out.")
     inputs.check_choices(engine=(engine, ("eager", *PROGRAMS)))
     inputs.check_options(engine="eager", randomness=randomness, chunk_size=None, memory=memory, outputs=outputs)
-    wanted, _ = inputs.reductions(reduce)
+    wanted, _ = inputs.reductions(reduce, *_apart)
     uses = Reductions(wanted).required_ops
 
     def compute() -> Explanation:

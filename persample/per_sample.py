@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def per_sample_grads(
     params: Tree,
     batch: Tree,
     reduce: Reduce = None,
-    *,
+    *_apart: NoReturn,
     weights: Tree = None,
     in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
@@ -172,7 +172,7 @@ def per_sample_grads(
         outputs=outputs,
         unit_reduce=unit_reduce,
     )
-    wanted, container = inputs.reductions(reduce)
+    wanted, container = inputs.reductions(reduce, *_apart)
     if type(batch) is not tuple or not PLAIN.issuperset(map(type, batch)):
         batch = inputs.as_dicts(batch)
     if engine in PROGRAMS and (differentiated or transforms()):

@@ -67,7 +67,8 @@ _VMAP_CAUSES = [
     (
         r"saved tensor hooks|setup_context staticmethod|vmap support",
         _CHECKPOINTS,
-        f"Give the function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
+        "Pass chunk_size= to bound memory in place of checkpoints, engine='traced', which takes them, or give the "
+        f"function setup_context and a vmap rule, {_LOOP} (checkpoint with use_reentrant=False).",
     ),
     (
         r"requires_grad_\(\)|(retain_grad\(\)|backward\(\) called) inside|does not require grad( and .* grad_fn|$)"
@@ -257,11 +258,13 @@ def _tree(call: Call, said: str) -> str:
         )
     if sum(type(x) in {int, float} for x in call.leaves) > 1:
         return "\nA list of numbers in the batch is not one tensor: every sample gets all of it. Pass torch.tensor(…)."
-    found = re.search(r"must be Tensor, not (list|tuple|dict)", said)
+    nested = call.loss.batch.num_nodes > call.loss.batch.num_leaves + 1
+    pattern = r"\b(list|tuple|dict)\b|only integer tensors" if nested else r"must be Tensor, not (list|tuple|dict)"
+    found = re.search(pattern, said)
     if found is None:
         return ""
     return (
-        f"\nA {found[1]} in params or batch is a tree: loss_fn gets a {found[1]} of its tensors. "
+        f"\nA {found[1] or 'list'} in params or batch is a tree: loss_fn gets its tensors apart. "
         "To pass them as one tensor, stack them first (torch.stack)."
     )
 

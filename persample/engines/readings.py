@@ -63,6 +63,11 @@ class Reading(NamedTuple):
     is_random: bool
     drops: bool
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is no NaN and no infinity in loss and gradients."""
+        return bool(self.grads.isfinite().all() and self.loss.isfinite().all())
+
     def equals(self, other: Reading) -> bool:
         """Return whether loss and gradients are the same."""
         return same(self.grads, other.grads) and same(self.loss, other.loss)
@@ -157,6 +162,12 @@ def first_difference(own: Sequence[Reading], other: Reading, parts: Mapping[str,
             return whole.place(parts)
     more = other.steps[min(len(x.steps) for x in own) :]
     return more[0].place(parts) if more else ""
+
+
+def first_nan(reading: Reading, parts: Mapping[str, nn.Module]) -> str:
+    """Return the place of the first step with a NaN among its results, or ""."""
+    steps = (step for step in reading.steps if any(bool(x.isnan().any()) for x in step.results))
+    return next((step.place(parts) for step in steps), "")
 
 
 def _consists_of(x: Tensor, rows: Sequence[Tensor]) -> bool:

@@ -95,7 +95,7 @@ def without_checkpoints(call: Call, function: Callable[[], T]) -> T:
 
     warnings.warn(
         f"{call.loss.called} checkpoints activations, which vmap cannot batch: gradient_checkpointing is off in the "
-        "call. Pass chunk_size= to bound memory, and call model.gradient_checkpointing_disable(); or engine='loop'.",
+        "call. Pass chunk_size= to bound memory, and call model.gradient_checkpointing_disable(); or engine='traced'.",
         FallbackWarning,
         stacklevel=users_depth(),
     )

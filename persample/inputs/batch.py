@@ -22,6 +22,7 @@ _PAD = (
     "Stack a list of samples (torch.stack, torch.utils.data.default_collate). Pad episodes of different lengths to one "
     "length (torch.nn.utils.rnn.pad_sequence) and pass a mask beside them."
 )
+_OTHER_LOSS = "Samples of another loss (boundary points) go to accumulate({name: loss}, params, [{name: batch}])."
 _SHOWN = 4  # leaves in a message
 PLAIN = {Tensor, nn.Parameter}
 _CONSTANTS = (str, bytes, int, float, complex, np.generic, type(None))
@@ -176,19 +177,22 @@ def _common_size(rows: Mapping[str, Tensor], argument: str) -> int:
         raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
         rest = f" and {len(sizes) - _SHOWN} more" if len(sizes) > _SHOWN else ""
-        fix = "Give all the same number of rows, or mark what all samples share with None in in_dims."
+        fix = f"Give all the same number of rows, or mark what all samples share with None in in_dims. {_OTHER_LOSS}"
         if _are_samples(rows, argument):
-            fix = _PAD if rest else f"{fix} {_PAD}"
+            fix = f"{_PAD} {_OTHER_LOSS}" if rest else f"{fix} {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in [*sizes.items()][:_SHOWN]) + rest
         raise ArgumentError.about(argument, expected="leaves of one common batch size", received=received, fix=fix)
     return next(iter(sizes.values()))
 
 
 def _are_samples(rows: Mapping[str, Tensor], argument: str) -> bool:
-    """Return whether leaves look like a list of samples: each item has the same fields, of any lengths."""
-    fields = [re.sub(rf"^{re.escape(argument)}\[.*?\]", "", name) for name in rows]
-    kinds = {(field, leaf.shape[1:], leaf.dtype) for field, leaf in zip(fields, rows.values(), strict=True)}
-    return len(kinds) == len(set(fields)) < len(rows) and not {*fields} & {*rows}
+    """Return whether leaves, or those of one part of a batch, look like a list of samples: the same fields in each."""
+    for depth in (0, 1):
+        index = re.compile(rf"^({re.escape(argument)}(?:\[[^\]]*\]){{{depth}}})\[\d+\]")
+        kinds = {(index.sub(r"\1", name), leaf.shape[1:], leaf.dtype) for name, leaf in rows.items()}
+        if len(kinds) == len({field for field, *_ in kinds}) < len(rows):
+            return True
+    return False
 
 
 _CONTAINERS = {tuple, list, dict}

@@ -88,24 +88,26 @@ def check_choices(**options: tuple[Any, Sequence[str]]) -> None:
     for argument, (value, choices) in options.items():
         if not isinstance(value, str) or value not in choices:
             expected = " or ".join(repr(name) for name in choices)
-            raise ArgumentError.about(argument, expected=expected, received=repr(value), fix="Pick one of them.")
+            received = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ArgumentError.about(argument, expected=expected, received=received, fix="Pick one of them.")
 
 
-def reductions(reduce: object) -> tuple[list[Reduction], trees.TreeSpec]:
-    """Return the reductions of a call as a list, and the structure of their container."""
+def reductions(reduce: object, *apart: object) -> tuple[list[Reduction], trees.TreeSpec]:
+    """Return the reductions of a call as a list, and the structure of their container; reject arguments after them."""
     leaves, container = trees.flatten(reduce)
-    for leaf in leaves:
+    for leaf in (*leaves, *apart):
         if leaf is not None and not isinstance(leaf, Reduction):
             named = isinstance(leaf, type) and issubclass(leaf, Reduction)
             fix = f"Call it: {leaf.__name__}(…)." if named else "Pass for example Mean(), or {'update': Mean()}."
             received = repr(leaf)
             if isinstance(leaf, Tensor | np.ndarray):
                 received = f"a tensor of shape {list(leaf.shape)}"
-                fix = "All that the loss takes of a sample is one argument, batch: pass (x, y), not x, y."
+                fix = "All that the loss takes of a sample is one argument, batch, a tuple: pass (x, y), not x, y."
             raise ArgumentError.about("reduce", expected="reductions such as Mean()", received=received, fix=fix)
-    if not leaves:
-        fix = "Name at least one, or pass None for the per-sample gradients."
-        raise ArgumentError.about("reduce", expected="a reduction", received=f"an empty {reduce!r}", fix=fix)
+    if not leaves or apart:
+        received = f"{1 + len(apart)} arguments" if apart else f"an empty {reduce!r}"
+        fix = "Pass None for the per-sample gradients, several reductions in a tuple or dict, and options by name."
+        raise ArgumentError.about("reduce", expected="a reduction", received=received, fix=fix)
     return [Stack() if leaf is None else leaf for leaf in leaves], container
 
 

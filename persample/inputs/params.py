@@ -51,8 +51,10 @@ def check_params(params: object, *, batch_statistics: bool = False, name: str = 
         expected = "a floating or complex tensor of 16 bits or more"
         raise ArgumentError.about(path, expected=expected, received=received, fix=fix)
     if not tree.tensors:
-        fix = "Pass dict(model.named_parameters()), or a module with at least one parameter that requires_grad."
-        raise ArgumentError.about(name, expected="at least one floating tensor", received="none", fix=fix)
+        frozen = len(tree.inside.parameters)
+        received = f"a module whose {frozen} parameters are all frozen" if frozen else "none"
+        fix = "Call .requires_grad_(True) of what is to be differentiated, or pass dict(model.named_parameters())."
+        raise ArgumentError.about(name, expected="at least one floating tensor", received=received, fix=fix)
     if are_hooked(tree.tensors):
         raise ArgumentError.about(
             next(path for path, leaf in zip(tree.paths, tree.tensors, strict=True) if are_hooked([leaf])),

@@ -213,7 +213,7 @@ class UnitIds(PerSample):
     def lift(self, gradients: Gradients) -> Tree:
         """Return the ids."""
         if gradients.unit_ids is None:
-            raise ArgumentError.about(
-                "unit", expected="ids [B] for UnitIds()", received="none", fix="Pass unit=ids, one id for each sample."
-            )
+            received = "the size of units, which have no ids but their places" if gradients.are_of_units else "none"
+            fix = "Pass unit=ids, one id for each sample, or leave UnitIds() out."
+            raise ArgumentError.about("unit", expected="ids [B] for UnitIds()", received=received, fix=fix)
         return Stacked(gradients.unit_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +39,7 @@ def accumulate(
     params: Tree,
     batches: Iterable[Leaf],
     reduce: Reduce = None,
-    *,
+    *_apart: NoReturn,
     weights: Tree = None,
     in_dims: tuple[Tree, Tree] = (None, 0),
     keep_batch_dim: bool = False,
@@ -152,7 +152,7 @@ def accumulate(
         )
         inputs.check_choices(order=(order, ORDERS))
         check_losses(losses, unit, group, order)
-        wanted, container = inputs.reductions(reduce)
+        wanted, container = inputs.reductions(reduce, *_apart)
         options = {
             "in_dims": in_dims,
             "keep_batch_dim": keep_batch_dim,

@@ -137,19 +137,20 @@ def test_what_is_differentiated_itself_names_torch_func():
 @pytest.mark.parametrize("engine", ["traced", "compiled"])
 def test_captures_are_refused(engine):
     with pytest.raises(
-        LossError, match=r"(requires_grad_\(\)|torch\.autograd\.grad\().*engine='eager', which computes the same"
+        LossError, match=r"(requires_grad_\(\)|torch\.autograd\.grad\().*Use torch\.func\.grad, jvp .*engine='eager'"
     ):
         per_sample_grads(penalty, critic(), X, engine=engine)
 
 
-def test_backward_inside_of_a_loss_is_refused():
+@pytest.mark.parametrize("engine", ["eager", "traced"])
+def test_backward_inside_of_a_loss_is_refused(engine):
     def loss(m, x):
         x = x.clone().requires_grad_()
-        m(x).sum().backward()
+        m(x).sum().backward(create_graph=True)
         return x.grad.square().sum()
 
     with pytest.raises(LossError, match=r"calls retain_grad\(\) or backward\(\) itself.*torch\.func\.grad"):
-        per_sample_grads(loss, critic(), X)
+        per_sample_grads(loss, critic(), X, engine=engine)
 
 
 def test_a_tensor_that_samples_share_is_refused():

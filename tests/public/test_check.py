@@ -286,7 +286,7 @@ def test_an_engine_with_another_result_is_found(offset):
 
 def test_what_an_engine_refuses_is_a_row_of_the_table():
     found = check(lambda w, x: (w * x).sum() * (2 if x.sum() > 0 else 1), torch.ones(D), X, engines=("eager", "loop"))
-    assert "reads values of a sample" in found.runs[0].result
+    assert re.search(r"eager .* reads values of a sample .*, in <lambda> \(.*engine='loop'", str(found))
     assert found.runs[1].result == "as the loop"
 
 
@@ -324,7 +324,7 @@ def test_dropout_random_numbers_and_weights_are_noted():
     assert {run.result for run in drops.runs} == {"random"}
     noisy = check(lambda w, x: (w * (x + torch.randn_like(x))).sum(), torch.ones(D), X, engines=())
     assert noisy.ok
-    assert "draws random numbers" in noisy.notes[0]
+    assert "draws random numbers: samples together are not compared" in noisy.notes[0]
     tokens = check(*RIGHT["a mean over tokens"], engines=())
     assert any("count with weights 0.0909, 0.182, 0.364, 0.364, first at Tensor" in note for note in tokens.notes)
 
@@ -459,6 +459,14 @@ def test_dropout_of_no_element_leaves_engines_comparable():
     found = check(lambda m, x: m(x).square().mean(), model, X, engines=("eager",))
     assert {run.result for run in found.runs} == {"as the loop"}
     assert not any("Dropout" in note for note in found.notes)
+
+
+def test_a_sample_without_labels_is_a_mean_of_nothing():
+    model, batch = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), (TOKENS, TOKENS.clone())
+    batch[1][2] = -100
+    loss = lambda m, ids, labels: F.cross_entropy(m(ids).flatten(0, 1), labels.flatten())
+    (finding,) = check(loss, model, batch, keep_batch_dim=True, engines=()).findings
+    assert re.search(r"loss or gradient of samples \[2\] is NaN or infinite, first at .*cross_entropy, in <", finding)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,7 +16,7 @@ B, D, A, T = 8, 5, 3, 8  # as many steps as samples
 X, Y, LABEL, ADV = torch.randn(B, D), torch.randn(B), torch.randint(A, (B,)), torch.randn(B)
 SEQ, IMAGE, SMALL = torch.randn(B, T, D), torch.randn(B, 3, 8, 8), torch.randn(B, 1, 8, 8)
 IDS, MASK = torch.randint(9, (B, T)), torch.arange(T) < torch.randint(2, T + 1, (B, 1))
-ACTIONS, REWARDS, LABELS = torch.randint(A, (B, T)), torch.randn(B, T), (torch.randn(B, A) > 0).float()
+ACTIONS, REWARDS = torch.randint(A, (B, T)), torch.randn(B, T)
 
 
 class Net(nn.Module):
@@ -162,16 +162,6 @@ def _(m, x, a, adv):
     return -(m(x).log_softmax(-1).gather(1, a[:, None]).squeeze(1) * adv).mean()
 
 
-@wrong(
-    "GroupNorm C=H unbatched",
-    nn.Sequential(nn.GroupNorm(3, 3), nn.Conv2d(3, 2, 3)),
-    torch.randn(B, 3, 3, 3),
-    place="group_norm",
-)
-def _(m, x):
-    return m(x).square().sum()
-
-
 @wrong("pairwise contrastive NT-Xent", mlp(A), X, X + 0.1 * torch.randn(B, D), place="@|mm|cat")
 def _(m, a, b):
     z = F.normalize(torch.cat([m(a), m(b)]), dim=1)
@@ -220,20 +210,10 @@ def _(m, x, y):
     return F.cross_entropy(5 * F.normalize(m(x), dim=0), y)
 
 
-@wrong("log_softmax dim 0 nll", mlp(A), X, LABEL, place="log_softmax")
-def _(m, x, y):
-    return F.nll_loss(m(x).log_softmax(0), y)
-
-
 @wrong("dot over the batch", mlp(1), X, Y, place="dot|@|norm")
 def _(m, x, y):
     p = m(x).squeeze(-1)
     return -(p @ y) / (p.norm() * y.norm())
-
-
-@wrong("lstm without batch_first", Net(r=nn.LSTM(D, 6), h=nn.Linear(6, A)), SEQ, LABEL, place="lstm|r\\b")
-def _(m, x, y):
-    return F.cross_entropy(m.h(m.r(x)[0][:, -1]), y)
 
 
 @wrong(
@@ -287,11 +267,6 @@ def _(m, x):
 )
 def _(m, x, y):
     return F.cross_entropy(m(x), y)
-
-
-@right("multi label", mlp(A), X, LABELS)
-def _(m, x, y):
-    return F.binary_cross_entropy_with_logits(m(x), y)
 
 
 @right("hinge margin", mlp(A), X, LABEL)
@@ -366,32 +341,11 @@ def _(m, i):
     return F.cross_entropy(m.h(h).flatten(0, 1), i.flatten())
 
 
-@wrong("barlow twins", mlp(A), X, X.flip(1), place="mean|std|mm|@|T")
-def _(m, a, b):
-    p, q = m(a), m(b)
-    p = (p - p.mean(0)) / (p.std(0) + 1e-4)
-    q = (q - q.mean(0)) / (q.std(0) + 1e-4)
-    c = p.T @ q / len(p)
-    return ((c - torch.eye(A)) ** 2).sum()
-
-
-@wrong("return normalised by std of batch", mlp(A), X, LABEL, ADV, place="std")
-def _(m, x, a, r):
-    return -(m(x).log_softmax(-1).gather(1, a[:, None]).squeeze(1) * (r / (r.std(unbiased=False) + 1e-6))).mean()
-
-
 @wrong("GAE over the batch axis", mlp(1), X, ADV, place="flip|cumsum|zeros|stack|add|value|mul")
 def _(m, x, r):
     v = m(x).squeeze(-1)
     d = (r[:-1] + 0.9 * v[1:] - v[:-1]) if len(r) > 1 else r - v
     return d.flip(0).cumsum(0).square().mean()
-
-
-@wrong("MMD between halves of the batch", mlp(2), X, place="cdist|mean|matmul")
-def _(m, x):
-    z = m(x)
-    k = (-(torch.cdist(z, z) ** 2)).exp()
-    return k.mean()
 
 
 @wrong("diversity: logdet of gram", mlp(3), X, place="@|matmul")
@@ -439,12 +393,6 @@ def _(m, x, y):
     s = m(x).squeeze(-1)
     d = s[:, None] - s[None]
     return (F.relu(1 - d) * (y[:, None] > y[None])).sum() + s.square().sum()
-
-
-@wrong("centered cosine", mlp(A), X, place="mean|sub")
-def _(m, x):
-    z = m(x)
-    return F.cosine_similarity(z - z.mean(0, keepdim=True), x[:, :A]).sum()
 
 
 @pytest.mark.parametrize("name", RIGHT)

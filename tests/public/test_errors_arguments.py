@@ -114,26 +114,13 @@ def test_a_builtin_without_a_signature_passes():
         ({"w": W, "bias": None}, ("params['bias']:", "received NoneType")),
         ([W, {"v": np.ones(3)}], ("params[1]['v']:", "received ndarray", "torch.as_tensor")),
         (nn.Linear(3, 1).parameters(), ("params:", "received an iterator")),
-        (
-            nn.Linear(3, 1).requires_grad_(False),
-            ("params:", "received none", "at least one parameter that requires_grad"),
-        ),
-        (nn.ReLU(), ("params:", "received none", "requires_grad")),
+        (nn.Linear(3, 1).requires_grad_(False), ("params:", "parameters are all frozen", "requires_grad_(True)")),
+        (nn.ReLU(), ("params:", "received none", "dict(model.named_parameters())")),
         (nn.Sequential(nn.LazyLinear(2)), ("params['0.weight']:", "uninitialized", "Run one forward pass")),
     ],
     ids=[
-        *(
-            "empty",
-            "empty-nested",
-            "None",
-            "number",
-            "int-tensor",
-            "bool-tensor",
-            "int-leaf",
-            "None-leaf",
-            "numpy-leaf",
-        ),
-        *("generator", "all-frozen", "no-parameters", "lazy"),
+        *("empty", "empty-nested", "None", "number", "int-tensor", "bool-tensor", "int-leaf", "None-leaf"),
+        *("numpy-leaf", "generator", "all-frozen", "no-parameters", "lazy"),
     ],
 )
 def test_params(params, words):
@@ -170,12 +157,13 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
     [
         (
             (X, {"r": X[:3]}),
-            ("batch: expected leaves of one common", "batch[0]: 4, batch[1]['r']: 3", "None in in_dims"),
+            ("one common batch size", "batch[0]: 4, batch[1]['r']: 3", "None in in_dims", "accumulate({name: loss}"),
         ),
         ({"s": X, "r": X[:1, 0]}, ("one common batch size", "batch['s']: 4, batch['r']: 1")),
         ([X, X[:2]], ("batch[0]: 4, batch[1]: 2", "Pad episodes", "pad_sequence", "mask")),
         ([(X, X[:, 0]), (X[:2], X[:2, 0])], ("batch[0][0]: 4, batch[0][1]: 4, batch[1][0]: 2", "Pad episodes")),
         ([np.ones((5, 2)), np.ones((3, 2))], ("batch[0]: 5, batch[1]: 3", "Pad episodes")),
+        (([X[:3]] * 4, X[:, 0]), ("batch[0][0]: 3", "and 1 more", "Stack a list of samples (torch.stack")),
         (ragged(2, 3), ("batch:", "an array of numbers", "dtype object", "Pad episodes of different lengths", "mask")),
         ({"s": ragged(2, 3)}, ("batch['s']:", "dtype object", "Pad episodes")),
         ((X, np.array(["a", "b"])), ("batch[1]:", "an array of numbers", "dtype <U1", "Convert it")),
@@ -193,20 +181,9 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
         (("cart", 3.0, None), ("batch:", "at least one tensor", "received none")),
     ],
     ids=[
-        *("sizes", "sizes-not-alike", "episodes", "fields", "numpy-episodes", "ragged", "ragged-leaf", "strings"),
-        *(
-            "dates",
-            "scalar",
-            "numpy-scalar",
-            "sparse",
-            "object",
-            "module",
-            "generator",
-            "tuple()",
-            "dict()",
-            "None",
-            "constants",
-        ),
+        *("sizes", "sizes-not-alike", "episodes", "fields", "numpy-episodes", "list-in-a-tuple", "ragged"),
+        *("ragged-leaf", "strings", "dates", "scalar", "numpy-scalar", "sparse", "object", "module", "generator"),
+        *("tuple()", "dict()", "None", "constants"),
     ],
 )
 def test_batch(batch, words):

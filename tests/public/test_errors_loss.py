@@ -322,7 +322,8 @@ def _scale(x):
     return x[2].item()  # here
 
 
-READS, WRITES, CHECKPOINTS = "reads values of a sample", "writes per-sample values in place", "uses checkpointing"
+READS, WRITES = "reads values of a sample", "writes per-sample values in place"
+CHECKPOINTS = "uses checkpointing.*chunk_size=.*engine='traced'"
 UNBATCHABLE = {
     item: READS,
     branch: READS,

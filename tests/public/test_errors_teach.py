@@ -20,7 +20,9 @@ from persample import (
     LossError,
     Mean,
     accumulate,
+    check,
     composite_grads,
+    explain,
     per_sample_grads,
     set_grads,
 )
@@ -113,6 +115,8 @@ def test_a_list_in_the_batch_is_a_tree(engine, params):
     hint = r"must be Tensor, not list\nA list in params or batch is a tree: .* stack them first \(torch\.stack\)"
     with pytest.raises(TypeError, match=hint):
         per_sample_grads(loss, params, (rows,), engine=engine)
+    with pytest.raises(AttributeError, match=r"'list' object has no .*\nA list in params or batch is a tree"):
+        per_sample_grads(lambda params, x: x.sum(), params, (rows,), engine=engine)
     found = per_sample_grads(loss, params, (torch.stack(rows, 1),), Mean(), engine=engine)  # what it says, works
     assert all(x.abs().sum() > 0 for x in found.values())
 
@@ -277,8 +281,12 @@ CALLS = {
     ),
     "x and y apart": (
         lambda: per_sample_grads(classify, MLP, IMAGES, CLASSES),
-        r"reduce: .* received a tensor of shape \[4\]\. All .* is one argument, batch: pass \(x, y\), not x, y\.",
+        r"reduce: .* received a tensor of shape \[4\]\. .* one argument, batch, a tuple: pass \(x, y\), not x, y",
     ),
+    "x, y and z apart": (lambda: per_sample_grads(classify, MLP, IMAGES, CLASSES, CLASSES), r"pass \(x, y\), not"),
+    "x, y and z of a stream": (lambda: accumulate(classify, MLP, IMAGES, CLASSES, CLASSES), r"pass \(x, y\), not x, y"),
+    "an option without its name": (lambda: check(squares, MLP, IMAGES, None, False), "reduce: .* received False"),
+    "reductions apart": (lambda: explain(squares, MLP, IMAGES, Mean(), Gram()), r"received 2 arguments\. .*in a tuple"),
     "arrays apart": (lambda: per_sample_grads(classify, MLP, IMAGES, np.ones(4)), r"pass \(x, y\), not x, y"),
     "x without y": (
         lambda: per_sample_grads(classify, MLP, IMAGES),

@@ -218,12 +218,13 @@ def test_gradient_checkpointing_is_off_during_a_call(name):
     expected = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for chunk_size in (None, 1):
-        with pytest.warns(FallbackWarning, match=r"is off in the call\. Pass chunk_size=") as warned:
+        with pytest.warns(FallbackWarning, match=r"is off in the call.*chunk_size=.*engine='traced'") as warned:
             found = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True, chunk_size=chunk_size)
         assert len(warned) == 1
         torch.testing.assert_close(found, expected)
     assert model.is_gradient_checkpointing
     with pytest.warns(FallbackWarning, match="is off in the call"):
         assert explain(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True).rows
-    looped = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True, engine="loop")
-    torch.testing.assert_close(looped, expected, rtol=1e-5, atol=1e-8)
+    for engine in ("loop", "traced"):
+        found = per_sample_grads(loss_of, model, batch_of(name), Norm(), keep_batch_dim=True, engine=engine)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)

@@ -14,6 +14,7 @@ from paths import ROOT
 
 import persample
 from persample import accumulate, composite_grads, explain, per_sample_grads
+from persample.rl.diagnostics import policy_gradients
 
 FUNCTIONS = [per_sample_grads, explain, composite_grads, accumulate]
 # Code of users, in strict mode. Every line that is wrong says with which error; there are no others.
@@ -77,7 +78,7 @@ print(loss.item(), ps.explain(by_module, linear, x, means).rows[0].factor)
 ps.set_grads(linear, update)
 
 ps.per_sample_grads(by_dict, {"w": x[0]})  # wrong: call-arg
-ps.per_sample_grads(by_dict, {"w": x[0]}, x, ps.Mean(), None)  # wrong: call-arg
+ps.per_sample_grads(by_dict, {"w": x[0]}, x, ps.Mean(), None)  # wrong: arg-type
 ps.per_sample_grads(by_dict, {"w": x[0]}, x, reduction=ps.Mean())  # wrong: call-arg
 ps.per_sample_grads(by_dict, {"w": x[0]}, x, ps.Mean)  # wrong: arg-type
 ps.per_sample_grads(by_dict, {"w": x[0]}, x, "mean")  # wrong: arg-type
@@ -139,12 +140,16 @@ def test_functions_share_names_order_and_defaults(one, other):
 def test_options_are_named(function):
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     assert kinds[:4] == kinds[:1] * 4
-    assert set(kinds[4:]) == {inspect.Parameter.KEYWORD_ONLY}
+    assert {*kinds[4:]} - {inspect.Parameter.VAR_POSITIONAL} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_help_explains_every_argument(function):
     text = inspect.getdoc(function)
     documented = re.findall(r"^    (\w+): ", text.partition("Args:")[2].partition("Returns:")[0], re.MULTILINE)
-    assert documented == list(inspect.signature(function).parameters)
+    assert documented == [name for name in inspect.signature(function).parameters if name != "_apart"]
     assert all(f"\n{section}:\n" in text for section in ("Args", "Returns", "Raises", "Examples"))
+
+
+def test_help_names_the_options_that_are_passed_on():
+    assert "``keep_batch_dim``" in inspect.getdoc(policy_gradients).partition("**options: ")[2]

@@ -299,8 +299,9 @@ def test_units_and_what_does_not_go_with_them():
         per_sample_grads(loss, net, batch, Mean(), unit=4, unit_reduce="max")
     with pytest.raises(ArgumentError, match=r"weights: expected no negative weight, received -1 among them"):
         per_sample_grads(loss, net, batch, Sum(), unit=4, unit_reduce="mean", weights=-torch.ones(24))
-    with pytest.raises(ArgumentError, match=r"unit: expected ids \[B\] for UnitIds\(\), received none"):
-        per_sample_grads(loss, net, batch, UnitIds(), unit=4)
+    for unit, received in ((4, "the size of units"), (None, "none")):
+        with pytest.raises(ArgumentError, match=rf"unit: expected ids \[B\] for UnitIds\(\), received {received}"):
+            per_sample_grads(loss, net, batch, UnitIds(), unit=unit)
     targets = NaturalGradient(0.1, targets=lambda aux: aux["index"].sum())
     with pytest.raises(ArgumentError, match="targets: expected one number for each unit, as aux are of samples"):
         per_sample_grads(loss, net, batch, targets, unit=4)

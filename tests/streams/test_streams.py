@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -539,13 +538,6 @@ class TestMemory:
             return int(Path("/proc/self/statm").read_text().split()[1]) * 4096  # pages in memory
 
         assert grown(1000) - grown(50) < 1_000_000 * 64 * 4 / 10
-
-
-def test_the_docstring_says_what_the_signature_has():
-    text = accumulate.__doc__
-    assert all(
-        re.search(rf"^ +{name}: ", text, re.MULTILINE) for name in accumulate.__annotations__ if name != "return"
-    )
 
 
 def test_arrays_of_numpy_take_the_dtype_of_the_parameters():

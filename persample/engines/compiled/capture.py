@@ -141,7 +141,7 @@ class Entry:
             raise UncapturableError(
                 "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
             ) from error
-        except (RuntimeError, AssertionError) as error:  # Dynamo asserts what it expects of the function
+        except (RuntimeError, AssertionError, TypeError) as error:  # Dynamo asserts; a marker is no gradient
             if self._unread is None and any(said in str(error) for said in _READS):
                 torch.compiler.allow_in_graph(list(UNREAD))
                 self._unread = _Unread

@@ -84,11 +84,13 @@ def _computed(task: Task, asked: Asked | None = None) -> Tree:
         if error.__cause__ is None or line is None or line[0] in str(error):
             raise
         engines = "engine='loop', which takes any loss"  # vmap refuses another line
-    raise LossError(
-        f"loss_fn cannot be {task.engine}: {refusal}. A {task.engine} loss must not branch on values, nor have shapes "
-        "that depend on them (use torch.where and masks), nor write into its arguments or what it closed over, nor "
-        f"keep tensors elsewhere (return them in aux). Or pass {engines}."
-    ) from refusal
+    advice = (
+        f"A {task.engine} loss must not branch on values, nor have shapes that depend on them (use torch.where and "
+        "masks), nor write into its arguments or what it closed over, nor keep tensors elsewhere (return them in aux)"
+    )
+    if re.search(r"requires_grad|autograd\.grad", str(refusal)):
+        advice = "Use torch.func.grad, jvp or hessian for a derivative inside the loss"
+    raise LossError(f"loss_fn cannot be {task.engine}: {refusal}. {advice}. Or pass {engines}.") from refusal
 
 
 def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> Tree:

@@ -91,7 +91,7 @@ def policy_gradients(
             its unit.
         damping: λ > 0 of ``natural``; None for the mean of ‖∇ℓᵢ‖².
         outputs: "scalar", or "rows" for a loss that returns ``[K]``.
-        **options: what else ``per_sample_grads`` takes: ``engine``, ``chunk_size``, ``in_dims``, ``randomness``.
+        **options: of ``per_sample_grads``: ``in_dims``, ``keep_batch_dim``, ``randomness``, ``chunk_size``, ``engine``.
 
     Returns:
         The update, and what it is made of.
