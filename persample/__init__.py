@@ -58,7 +58,7 @@ from persample.reductions import (
 from persample.streams import accumulate, read_sink
 from persample.utils.trees import stop_gradient
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArgumentError",

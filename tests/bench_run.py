@@ -60,7 +60,7 @@ def invented_run() -> Results:
         for record in [*_limits(workload, quantity, *unit), *(_record(rng, workload, quantity, m) for m in METHODS)]
     ]
     environment = {
-        "persample": "0.1.0",
+        "persample": "0.2.0",
         "torch": "2.13.0",
         "peers": {"jax": "0.9.1", "opacus": "1.6.0"},
         "cpu": "Invented CPU",
