@@ -33,7 +33,7 @@ TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
 TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
 TO_DOCS = "](../docs/"
 # The front page begins as README does, up to a heading.
-FIRST_SCREEN, SECOND_SCREEN = "<!-- README, first screen -->", "\n## What can be asked"
+FIRST_SCREEN, SECOND_SCREEN = "<!-- README, first screen -->", "\n## What you can ask for"
 # Every output is a block of its own: indented ones that follow each other would be one.
 OUTPUTS = """{% extends 'markdown/index.md.j2' %}
 {% macro fenced(text) %}
