@@ -34,6 +34,10 @@ TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
 TO_DOCS = "](../docs/"
 # The front page begins as README does, up to a heading.
 FIRST_SCREEN, SECOND_SCREEN = "<!-- README, first screen -->", "\n## What you can ask for"
+# What search finds first and last, if words are equal: pages for errors, and pages for builders.
+BOOSTS = dict.fromkeys(["errors.md", "faq.md", "sharp-edges.md"], 2.0) | dict.fromkeys(
+    ["architecture.md", "decisions.md", "decision-figures.md", "benchmarks.md", "benchmark-tables.md"], 0.3
+)
 # Every output is a block of its own: indented ones that follow each other would be one.
 OUTPUTS = """{% extends 'markdown/index.md.j2' %}
 {% macro fenced(text) %}
@@ -76,7 +80,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put README's first screen on the front page, and let links to notebooks lead to their pages."""
+    """Put README's first screen on the front page, lead links to notebooks to their pages, and rank pages in search."""
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri, 0.5 if "notebooks/" in page.file.src_uri else 1.0)}
     if FIRST_SCREEN in markdown:
         screen = (NOTEBOOKS[0].parents[1] / "README.md").read_text(encoding="utf-8").split(SECOND_SCREEN)[0]
         markdown = markdown.replace(FIRST_SCREEN, screen.replace("](docs/", "]("))
