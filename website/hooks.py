@@ -28,6 +28,8 @@ UNKNOWN = re.compile(r">(\\\w|&(amp;)?<)")  # commands and separators that becam
 # A minus after an operator or an opening bracket has no room around it; nor has a sign that is a value or a function.
 SIGN = re.compile(r"(<mo[^>]*>(?!&#x00029;|&#x02016;|[])|]|&#x0007C;)[^<]+</mo>)<mo>&#x02212;</mo>")
 VALUE = re.compile(r"<mo>(&#x0221E;|&#x022A5;)</mo>")
+# A logarithm needs room beside other names: after one, and before its argument without brackets.
+LOG, THIN = re.compile(r"(</mi>|</mrow>)?(<mi>log</mi>)(?=(<m[^on])?)"), '<mspace width="0.167em" />'
 # How pages link to notebooks in the repository, notebooks to each other, and notebooks to pages.
 TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
 TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
@@ -101,6 +103,7 @@ def _mathml(match: re.Match[str]) -> str:
     tex = BIG.sub(lambda bracket: (r"\left" if bracket[1] in "([" else r"\right") + bracket[1], tex)
     formula = convert(tex, display="inline" if match[1] == "span" else "block")
     formula = VALUE.sub(r"<mi>\1</mi>", SIGN.sub(r'\1<mo form="prefix">&#x02212;</mo>', formula))
+    formula = LOG.sub(lambda m: f"{m[1]}{THIN}" * bool(m[1]) + m[2] + THIN * bool(m[3]), formula)
     if UNKNOWN.search(formula):
         raise PluginError(f"No MathML for {match[2]!r}: spell it with other commands.")
     return f'<{match[1]} class="formula">{formula}</{match[1]}>'
