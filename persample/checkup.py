@@ -90,14 +90,14 @@ def check(
     engines: Sequence[str] = ("loop", "eager", "traced"),
     samples: int = 4,
 ) -> Check:
-    """Compare what a loss computes of a few samples: with and without a batch axis, together, and on each engine.
+    """Compare the losses and gradients of a few samples: with and without a batch axis, together, and on each engine.
 
     Write gᵢ for the gradient of sample i's own loss. Three readings run by plain autograd: fn(params, xᵢ), which is
     ``keep_batch_dim=False``; fn(params, xᵢ[None]), which is ``keep_batch_dim=True``; and fn(params, x), all samples at
-    once, as in ordinary training. It is a finding if the first two differ, or if the gradient of the third is not a
-    mean Σ wᵢ gᵢ with wᵢ > 0, Σ wᵢ = 1, or the sum Σ gᵢ: then samples influence each other. A finding names the first
-    function whose results differ, its module, and your line. It does not say which reading you meant. Dropout is off in
-    the readings.
+    once, as in ordinary training. It is a finding if the first two differ. It is another if the gradient of the third
+    is neither the sum Σ gᵢ nor a mean Σ wᵢ gᵢ with wᵢ > 0, Σ wᵢ = 1: samples influence each other. A finding names the
+    first function whose results differ, its module, and your line. It does not say which reading you meant. Dropout is
+    off in the readings.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -105,7 +105,7 @@ def check(
         batch: as in ``per_sample_grads``, leaves ``[B, ...]``, B of at least 1.
         reduce: the reductions for which the storage is explained.
         in_dims: as in ``per_sample_grads``.
-        keep_batch_dim: the setting that you mean, so that the other one does not count: False for a loss written for
+        keep_batch_dim: the setting that you mean; the other does not count. False for a loss written for
             one sample, True for one written for batches; None for both.
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``. With "rows", each output is compared.

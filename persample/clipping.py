@@ -1,7 +1,7 @@
-"""Clipping rules: how the gradient of a sample, or of a unit, is scaled by its norm, so that it has a bounded one.
+"""Clipping rules: functions of a gradient's norm that scale it to a norm of at most C.
 
-A rule takes the place of a bound in ``ClippedSum`` and ``ClippedMean``, and of a function in ``WeightedSum``. Under
-every rule no gradient has a norm above C afterwards. C = 0 gives zeros, and zero gradients stay zero. NaN in a gradient
+A rule takes the place of a bound in ``ClippedSum`` and ``ClippedMean``, and of a function in ``WeightedSum``, for
+gradients of samples or of units. C = 0 gives zeros, and zero gradients stay zero. NaN in a gradient
 makes the result NaN, and infinity makes it NaN there.
 """
 
@@ -83,7 +83,7 @@ class Automatic(Rule):
 
 @dataclass(frozen=True)
 class Normalize(Rule):
-    """C / ‖g‖: every gradient gets norm C, but for zero ones; also known as AUTO-V.
+    """C / ‖g‖: every gradient except 0 gets norm C; also known as AUTO-V.
 
     Source: Das, Hashemi, Sanghavi, Dhillon, "On the Convergence of Differentially Private Federated Learning on
     Non-Lipschitz Objectives, and with Normalized Client Updates" (2021); AUTO-V: Bu et al. (2022).

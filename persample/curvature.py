@@ -68,9 +68,9 @@ class Curvature:
         return self._map(v, lambda x, place: self._in_bases(place, x, self._values[place]))
 
     def solve(self, v: Tree, damping: float | Tensor, *, heuristic: bool = False) -> Tree:
-        """Return (F + λI)⁻¹ v, exactly; or with the damping of each factor that K-FAC uses in its place.
+        """Return (F + λI)⁻¹ v exactly, or K-FAC's approximation with a damping of each factor.
 
-        That is (S + √λ/π I)⁻¹ ⊗ (A + π√λ I)⁻¹, with π² = (tr A / i) / (tr S / o): Martens, Grosse (2015), section 6.3.
+        The latter is (S + √λ/π I)⁻¹ ⊗ (A + π√λ I)⁻¹, π² = (tr A / i) / (tr S / o): Martens, Grosse (2015), section 6.3.
 
         Args:
             v: a tree like the parameters.
@@ -78,7 +78,7 @@ class Curvature:
             heuristic: whether to add the damping to S and to A.
 
         Raises:
-            ArgumentError: if ``damping`` is not a positive number, or ``heuristic`` is asked of EKFAC.
+            ArgumentError: if ``damping`` is not a positive number, or ``heuristic`` is used with EKFAC.
         """
         number = isinstance(damping, Real | Tensor) and not isinstance(damping, bool)
         if not number or not 0 < float(damping) < torch.inf:

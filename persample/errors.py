@@ -42,11 +42,11 @@ class LossError(RuntimeError):
 
 
 class PersampleWarning(RuntimeWarning):
-    """The base of the library's warnings; each cause has a category of its own, so that one filter silences it."""
+    """The base of the library's warnings; each cause has its own category, so that one filter silences it."""
 
 
 class FallbackWarning(PersampleWarning):
-    """A call was answered in a slower way than its engine's; the message says why, and what it costs."""
+    """A call took a slower path than its engine's; the message says why, and what it costs."""
 
 
 class CompilerWarning(PersampleWarning):
@@ -58,7 +58,7 @@ class RecompilationWarning(PersampleWarning):
 
 
 class CompileLimitWarning(PersampleWarning):
-    """``engine="compiled"`` answers eagerly, because the loss changes at every call what it was compiled for."""
+    """A program gives way to the eager engine, because every call changes something for which it was made."""
 
 
 class ConditionWarning(PersampleWarning):
@@ -70,11 +70,11 @@ class BatchStatisticsWarning(PersampleWarning):
 
 
 class WrapperWarning(PersampleWarning):
-    """The module inside of a wrapper is used, and what the wrapper adds does not run."""
+    """The module inside a wrapper is used; the wrapper's own work does not run."""
 
 
 class TorchVersionWarning(PersampleWarning):
-    """The installed torch lacks private names, and calls are answered without them, slower."""
+    """The installed torch lacks private names; calls run without them, slower."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(
@@ -89,7 +89,7 @@ class SinkError(RuntimeError):
 
 
 class TorchVersionError(RuntimeError):
-    """The installed torch lacks a private name without which the call cannot be answered."""
+    """The installed torch lacks a private name that the call cannot do without."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -132,8 +132,8 @@ def explain(
 ) -> Explanation:
     """Return how the gradients of each parameter are stored for some reductions, and why.
 
-    The loss and its backward pass run twice on the whole batch; nothing is reduced. Programs make the same choices; the
-    traced or compiled ones that were made for the loss so far are listed, too.
+    The loss and its backward pass run twice on the whole batch; nothing is reduced. Programs make the same choices;
+    those made for the loss so far are listed, too.
 
     Args:
         loss_fn: as in ``per_sample_grads``.
@@ -144,11 +144,10 @@ def explain(
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
         outputs: as in ``per_sample_grads``.
-        unit: as in ``per_sample_grads``: the rows are those of the gradients of units, of the largest if their sizes
-            differ.
+        unit: as in ``per_sample_grads``: rows are of the gradients of units, of the largest units if sizes differ.
         memory: as in ``per_sample_grads``.
-        engine: "eager" (also for what "auto" stores), or "traced" or "compiled" to list the engine's programs: their
-            seconds are what the first calls took, which later calls have to save.
+        engine: "eager" (also for "auto"), or "traced" or "compiled" to list the engine's programs, with the seconds of
+            the first calls, which later calls have to save.
 
     Returns:
         One row per parameter: kind of factor, T, choice ("contract": results are computed from the factor;

@@ -51,7 +51,7 @@ def fisher_vector_product(
         in_dims: as in ``per_sample_grads``.
         keep_batch_dim: as in ``per_sample_grads``.
         randomness: as in ``per_sample_grads``.
-        outputs: as in ``per_sample_grads``; with "rows", F adds up over the K outputs of each sample, too.
+        outputs: as in ``per_sample_grads``; with "rows", F also sums over the K outputs of each sample.
         unit: as in ``per_sample_grads``; gᵢ is then the gradient of a unit.
         unit_reduce: as in ``per_sample_grads``.
         chunk_size: as in ``per_sample_grads``.

@@ -50,14 +50,14 @@ def per_sample_grads(
     """Compute per-sample gradients gᵢ = ∇ℓᵢ(params) of a loss written for one sample, and reduce them.
 
     Row i is the gradient of sample i's own loss ℓᵢ, never divided by B. Results never require grad, unless
-    ``differentiable``. Inside of ``torch.func.grad``, ``vjp``, ``jvp``, ``jacrev``, ``jacfwd``, ``hessian`` and
-    ``vmap`` a call gives what plain ``vmap(grad(loss_fn))`` with the same arithmetic gives.
+    ``differentiable``. Inside ``torch.func.grad``, ``vjp``, ``jvp``, ``jacrev``, ``jacfwd``, ``hessian`` and
+    ``vmap`` a call gives the same result as ``vmap(grad(loss_fn))`` with the same arithmetic.
 
     Args:
         loss_fn: ``loss_fn(params, *sample)`` for one sample, without the batch axis. Returns a real 0-d loss (a
             vector with ``outputs="rows"``), or exactly ``(loss, aux)`` with aux any pytree of tensors.
         params: a pytree of floating or complex tensors, or an ``nn.Module`` (also modules inside the pytree):
-            then ``loss_fn`` receives the module itself, and results are keyed by parameter name. Of a module only
+            then ``loss_fn`` receives the module itself, and results are keyed by parameter name. Only a module's
             parameters with ``requires_grad`` are differentiated; a tied parameter counts once. Writes to the module's
             buffers are discarded.
         batch: a pytree of tensors or NumPy arrays with a leading batch axis of common size B. A plain tuple or list
@@ -66,41 +66,40 @@ def per_sample_grads(
             Floating arrays take the dtype and device of the first parameter; None, strings and numbers pass through.
             A list of B samples of different lengths is not a batch: pad them, stack them, and pass a mask.
         reduce: a reduction, or a dict, tuple or list of reductions, all computed in one pass. None means ``Stack()``,
-            the gradients themselves. There are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
+            the gradients themselves. Others are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
             ``Norm``, ``Gram``, ``CosineSimilarity``, ``Dot``, ``Project``; ``SecondMoment``, ``Variance``,
-            ``NoiseScale``; ``NaturalGradient``, ``Leverage``; ``Loss``, ``Aux``, ``Factored``; and those you write
+            ``NoiseScale``; ``NaturalGradient``, ``Leverage``; ``Loss``, ``Aux``, ``Factored``; and your own
             (``persample.reductions.Reduction``).
         weights: ``[B]``, real or bool: a sample of weight k counts k times. Weights apply after clipping, and to
             reductions over samples only. Weight 0 removes a sample entirely, even if its gradient is NaN.
         in_dims: ``(params_dims, batch_dims)``: an int, None (shared by all samples) or a tree prefix for each;
             ``(None, (None, 0, 0))`` for a batch whose first argument all samples share, ``(0, 0)`` if every sample
-            has parameters of its own.
+            has its own parameters.
         keep_batch_dim: pass each sample with a leading axis of 1, for models that require a batch axis.
         randomness: as in ``torch.func.vmap``: random operations in the loss raise an error ("error"), or draw the
             "same" or "different" numbers for the samples.
-        outputs: "scalar" if the loss of one sample is a number; "rows" if it is a vector ``[K]``: then a sample has K
+        outputs: "scalar" if the loss of one sample is a number; "rows" if it is a vector ``[K]``. Then a sample has K
             gradients: ``Stack`` gives ``[B, K, *shape]``, ``Norm`` ``[B, K]``, ``Gram`` ``[B, K, B, K]``, sums
             ``[K, *shape]``. The loss runs once for all K.
-        unit: what counts as one, where it is not a sample: a number k, for units of k consecutive samples; or the ids
-            of the samples' units (users, prompts, images), integers ``[B]``. The gradient of a unit is the sum of those
-            of its samples, each times its weight. All reductions but ``Aux`` then speak of units, in the order of their
-            first samples: ``Norm`` gives ``[U]``, ``ClippedMean`` clips the gradient of each unit and divides by their
-            number. Each unit counts once, and one whose weights are all 0 is removed.
+        unit: samples that count as one: a number k, for units of k consecutive samples; or the id of each sample's
+            unit (user, prompt, image), integers ``[B]``. The gradient of a unit is the weighted sum of those of its
+            samples. All reductions except ``Aux`` then work on units, in the order of their first samples: ``Norm``
+            gives ``[U]``, ``ClippedMean`` clips the gradient of each unit and divides by the number of units. Each unit
+            counts once, and one whose weights are all 0 is removed.
         unit_reduce: "sum", or "mean" for the (weighted) mean of a unit's samples.
         chunk_size: the number of samples processed at a time, which bounds memory; None for all.
-        memory: the bytes that gradients written out for speed may take together; ``"low"`` for none beyond what their
-            factors take; None for 256 MiB, beyond which each may take twice its factors. Does not change results.
+        memory: the bytes that gradients written out for speed may take together; ``"low"`` for no more than their
+            factors; None for 256 MiB, beyond which each may take twice its factors. Does not change results.
         engine: "eager" (``vmap``); "traced" (the same operations as a program without autograd and vmap, captured at
             the first call, and again when the loss or the sizes change); "compiled" (that program, compiled: the
             fastest, after seconds of compilation); "loop" (plain autograd, one sample at a time; takes ``.item()``,
-            branches on values, and checkpoints, too); "auto" ("eager", and for a loss that vmap cannot batch "loop",
+            branches on values, and checkpoints, too); "auto" ("eager", or "loop" for a loss that vmap cannot batch,
             with a ``FallbackWarning`` that says why). All engines give the same results.
-        out: a previous result of the same call, to be overwritten and returned. Reuse it in loops, because fresh memory
-            costs more than the gradients themselves.
-        differentiable: give the results a graph for plain autograd, back to parameters, batch, weights, fields of
-            reductions and what the loss closes over, where these require grad: for meta-gradients and gradient
-            penalties. Gradients are written out then, ``[B, *shape]``, operation by operation (with every engine but
-            "loop").
+        out: a previous result of the same call, to be overwritten and returned. Reuse it in loops: fresh memory can
+            cost more than the gradients themselves.
+        differentiable: give the results a graph for plain autograd, back to those parameters, batch, weights, fields of
+            reductions and closed-over tensors that require grad: for meta-gradients and gradient penalties. Gradients
+            are then written out, ``[B, *shape]``, operation by operation (with every engine except "loop").
 
     Returns:
         A tree like ``params`` with leaves ``[B, *shape]`` if ``reduce`` is None; the result of the reduction; or a
@@ -108,7 +107,7 @@ def per_sample_grads(
 
     Raises:
         ArgumentError: if an argument is invalid; the message names the argument and the fix. Also if the call stands
-            inside of a loss that plain autograd differentiates, and is not ``differentiable``.
+            inside a loss that plain autograd differentiates, and is not ``differentiable``.
         LossError: if the loss does not return a real scalar, depends on no parameter, or cannot be batched.
 
     Examples:

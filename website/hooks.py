@@ -28,12 +28,18 @@ UNKNOWN = re.compile(r">(\\\w|&(amp;)?<)")  # commands and separators that becam
 # A minus after an operator or an opening bracket has no room around it; nor has a sign that is a value or a function.
 SIGN = re.compile(r"(<mo[^>]*>(?!&#x00029;|&#x02016;|[])|]|&#x0007C;)[^<]+</mo>)<mo>&#x02212;</mo>")
 VALUE = re.compile(r"<mo>(&#x0221E;|&#x022A5;)</mo>")
+# A logarithm needs room beside other names: after one, and before its argument without brackets.
+LOG, THIN = re.compile(r"(</mi>|</mrow>)?(<mi>log</mi>)(?=(<m[^on])?)"), '<mspace width="0.167em" />'
 # How pages link to notebooks in the repository, notebooks to each other, and notebooks to pages.
 TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb")
 TO_NEXT = re.compile(r"\]\((\w+)\.ipynb")
 TO_DOCS = "](../docs/"
 # The front page begins as README does, up to a heading.
-FIRST_SCREEN, SECOND_SCREEN = "<!-- README, first screen -->", "\n## What can be asked"
+FIRST_SCREEN, SECOND_SCREEN = "<!-- README, first screen -->", "\n## What you can ask for"
+# What search finds first and last, if words are equal: pages for errors, and pages for builders.
+BOOSTS = dict.fromkeys(["errors.md", "faq.md", "sharp-edges.md"], 2.0) | dict.fromkeys(
+    ["architecture.md", "decisions.md", "decision-figures.md", "benchmarks.md", "benchmark-tables.md"], 0.3
+)
 # Every output is a block of its own: indented ones that follow each other would be one.
 OUTPUTS = """{% extends 'markdown/index.md.j2' %}
 {% macro fenced(text) %}
@@ -76,7 +82,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put README's first screen on the front page, and let links to notebooks lead to their pages."""
+    """Put README's first screen on the front page, lead links to notebooks to their pages, and rank pages in search."""
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri, 0.5 if "notebooks/" in page.file.src_uri else 1.0)}
     if FIRST_SCREEN in markdown:
         screen = (NOTEBOOKS[0].parents[1] / "README.md").read_text(encoding="utf-8").split(SECOND_SCREEN)[0]
         markdown = markdown.replace(FIRST_SCREEN, screen.replace("](docs/", "]("))
@@ -96,6 +103,7 @@ def _mathml(match: re.Match[str]) -> str:
     tex = BIG.sub(lambda bracket: (r"\left" if bracket[1] in "([" else r"\right") + bracket[1], tex)
     formula = convert(tex, display="inline" if match[1] == "span" else "block")
     formula = VALUE.sub(r"<mi>\1</mi>", SIGN.sub(r'\1<mo form="prefix">&#x02212;</mo>', formula))
+    formula = LOG.sub(lambda m: f"{m[1]}{THIN}" * bool(m[1]) + m[2] + THIN * bool(m[3]), formula)
     if UNKNOWN.search(formula):
         raise PluginError(f"No MathML for {match[2]!r}: spell it with other commands.")
     return f'<{match[1]} class="formula">{formula}</{match[1]}>'

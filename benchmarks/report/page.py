@@ -16,7 +16,7 @@ from benchmarks.report.text import escaped, shortened, words
 # The figures of this quantity are on the page that is read.
 _READ = "clipped_mean"
 _STANDINGS = "Pairs of a workload and a quantity, by how each of our methods compares with the best of all others."
-_LOSSES = """The best of the others needs less than the best of ours: by over 5 % (and, of memory, by over 1 MiB).
+_LOSSES = """Here the best other method beats our best by over 5 % (for memory, also by over 1 MiB).
 Times are in batch gradients."""
 _GOALS = "Limits are relative to one batch gradient, unless a cell names another method or a unit."
 _TIMES = "One dot per method. Methods without a dot refused, were wrong, or were stopped; the tables give the reasons."

@@ -1,4 +1,4 @@
-"""``persample train``: a training with a live display, which can be interrupted and resumed."""
+"""``persample train``: a training run with a live display, which can be interrupted and resumed."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ def composite_grads(
 
     Args:
         encode_fn: f, ``encode_fn(params, *sample)`` for one sample, without the batch axis; returns zᵢ, a pytree of
-            tensors. For several encoders, each with samples of its own: a dict, tuple or list of functions; all
+            tensors. For several encoders, each with its own samples: a dict, tuple or list of functions; all
             receive ``params``.
         loss_fn: g, ``loss_fn(z)`` or ``loss_fn(loss_params, z)``, returns a real 0-d loss; z has the structure that
             ``encode_fn`` returns, with leaves ``[n, ...]``. With several encoders, z is a container of their z.
         params: as in ``per_sample_grads``: a pytree of tensors, an ``nn.Module``, modules in a pytree.
         inputs: as ``batch`` in ``per_sample_grads``, n samples. With several encoders: the same container of batches,
-            each with an n of its own.
+            each with its own n.
         loss_params: parameters of the loss (a temperature), a pytree or a module; they get gradients, too.
         reduce: the reduction of the samples' contributions (dL/dzᵢ)(dzᵢ/dθ): ``Sum()``, which is dL/dθ, any other
             reduction, or a container of them; None means ``Stack()``. Rows of several encoders are concatenated.

@@ -69,7 +69,7 @@ class Reduction:
         size: int | None = None,
         num_params: int | Mapping[str, int] | None = None,
     ) -> float:
-        """Return the L2 sensitivity: how far one unit (a sample, or what ``unit`` says) can move the result.
+        """Return the L2 sensitivity: how far one unit (a sample, or several with ``unit``) can move the result.
 
         It is C for a sum of parts of norm C, 2C if a unit is replaced, and 2C/n for a mean of n. The noise of a
         Gaussian mechanism has this standard deviation times the noise multiplier. Gradients are finite; samples without

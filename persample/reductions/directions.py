@@ -138,11 +138,11 @@ class Sketch(PerSample):
     """Random projections of each parameter's gradient from both sides: a tree like the parameters, ``[B, rank²]``.
 
     They are U g Vᵀ / rank with g seen as a matrix ``[o, rest]`` and random signs ``U [rank, o]``, ``V [rank, rest]``,
-    drawn as those of ``Project``. Of a vector, a single row or a single column, all rank² entries are projections of
-    that. E⟨s(g), s(h)⟩ = ⟨g, h⟩. Of ``Project(rank²)``, entries are as many and more precise (an inner product errs by
-    about 1/rank of ‖g‖ ‖h‖, here by its root); take ``Sketch`` where they cost too much: signals and inputs are
-    multiplied by rank signs in place of rank², or where each parameter needs its own. The result is real, in float32
-    at least.
+    drawn as those of ``Project``. A vector, a single row or a single column has rank² projections of itself.
+    E⟨s(g), s(h)⟩ = ⟨g, h⟩. ``Project(rank²)`` has the same number of entries and is more precise (an inner product errs
+    by about 1/rank of ‖g‖ ‖h‖, here by its root). Use ``Sketch`` where that costs too much, because it multiplies
+    signals and inputs by rank signs instead of rank², or where each parameter needs its own projections. The result is
+    real, in float32 at least.
 
     Source: LoGra: Choe et al., "What is Your Data Worth to GPT?" (2024).
 

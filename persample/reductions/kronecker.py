@@ -54,23 +54,23 @@ class KroneckerFactors(Reduction):
     ``persample.Curvature`` multiplies by and inverts.
 
     The gradient of a layer's weight is a sum of T terms, gᵢ = Σₜ lᵢₜ rᵢₜᵀ, one for each position (step, pixel) that the
-    layer is applied to: l is the gradient of its output, and r its input. A bias is a layer of its own, with input 1.
+    layer is applied to: l is the gradient of its output, and r its input. A bias is a separate layer, with input 1.
 
     - "expand" treats terms as independent: S = Σ wᵢ lᵢₜ lᵢₜᵀ / Σ wᵢ and A = Σ wᵢ rᵢₜ rᵢₜᵀ / Σ wᵢ Tᵢ, sums over i and t.
     - "reduce" adds the terms up first, lᵢ = Σₜ lᵢₜ and rᵢ = Σₜ rᵢₜ: S = Σ wᵢ lᵢ lᵢᵀ / Σ wᵢ and
       A = Σ wᵢ rᵢ rᵢᵀ / Σ wᵢ Tᵢ².
 
-    S belongs to the first axis of the parameter, and A to all others. Where inputs lie along the first (``x @ w``,
-    tables, transposed convolutions), S is theirs, and S ⊗ A is the same. A parameter that is used several times has the
-    terms of all uses. Of losses with K outputs, F is the sum of those of the outputs.
+    S belongs to the first axis of the parameter, and A to all others. If inputs lie along the first (``x @ w``,
+    tables, transposed convolutions), S belongs to them, and S ⊗ A is the same. A parameter that is used several times
+    has the terms of all uses. For losses with K outputs, F is the sum over the outputs.
 
     Shapes other than ``[o, o]`` and ``[i, i]``:
 
     - ``[n]``, the diagonal alone: of axes longer than ``max_size``, and S of a table that is only looked up.
     - ``[G, o/G, o/G]`` and ``[G, i, i]``: one block for each of the G groups of a convolution.
-    - A tensor like the parameter in the place of both, E[gᵢ²], the diagonal of F: where gradients are no products, as
-      of weights that are masked or complex. A real vector or number has its exact block there: S = E[gᵢ gᵢᵀ] and A = 1.
-      ``explain`` names these parameters "Dense".
+    - A tensor like the parameter in place of both, E[gᵢ²], the diagonal of F: if gradients are not products, for
+      example of masked or complex weights. A real vector or scalar has its exact block: S = E[gᵢ gᵢᵀ] and A = 1.
+      ``explain`` calls these parameters "Dense".
 
     Source: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature" (2015);
     Eschenhagen et al., "Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures" (2023),
@@ -83,7 +83,7 @@ class KroneckerFactors(Reduction):
     Raises:
         ArgumentError: if ``approximation`` is another, or ``max_size`` is not a positive int; (when used) if a weight
             is negative, or weights sum to 0.
-        LossError: if samples use a parameter in unlike ways, which ``engine="loop"`` alone allows.
+        LossError: if samples use a parameter in different ways, which only ``engine="loop"`` allows.
 
     Examples:
         >>> import torch
@@ -153,7 +153,7 @@ class EigenMoment(Average):
 
     The second pass of EKFAC: F ≈ (U_S ⊗ U_A) diag (U_S ⊗ U_A)ᵀ, with the best diagonal for these eigenvectors. Returns
     a tree like the parameters, of their shapes, in float32 at least, which ``persample.Curvature(bases, moments)``
-    takes. Gradients that are products are rotated as signals and inputs. Of K outputs, F adds up over these, too.
+    takes. Gradients that are products are rotated as signals and inputs. With K outputs, F also sums over them.
 
     Source: George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis" (2018).
 

@@ -26,7 +26,7 @@ Rows: TypeAlias = Literal["all", "own", "trace"]
 class Gram(Reduction):
     """⟨gᵢ, gⱼ⟩: the ``[B, B]`` matrix of inner products over all parameters, real, in float32 at least.
 
-    Of losses with K outputs ``[B, K, B, K]``: the empirical neural tangent kernel.
+    For losses with K outputs ``[B, K, B, K]``: the empirical neural tangent kernel.
 
     With the gradients hⱼ of another batch, or of another loss, ⟨gᵢ, hⱼ⟩, ``[B, B']``. Pairs span chunks, so the factors
     of all samples are kept until the end, except with ``rows="own"``.
@@ -173,7 +173,7 @@ class CosineSimilarity(Gram):
         metric: D as in ``Norm``: the cosines of the D⁻¹ᐟ² gᵢ.
 
     Raises:
-        ArgumentError: as of ``Gram``.
+        ArgumentError: as ``Gram``.
 
     Examples:
         >>> import torch

@@ -46,7 +46,7 @@ class Stack(PerSample):
 
 @dataclass(frozen=True)
 class Factored(Reduction):
-    """The per-sample gradients in the form in which they are stored: a tree of factors, one per parameter.
+    """The per-sample gradients as they are stored: a tree of factors, one per parameter.
 
     A factor has the methods ``materialize``, ``squared_norms``, ``weighted_sum``, ``gram``, ``dot`` and more
     (``persample.factors.Factor``), and serves contractions that no reduction computes. Complex parameters appear as
@@ -79,9 +79,9 @@ class Norm(PerSample):
     Args:
         per_param: return a tree like the parameters instead, with the norms ``[B]`` of each parameter.
         metric: D, a tree like the parameters of positive tensors that broadcast with them, such as Adam's second
-            moments plus a small number: the norms are ‖D⁻¹ᐟ² gᵢ‖. Of one row, one column or one number, and of
-            ``persample.reductions.RankOne(rows, columns)``, gradients stay factors; else they are written out a few
-            samples at a time.
+            moments plus a small number: the norms are ‖D⁻¹ᐟ² gᵢ‖. If D is one row, one column, one number or a
+            ``persample.reductions.RankOne(rows, columns)``, gradients stay factors; otherwise they are written out a
+            few samples at a time.
 
     Raises:
         ArgumentError: (when used) if ``metric`` is not like the parameters, or not positive.
@@ -119,15 +119,15 @@ class TermNorm(PerSample):
     """The norm of each term of a parameter's gradient gᵢ = Σₜ lₜ rₜᵀ: a tree like the parameters, leaves ``[B, T]``.
 
     A layer has one term for each position (token, step, pixel) that it is applied to: ‖lₜ‖ ‖rₜ‖, lₜ the gradient of the
-    output and rₜ the input there; ‖lₜ‖ of a bias or an embedding. They are computed in the pass that computes the
-    gradients, and nothing more is stored. T counts the positions of all uses of a parameter, use after use in the order
-    of the loss; it is 0 of an unused one. Of K outputs, ``[B, K, T]``. With ``unit``, rows remain samples. lₜ is that
-    of the sample's whole loss: the gradient of the loss of token t alone is another quantity (``outputs="rows"``).
+    output and rₜ the input there; ‖lₜ‖ for a bias or an embedding. They come from the same pass as the gradients, and
+    nothing more is stored. T counts the positions of all uses of a parameter, use after use in the order of the loss;
+    it is 0 for an unused one. With K outputs, ``[B, K, T]``. With ``unit``, rows remain samples. lₜ belongs to the
+    sample's whole loss: the gradient of the loss of token t alone is another quantity (``outputs="rows"``).
 
     Raises:
-        LossError: (when used) if a parameter is used outside of linear, recurrent, convolution and embedding layers, as
-            the weights of normalization layers are (freeze those), or at no position (T = 0); if T differs among
-            samples; of a loss that vmap cannot take, and inside of the caller's transforms.
+        LossError: (when used) if a parameter is used outside linear, recurrent, convolution and embedding layers, like
+            the weights of normalization layers (freeze those), or at no position (T = 0); if T differs among
+            samples; if vmap cannot take the loss; inside the caller's transforms.
 
     Examples:
         >>> import torch
@@ -168,7 +168,7 @@ class Loss(PerSample):
 
 @dataclass(frozen=True)
 class Aux(PerSample):
-    """The auxiliary outputs that the loss returns beside its value, stacked: leaves ``[B, *]``.
+    """The auxiliary outputs of the loss, stacked: leaves ``[B, *]``.
 
     With ``keep_batch_dim``, a leading axis of 1 of the loss's aux is left out. With ``unit``, rows remain samples.
 

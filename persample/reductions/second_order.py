@@ -33,7 +33,7 @@ class NaturalGradient(Solution):
     eps · ‖F + λI‖ / λ for the eps of the parameters' dtype. Weights must not be negative and must not sum to 0. Pairs
     span chunks, so the factors of all samples are kept until the end.
 
-    The result u is the minimum of (1/n) Σ wᵢ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − μ p‖², for the ``previous`` result p, or for
+    The result u minimizes (1/n) Σ wᵢ (⟨gᵢ, u⟩ − vᵢ)² + λ ‖u − μ p‖², for the ``previous`` result p, or for
     p = 0: u = μ p + (F + λI)⁻¹ (1/n) Σ wᵢ (vᵢ − μ ⟨gᵢ, p⟩) gᵢ. Directions that a batch does not show keep what earlier
     batches found (SPRING, with gradients of log ψ and local energies, both ``centered``).
 
@@ -44,18 +44,17 @@ class NaturalGradient(Solution):
 
     Args:
         damping: λ >= 0, a number or 0-d tensor.
-        targets: the vᵢ, a tensor ``[B]`` or B numbers (``[B, K]`` for losses with K outputs, over which F adds up,
-            too), or a function from one sample's aux to its vᵢ (under ``torch.vmap``); ones by default. The compiled
-            engine takes the function for a constant: define it once, not in every call.
+        targets: the vᵢ, a tensor ``[B]`` or B numbers (``[B, K]`` for losses with K outputs, over which F also
+            sums), or a function from one sample's aux to its vᵢ (under ``torch.vmap``); ones by default. The compiled
+            engine treats the function as a constant: define it once, not in every call.
         per_param: solve for each parameter by itself, as if F were block-diagonal.
         centered: subtract the mean from gradients and targets, as if F were their covariance matrix.
         previous: p, the last result, which the caller keeps: a tree like the parameters, or None (before the first
             step) for zeros. A compiled program takes either; zeros and trees share one.
         momentum: μ from 0 to 1, a number or 0-d tensor.
         solver: "gram", or "qr" for a QR factorization of the gradients written out, ``[B, P]`` float64. It does not
-            square their condition number, which pays with float64 parameters and a λ that is 0 or tiny; a
-            ``ConditionWarning`` says how many digits are right if these are less than half. Results that are
-            differentiated take "gram".
+            square their condition number, which pays with float64 parameters and a λ that is 0 or tiny. If less than
+            half of the digits are right, a ``ConditionWarning`` says how many. Differentiated results take "gram".
 
     Raises:
         ArgumentError: if ``damping`` is negative or not finite, ``targets`` are not B real numbers, ``momentum`` is not

@@ -109,10 +109,10 @@ class ClippedSum(_Clipped):
     """Σ wᵢ gᵢ min(1, C/‖gᵢ‖): the sum of per-sample gradients, each clipped to norm C first.
 
     Returns a tree like the parameters. One sample of weight 1 contributes at most C (to 4 eps of the output dtype).
-    Adding or removing it changes the sum by at most C, and replacing it by at most 2C. With bounds by name, C is here
-    the root of the sum of their squares; with ``per_param``, C times the root of the number of parameters. A weight k
-    multiplies it by k. C = 0 gives zeros, C = ∞ the plain sum, and zero gradients stay zero. A NaN
-    gradient of non-zero weight makes the result NaN.
+    Adding or removing it changes the sum by at most C, and replacing it by at most 2C. With bounds by name, C is
+    replaced here by the root of the sum of their squares; with ``per_param``, by C times the root of the number of
+    parameters. A weight k multiplies it by k. C = 0 gives zeros, C = ∞ the plain sum, and zero gradients stay zero. A
+    NaN gradient of non-zero weight makes the result NaN.
 
     Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
 

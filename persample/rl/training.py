@@ -43,7 +43,7 @@ EPISODES = 100
 
 
 class Trainer:
-    """A running training.
+    """A training run.
 
     Update k resets the environments with a seed derived from (seed, k). No state of the environments outlives an
     update, so that a checkpoint between two updates holds the whole state.
@@ -100,7 +100,7 @@ class Trainer:
 
     @property
     def config(self) -> dict[str, str | int]:
-        """What a resumed training must share: algorithm with hyperparameters, environment and seed."""
+        """What a resumed run must share: algorithm with hyperparameters, environment and seed."""
         return {"algorithm": repr(self.algorithm), "env": self.env, "seed": self.seed}
 
     @property
@@ -110,7 +110,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the training has ended."""
+        """Whether the run has ended."""
         return self.solved or self.steps >= self.last_step
 
     def update(self) -> Row:
@@ -209,7 +209,7 @@ _MALFORMED = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Resume from a checkpoint: the following updates equal those of an uninterrupted training, bit for bit.
+    """Resume from a checkpoint: the following updates equal those of an uninterrupted run, bit for bit.
 
     Args:
         trainer: a trainer of the same algorithm, environment and seed; steps, target and engine may differ.

@@ -57,10 +57,10 @@ def accumulate(
     resume: bool | None = None,
     differentiable: bool = False,
 ) -> Tree:
-    """Compute what ``per_sample_grads`` computes for one batch, for the samples of many, on one or more processes.
+    """Compute the results of ``per_sample_grads`` for the samples of many batches, on one or more processes.
 
-    The results are those of one big batch. Memory does not grow with the number of batches, except for what is asked
-    for each sample (``Stack``, ``Norm``, ``Gram``, …). Sums of batches are added up in float64, moments are merged
+    The results are those of one big batch. Memory does not grow with the number of batches, except for results with a
+    row for each sample (``Stack``, ``Norm``, ``Gram``, …). Sums of batches are added up in float64, moments are merged
     by Chan's formula.
 
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
@@ -68,12 +68,12 @@ def accumulate(
     Args:
         loss_fn: as in ``per_sample_grads``: the loss of one sample. Or a dict of several losses by name, whose samples
             become rows of one result: each entry of ``batches`` is then a dict of batches with the same names, of any
-            sizes, and so are the weights. By default a sample weighs 1/n of the n in its batch, so that a mean is one
-            over losses. Rows are in the order of the losses, entry by entry. There are no units.
-        params: as in ``per_sample_grads``; the same for all batches. Of a ``DistributedDataParallel`` module the
-            module inside is used, and named in a warning.
-        batches: an iterable of batches: a ``DataLoader``, a generator, a list. Each is what ``per_sample_grads`` takes
-            as ``batch``, of any size, also of none. Each process of a group passes its own.
+            sizes, and so are the weights. By default a sample weighs 1/n, for the n in its batch, so that a mean is one
+            over losses. Rows are in the order of the losses, entry by entry. ``unit`` is not supported.
+        params: as in ``per_sample_grads``; the same for all batches. For a ``DistributedDataParallel`` module the
+            module inside is used, with a warning.
+        batches: an iterable of batches: a ``DataLoader``, a generator, a list. Each is a ``batch`` of
+            ``per_sample_grads``, of any size, even 0. Each process of a group passes its own.
         reduce: as in ``per_sample_grads``.
         weights: None; a function from a batch to its weights, ``[B]`` or None; or an iterable with an entry for each
             batch. See ``per_sample_grads``.
@@ -94,14 +94,14 @@ def accumulate(
             and all return the result for the samples of all. The reductions, their options, and names, shapes and
             dtypes of the parameters must be the same on all; functions are compared by name. None for this process
             alone.
-        order: how the samples of a data set are spread over the processes of a group, so that rows of results have its
-            order: "interleaved" if process r has samples r, r + world, …, as ``DistributedSampler`` gives them without
+        order: how the samples of a dataset are distributed over the processes of a group, which gives the order of
+            rows: "interleaved" if process r has samples r, r + world, …, as ``DistributedSampler`` gives them without
             shuffling; "contiguous" if each has one piece, in the order of the ranks.
         progress: show a bar on stderr, on the first process, in terminals and notebooks (needs ``rich``).
         sink: a folder for results with rows of samples, instead of memory: new, or with the results of this run. Each
-            tensor is an ``.npy`` file there, and ``read_sink`` reads them back; the tensors that are returned are
-            mapped into memory. ``Gram`` and others that need all gradients at once cannot go there.
-        resume: go on with a run in ``sink`` that was ended, also by a signal, after the last batch that is whole there.
+            tensor is an ``.npy`` file there, and ``read_sink`` reads them back; returned tensors are memory-mapped.
+            ``Gram`` and others that need all gradients at once cannot go there.
+        resume: continue an interrupted run in ``sink`` after its last complete batch.
             The files are the same as without the interruption, to the last bit. The batches must come as before.
         differentiable: not supported for many batches; ``per_sample_grads`` gives the results of one a graph.
 
@@ -112,7 +112,7 @@ def accumulate(
         ArgumentError: if an argument is invalid. Errors in a batch name it.
         SinkError: if the folder cannot be written to, or a file in it is not what was written.
         LossError: if the loss fails in a way that is explained; if results of batches do not fit together; if another
-            process failed or ended. An error of the loss's own keeps its type; a note names the batch.
+            process failed or ended. An error raised by the loss's own code keeps its type; a note names the batch.
 
     Examples:
         >>> import torch

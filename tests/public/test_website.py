@@ -62,6 +62,12 @@ def test_signs_have_room_only_between_two_values(hooks):
     assert "<mi>&#x0221E;</mi>" in page
 
 
+def test_logarithms_have_room_beside_names(hooks):
+    page = html(hooks, r"$\mathrm{Re} \log \psi - \log(x) - \log^2 x$")
+    assert page.count('<mspace width="0.167em" />') == 2
+    assert '</mrow><mspace width="0.167em" /><mi>log</mi><mspace width="0.167em" /><mi>' in page
+
+
 def test_notebooks_become_pages(hooks, tmp_path, monkeypatch):
     notebook = nbformat.v4.new_notebook()
     shown = nbformat.v4.new_output("display_data", {"image/png": "aGk=", "text/plain": "<Figure>"})
@@ -88,9 +94,19 @@ def test_notebooks_become_pages(hooks, tmp_path, monkeypatch):
 
 
 def test_links_to_notebooks_lead_to_their_pages(hooks):
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/jax.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/jax.md"), meta={})
     changed = hooks.on_page_markdown("see [it](../../notebooks/03_td0.ipynb)", page=page)
     assert changed == "see [it](../notebooks/03_td0.md)"
+    assert page.meta == {"search": {"boost": 1.0}}
+
+
+def test_the_front_page_ends_at_a_heading_of_readme(hooks):
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count(hooks.SECOND_SCREEN) == 1
+
+
+def test_search_ranks_pages_that_are_there(hooks):
+    assert all((ROOT / "docs" / page).is_file() for page in hooks.BOOSTS)
+    assert hooks.BOOSTS["errors.md"] > 1 > hooks.BOOSTS["decisions.md"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

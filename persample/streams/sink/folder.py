@@ -168,8 +168,7 @@ def _rejected(expected: str, received: str, fix: str) -> ArgumentError:
 def read_sink(folder: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
     """Read the results that ``accumulate(..., sink=folder)`` has written.
 
-    Nothing is unpickled. Tensors are mapped into memory: what is not used is not read. Writes to them do not reach the
-    files.
+    Nothing is unpickled. Tensors are memory-mapped, so unused ones are not read. Writes to them do not reach the files.
 
     Args:
         folder: the folder.
@@ -181,7 +180,7 @@ def read_sink(folder: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
         ``rows.0.weight`` for rows of a parameter. Names that would be equal are written as Python expressions.
 
     Raises:
-        SinkError: if the folder holds no finished results, or a file is not what was written; the message names it.
+        SinkError: if the folder holds no finished results, or a file was altered; the message names it.
 
     Examples:
         >>> import tempfile, torch
