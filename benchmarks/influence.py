@@ -1,9 +1,9 @@
 """The linear datamodeling score of each method of docs/attribution.md, and of kronfluence.
 
-Run as ``python -m benchmarks.influence [subsets] [seeds]``; a few minutes of one thread. The functions, the data and the
-five models are those of the page. Models are trained on random halves, from several starts each; the score is the rank
+Run as ``python -m benchmarks.influence [subsets] [seeds]``; minutes of one thread. The functions, the data and the five
+models are those of the page. Models are trained on random halves, from several starts each; the score is the rank
 correlation of a half's summed scores and the margins of the models trained on it, averaged over 200 test samples
-(Park et al., "TRAK: Attributing Model Behavior at Scale", 2023). Writes ``benchmarks/results/influence.json``.
+(Park et al., "TRAK: Attributing Model Behavior at Scale", 2023). Writes ``benchmarks/results/influence/digits.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def of_the_page() -> dict[str, Any]:
     """Return what the page defines, after its training."""
     namespace: dict[str, Any] = {}
     page = (ROOT / "docs/attribution.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", page.split("## On two processes")[0].split("## Of sequences")[0], re.DOTALL)
+    code = re.findall(
+        r"```python\n(.*?)```", page.split("## On two processes")[0].split("## Of sequences")[0], re.DOTALL
+    )
     exec("\n".join(code), namespace)
     return namespace
 
@@ -94,12 +96,14 @@ def ranks(x: Tensor) -> Tensor:
     return places - places.mean(0)
 
 
-def main(subsets: int = 100, seeds: int = 5) -> None:
+def main(subsets: int = 50, seeds: int = 3) -> None:
     """Measure, and write the scores with the machine and the time of each method."""
     torch.set_num_threads(1)
     page = of_the_page()
     x, y, test, train, ends, path, of = (page[name] for name in ("x", "y", "test", "train", "ends", "path", "of"))
-    halves = torch.stack([torch.randperm(1000, generator=torch.Generator().manual_seed(i))[:500] for i in range(subsets)])
+    halves = torch.stack(
+        [torch.randperm(1000, generator=torch.Generator().manual_seed(i))[:500] for i in range(subsets)]
+    )
 
     def margins(p: dict[str, Tensor]) -> Tensor:
         log_p = -torch.vmap(page["loss"], (None, 0, 0))(p, *test)
@@ -167,7 +171,7 @@ def main(subsets: int = 100, seeds: int = 5) -> None:
         "correlation with kronfluence, empirical": agreement,
         "methods": found,
     }
-    where = ROOT / "benchmarks/results/influence.json"
+    where = ROOT / "benchmarks/results/influence/digits.json"
     where.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from benchmarks.influence import kronfluence_scores
 from oracle import assert_trees_close
 from paths import ROOT
 from torch import nn
 from torch.nn import functional as F
 
 import persample as ps
+from benchmarks.influence import kronfluence_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.cuda.amp.GradScaler:FutureWarning")
 V, T, D = 7, 6, 8
