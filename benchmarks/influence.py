@@ -172,6 +172,7 @@ def main(subsets: int = 50, seeds: int = 3) -> None:
         "methods": found,
     }
     where = ROOT / "benchmarks/results/influence/digits.json"
+    where.parent.mkdir(exist_ok=True)
     where.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

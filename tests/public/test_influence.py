@@ -1,4 +1,4 @@
-"""EKFAC influence, as docs/attribution.md spells it, has the scores of kronfluence."""
+"""EKFAC influence, as docs/attribution.md spells it, has the scores of kronfluence, and TracIn those of dattri."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import re
 
 import pytest
 import torch
+from dattri.algorithm.tracin import TracInAttributor
+from dattri.task import AttributionTask
 from oracle import assert_trees_close
 from paths import ROOT
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import persample as ps
 from benchmarks.influence import kronfluence_scores
@@ -102,3 +105,18 @@ def test_ekfac_has_the_scores_of_kronfluence(name):
     theirs = kronfluence_scores(model, summed, train, test, double=True)
     assert_trees_close(scores[0], theirs, 1e-9)
     assert torch.corrcoef(torch.stack([scores[1].flatten(), theirs.flatten()]))[0, 1] > 0.95
+
+
+def test_tracin_has_the_scores_of_dattri():
+    model, train, test = made("mlp")
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}  # dattri loads into the model
+    checkpoints = [params, {name: 2 * p for name, p in params.items()}]
+
+    def loss(p, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, p, x), y)
+
+    loaders = [DataLoader(TensorDataset(*part), batch_size=10) for part in (train, test)]
+    task = AttributionTask(lambda p, data: loss(p, *data), model, checkpoints)
+    options = {"normalized_grad": False, "projector_kwargs": {"proj_type": "identity"}}
+    theirs = TracInAttributor(task, torch.ones(2), **options).attribute(*loaders)
+    assert_trees_close(of_the_page("tracin")(loss, checkpoints, [train], test), theirs, 1e-5)
