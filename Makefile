@@ -29,10 +29,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
-	@# Without torchvision, which only BackPACK's examples use: built for CUDA, it fails beside a torch for CPUs. Without
-	@# dattri's MIDI files, and the old attrs that dp-accounting pins and does not need.
+	@# Without torchvision, which only examples of BackPACK and kronfluence use: built for CUDA, it fails beside a torch for
+	@# CPUs. Without dattri's MIDI files, and the old attrs that dp-accounting pins and does not need.
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-deps \
-		backpack-for-pytorch curvlinops-for-pytorch dattri dp-accounting
+		backpack-for-pytorch curvlinops-for-pytorch dattri dp-accounting kronfluence
 	@touch $@
 
 .venv-%/.installed: benchmarks/environments/%.txt constraints.txt

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from workloads import Workload, build
 
 import persample as ps
 from persample import accumulate
+from persample.merge import Stacked
 
 F64 = torch.float64
 SAMPLES = 7
@@ -128,6 +130,29 @@ def of_ddp(rank, group):
     return result, [str(one.message) for one in caught if "DistributedDataParallel" in str(one.message)]
 
 
+@dataclass(frozen=True, eq=False)
+class HalfDot(ps.Dot):
+    """Scores in bfloat16."""
+
+    def lift(self, gradients):
+        return Stacked(super().lift(gradients).rows.bfloat16())
+
+
+def of_curvature(shard, rank, group, folder):
+    """Kronecker factors and EKFAC, and influences in a folder, in half precision."""
+    work = build("mlp_td")
+    batch = tuple(torch.cat([x, x])[:SAMPLES] for x in work.batch)
+    batches, order = own(moved(batch, DEVICE), shard, rank, group)
+    call, options = (work.loss_fn, moved(work.params, DEVICE), batches), {"group": group, "order": order}
+    found = [accumulate(*call, ps.KroneckerFactors(one), **options) for one in ("expand", "reduce")]
+    bases = ps.eigenbases(found[0])
+    moments = accumulate(*call, ps.EigenMoment(bases), **options)
+    direction = ps.Curvature(bases, moments).solve(call[1], 0.1)
+    where = f"{folder}/scores-{shard}-{group is None}"
+    scores = accumulate(*call, {"exact": ps.Dot(direction), "half": HalfDot(direction)}, sink=where, **options)
+    return found, direction, scores
+
+
 def same_numbers(rank, group):
     torch.manual_seed(5)
     noisy = lambda w, x: (w * torch.rand(3, dtype=F64, device=DEVICE)) @ x
@@ -231,6 +256,7 @@ def everything(rank, group, folder):
         found["weighted", shard] = weighted(shard, rank, group)
         found["outputs", shard] = of_outputs(shard, rank, group)
         found["sink", shard] = to_a_folder(shard, rank, group, folder)
+        found["curvature", shard] = of_curvature(shard, rank, group, folder)
     found["units"] = of_units(rank, group, folder)
     found["ddp"], found["same"] = of_ddp(rank, group), same_numbers(rank, group)
     return found

@@ -254,3 +254,30 @@ def test_products_are_not_taken_in_the_dtype_of_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = Curvature(factors).matvec(vector), Curvature(factors).solve(vector, 0.1)
     assert_trees_close(found, expected, 1e-6)
+
+
+def test_frozen_and_nested_parameters():
+    """What is trained decides the tree; each factor is the one it has among all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    batch = torch.randn(9, 5).double(), torch.randint(3, (9,))
+    classify = lambda model, x, y: F.cross_entropy(model(x), y)
+    full = per_sample_grads(classify, model, batch, KroneckerFactors())
+    model[0].bias.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    frozen = per_sample_grads(classify, model, batch, KroneckerFactors())
+    assert_trees_close(frozen, {name: full[name] for name in ("0.weight", "2.bias")}, 1e-12)
+    nested = {"first": [model[0].weight, (model[0].bias,)], "head": {"w": model[2].weight, "b": model[2].bias}}
+
+    def functional(p, x, y):
+        hidden = torch.tanh(F.linear(x, p["first"][0], p["first"][1][0]))
+        return F.cross_entropy(F.linear(hidden, p["head"]["w"], p["head"]["b"]), y)
+
+    factors = per_sample_grads(functional, nested, batch, KroneckerFactors())
+    expected = {"first": [full["0.weight"], (full["0.bias"],)], "head": {"w": full["2.weight"], "b": full["2.bias"]}}
+    assert_trees_close(factors, expected, 1e-12)
+    bases = eigenbases(factors)
+    curvature = Curvature(bases, per_sample_grads(functional, nested, batch, EigenMoment(bases)))
+    solved = curvature.solve(curvature.matvec(nested), 1e-12)
+    assert solved["first"][1][0].shape == (4,)
+    assert_trees_close(curvature.matvec(solved), curvature.matvec(nested), 1e-8)

@@ -68,6 +68,15 @@ def test_folders(found, alone, shard):
         assert all(torch.utils._pytree.tree_leaves(again))
 
 
+@pytest.mark.parametrize("shard", ranks.SHARDS)
+def test_kronecker_factors_and_influences_in_half_precision(found, alone, shard):
+    for rank in found:
+        factors, direction, scores = rank["curvature", shard]
+        assert_trees_close((factors, direction), alone["curvature", shard][:2], 1e-9)
+        assert_trees_close(scores["exact"], alone["curvature", shard][2]["exact"], 1e-9)
+        assert torch.equal(scores["half"], scores["exact"].bfloat16())
+
+
 def test_units(found, alone):
     for rank in found:
         assert_trees_close(rank["units"], alone["units"], 1e-9)
