@@ -21,6 +21,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context, copy_context
 from pathlib import Path
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -479,6 +480,19 @@ def run_captured(function: Callable[..., Any]) -> Any:
             set_eval_frame(before)
 
     return run
+
+
+def context_of_a_capture() -> Context:
+    """Return a copy of the context, in which Dynamo has marked nothing.
+
+    Since torch 2.15, Dynamo marks what it is converting in a set of a context variable. An interrupt may leave a mark,
+    by which Dynamo refuses the value from then on. Copies of a context share the set.
+    """
+    context = copy_context()
+    for variable in context:
+        if variable.name == "_vt_active_calls":
+            context.run(variable.set, None)
+    return context
 
 
 def forget_captured(code: CodeType) -> None:

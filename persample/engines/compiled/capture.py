@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from contextvars import copy_context
 from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
@@ -30,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from persample._torch import (
     capture_settings,
+    context_of_a_capture,
     dynamo_settings,
     forget_captured,
     guards_to_compare,
@@ -133,9 +133,7 @@ class Entry:
             self._has_warned = True
             raise LimitError
         try:
-            # In a context of its own: since torch 2.15, an interrupted Dynamo leaves a mark in a context variable, by
-            # which it refuses constants from then on.
-            captured = after_imports(lambda: copy_context().run(self._record, function, args))
+            captured = after_imports(lambda: context_of_a_capture().run(self._record, function, args))
         except NewError as error:
             forget_entry(self)  # torch has marked its code
             raise UncapturableError(
