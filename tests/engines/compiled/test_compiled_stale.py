@@ -913,7 +913,7 @@ def _(patch):
     return loss, lambda: table.update(rate=3.0)
 
 
-@gap("a module that is replaced in `sys.modules`, and imported inside of the loss")
+@gap("a module that is replaced in `sys.modules`, and imported inside the loss")
 def _(patch):
     old, new = types.ModuleType("replaced_module"), types.ModuleType("replaced_module")
     old.rate, new.rate = 2.0, 3.0
