@@ -221,9 +221,8 @@ def loop(call: Call, required_ops: frozenset[str]) -> Gradients:
         parts = [factored(one, required_ops)[0] for one in chunks]
         norms = joined(part.term_norms or () for part in parts)
         if Op.kronecker in required_ops:
-            recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
-        if Op.kronecker in required_ops:
             _check_uses(parts)
+            recorded = tuple(map(concatenate, zip(*(part.factors for part in parts), strict=True)))
     gradients = Gradients.dense(
         [
             torch.stack([x.new_zeros((*lead, *shape)) if g is None else g for g in column])
