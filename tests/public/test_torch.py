@@ -750,6 +750,13 @@ def test_foreach_div_():
     assert [x.dtype for x in values] == [torch.float32, torch.float64]
 
 
+def test_context_of_a_capture():
+    """Since torch 2.15 the caller's own context has a set of marks, too, which a copy of it would share."""
+    torch.compile(lambda w, x: w["a"] @ x, backend="eager")({"a": torch.ones(3)}, torch.ones(3))
+    marks = {variable.name: value for variable, value in _torch.context_of_a_capture().items()}
+    assert marks.get("_vt_active_calls") is None
+
+
 def test_run_captured():
     def function(x):
         return x.sin() if torch.compiler.is_compiling() else "not captured"
