@@ -25,9 +25,8 @@ from persample._torch import (
 from persample.engines.compiled.capture import Entry, NewError, entry_of, is_nested
 from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Argument, Capture, Constant, Marker, Origin, first_marker
-from persample.engines.compiled.packing import Outline, Total
 from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, live_inputs
+from persample.engines.compiled.task import Live, Task, fixed_fields, live_inputs
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
 from persample.inputs.modules import trained_parameters
@@ -77,10 +76,9 @@ class Asked(NamedTuple):
         params: the parameters.
         batch: the batch.
         wanted: the reductions.
-        container: the structure of the container of the reductions; None if their leaves are merged into a total.
+        container: the structure of the container of the reductions; None for their leaves.
         out: a previous result, or None.
         options: all other arguments.
-        total: the total of the batches before; None if there are none.
         flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
     """
 
@@ -91,7 +89,6 @@ class Asked(NamedTuple):
     container: trees.TreeSpec | None
     out: object
     options: tuple[object, ...]
-    total: Total | None = None
     flat_params: FlatParams | None = None
 
 
@@ -142,7 +139,6 @@ class EarlierCall:
             constant. Empty where all are tensors made for this call, which nothing else can be.
         closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
         live: the numbers and tensors of reductions that may change.
-        total: the formats of the total that the leaves are merged into, and where they belong.
         size: the number of samples, or of units.
         program: the program.
     """
@@ -156,7 +152,6 @@ class EarlierCall:
     inputs: list[int | Origin]
     closed_over: list[int]
     live: Live
-    total: tuple[list[Format], Outline]
     size: int
     program: Program
 
@@ -168,14 +163,6 @@ class EarlierCall:
             and self.guards.check(*flat.tensors)
             and not are_hooked(flat.params)
         )
-
-    def before(self, asked: Asked) -> Total | None:
-        """Return the total that the leaves of a call are merged into, or None if it is unlike that of this call."""
-        formats, outline = self.total
-        if asked.total is None:
-            return Total([f.empty().zero_() for f in formats], outline)
-        is_own = asked.total.outline is outline  # made for the program of this call
-        return asked.total if is_own or self.total == form_of(asked.total.tensors, asked.total.outline) else None
 
     def find(self, asked: Asked, flat: Flat, entry: Entry) -> tuple[Marker | None, list[Leaf]]:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
@@ -196,10 +183,8 @@ class EarlierCall:
             set_grad_enabled(False)
         return first_marker(returned), [*params, *rows]
 
-    def taken(
-        self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]
-    ) -> tuple[list[Tensor], Total] | None:
-        """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
+    def taken(self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]) -> list[Tensor] | None:
+        """Return the inputs of the program; None if it is not that of the captured loss.
 
         ``marker`` and ``given`` are what ``find`` returned.
         """
@@ -210,14 +195,13 @@ class EarlierCall:
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
         if live is not self.live and asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
-        total = self.before(asked)
-        if total is None or live.form != self.live.form:
+        if live.form != self.live.form:
             return None
         own = [x.clone() for x in live.tensors]  # a reduction may write into its numbers
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own, *total.tensors]
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
-        return [*read, *flat.out], total
+        return [*read, *flat.out]
 
 
 def _places(inputs: Sequence[Leaf], given: Sequence[Tensor]) -> list[int | Origin]:
@@ -229,7 +213,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     """Let later calls run the program of this one, if they are told by comparing tensors."""
     call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
-    used, total = [*call.params, *call.leaves[: len(flat.batch)], *task.written], task.total or Total.like([])
+    used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
         return
     count = len(flat.params) + len(flat.batch)
@@ -250,7 +234,6 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         [] if are_own else inputs,
         [inputs.index(place) for place in sorted(kept)],
         live_inputs(asked.wanted, flat.params[0].device),
-        form_of(total.tensors, total.outline),
         call.count,
         program,
     )
@@ -271,7 +254,7 @@ def _is_plain() -> bool:
 def repeated(asked: Asked) -> tuple[Tree, int] | None:
     """Return the result of a call by the program of an earlier one like it, and the number of its samples.
 
-    None if there is no such program. Where leaves are merged, the result is the total and the other leaves.
+    None if there is no such program.
     """
     entry = entry_of(asked.loss_fn)
     if not entry.calls or entry.changes_modules or not _is_plain():
@@ -283,9 +266,8 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
         found = None
         for call in filter(lambda call: call.matches(flat), entry.calls):
             found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
-            if (ready := call.taken(asked, flat, *found)) is not None:
-                inputs, total = ready
-                return _answer(asked, total, call.program(inputs)), call.size
+            if (inputs := call.taken(asked, flat, *found)) is not None:
+                return _answer(asked, call.program(inputs)), call.size
     except (DoubtfulError, NewError):
         pass
     finally:
@@ -294,7 +276,7 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
     return None
 
 
-def _answer(asked: Asked, total: Total, results: Tree) -> object:
+def _answer(asked: Asked, results: Tree) -> Tree:
     if asked.container is None:
-        return total, results
+        return results
     return trees.unflatten(results, asked.container) if asked.out is None else asked.out
