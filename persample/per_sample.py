@@ -182,8 +182,8 @@ def per_sample_grads(
         batch, unit = consecutive(batch, unit) or (batch, unit)
         by_ids = has_ids(unit)
     options = engine, in_dims, keep_batch_dim, randomness, outputs, chunk_size, memory, unit, unit_reduce
-    asked = Asked(loss_fn, params, batch, wanted, container, out, options)
-    if engine in PROGRAMS and weights is None and not by_ids and (found := repeated(asked)) is not None:
+    asked = Asked(loss_fn, params, batch, wanted, container, out, options, weights)
+    if engine in PROGRAMS and not by_ids and (found := repeated(asked)) is not None:
         return found[0]
 
     def compute() -> Tree:

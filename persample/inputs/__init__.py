@@ -15,6 +15,7 @@ from persample.inputs.options import (
     check_options,
     check_out,
     check_outside,
+    check_weights,
     is_differentiated,
     reductions,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "check_out",
     "check_outside",
     "check_params",
+    "check_weights",
     "is_differentiated",
     "normalize",
     "reductions",

@@ -126,18 +126,20 @@ class BatchLift:
             for chunk in chunks:
                 receive(computed(chunk), chunk)
 
-    def repeated(self, batch: Batch) -> tuple[Tree, int] | None:
-        """Return the leaves of a batch by the program of an earlier one like it, and the number of samples.
+    def repeated(self, batch: Batch) -> tuple[Tree, int, Tensor | None] | None:
+        """Return the leaves of a batch by the program of an earlier one like it, the number of samples, and weights.
 
         They share no memory with the batch. None where there is no such program.
         """
-        if not self.repeats or batch.weights is not None or batch.loss is not None or not self.units.is_whole(batch):
+        if not self.repeats or batch.loss is not None or not self.units.is_whole(batch):
             return None
         with InBatch(batch.name), self.random.drawing():
             found = repeated(self._asked(batch))
         if found is None:
             vars(self).pop("_flat_params")  # a parameter may have been replaced
-        return found
+            return None
+        lifted, size = found
+        return lifted, size, inputs.check_weights(batch.weights, size)
 
     def _asked(self, batch: Batch) -> Asked:
         return Asked(
@@ -148,6 +150,7 @@ class BatchLift:
             container=None,
             out=None,
             options=(self.engine, *self.options.values(), self.chunk_size, batch.unit, self.units.reduce),
+            weights=batch.weights,
             flat_params=self._flat_params,
         )
 

@@ -77,9 +77,9 @@ class Stream:
             return
         repeated = self.lift.repeated(batch)
         if repeated is not None:
-            lifted, size = repeated
+            lifted, size, weights = repeated
             self.accumulator.add(lifted, [])
-            self.accumulator.count(size, None)
+            self.accumulator.count(size, weights)
             return
         if batch.number == 0:  # here, where errors do not name the batch
             check_params(self.lift.params)

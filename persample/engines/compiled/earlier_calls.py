@@ -28,7 +28,7 @@ from persample.engines.compiled.graph import Argument, Capture, Constant, Marker
 from persample.engines.compiled.program import DoubtfulError, Program
 from persample.engines.compiled.task import Live, Task, fixed_fields, live_inputs
 from persample.engines.compiled.trace import Format
-from persample.inputs import check_averages
+from persample.inputs import check_averages, check_weights
 from persample.inputs.modules import trained_parameters
 from persample.inputs.params import are_hooked
 from persample.pipeline import is_apart
@@ -79,6 +79,7 @@ class Asked(NamedTuple):
         container: the structure of the container of the reductions; None for their leaves.
         out: a previous result, or None.
         options: all other arguments.
+        weights: the weights of the samples, or None.
         flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
     """
 
@@ -89,6 +90,7 @@ class Asked(NamedTuple):
     container: trees.TreeSpec | None
     out: object
     options: tuple[object, ...]
+    weights: object = None
     flat_params: FlatParams | None = None
 
 
@@ -119,7 +121,15 @@ class Flat(NamedTuple):
         names, params, structure = asked.flat_params or FlatParams.of(asked.params)
         structures, tensors = (structure, batch_structure, out_structure), [*params, *batch, *out]
         reductions = tuple(map(fixed_fields, asked.wanted))
-        key = names, structures, asked.container, reductions, list(map(type, tensors)), asked.options
+        key = (
+            names,
+            structures,
+            asked.container,
+            reductions,
+            list(map(type, tensors)),
+            asked.weights is None,
+            asked.options,
+        )
         return cls(params, batch, out, structures, tensors, key)
 
 
@@ -193,12 +203,15 @@ class EarlierCall:
         if self.inputs and _places(marker.inputs, given) != self.inputs:
             return None
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
-        if live is not self.live and asked.container is not None:  # else they are checked over all batches
-            check_averages(asked.wanted, None, self.size)
+        weights = check_weights(asked.weights, self.size)
+        if asked.container is not None and not (live is self.live and weights is None):
+            check_averages(asked.wanted, weights, self.size)  # of streams they are checked over all batches
         if live.form != self.live.form:
             return None
         own = [x.clone() for x in live.tensors]  # a reduction may write into its numbers
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own]
+        of_samples = [] if weights is None else [weights.to(flat.params[0].device)]
+        closed_over = [marker.inputs[place] for place in self.closed_over]
+        read = [*flat.params, *flat.batch, *closed_over, *of_samples, *own]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
         return [*read, *flat.out]
@@ -212,6 +225,8 @@ def _places(inputs: Sequence[Leaf], given: Sequence[Tensor]) -> list[int | Origi
 def remember(asked: Asked, task: Task, program: Program) -> None:
     """Let later calls run the program of this one, if they are told by comparing tensors."""
     call, fn = task.call, task.loss
+    if call.weights is not None and (asked.weights is None or call.units is not None):
+        return  # weights that the user did not pass so
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
     used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():

@@ -101,7 +101,7 @@ def _run(program: Program, captured: Task, task: Task, asked: Asked | None) -> T
         if doubt.__cause__ is not None:
             raise doubt.__cause__
         return results
-    if asked is not None and task.call.weights is None and (task.out is None) == (asked.out is None):
+    if asked is not None and (task.out is None) == (asked.out is None):
         remember(asked, captured, program)
     return results
 
