@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from counting import AT_ONCE, functions_entered
 from grid import REDUCTIONS
 from oracle import assert_trees_close, oracle
 from torch import nn
@@ -448,3 +449,31 @@ def test_results_are_freed_with_the_last_reference_to_them(stream):
         assert not [x for x in seen if x() is not None]
     finally:
         gc.enable()
+
+
+def test_weights_of_a_repeated_call_are_its_own():
+    """Calls alternate between weights of several dtypes, numbers, and none: each is answered with its own."""
+    model, batch = nn.Linear(3, 1), torch.randn(4, 3)
+    wanted = {"mean": ps.Mean(), "sum": ps.Sum(), "clipped": ps.ClippedMean(0.5), "variance": ps.Variance()}
+    given = [torch.rand(4), torch.rand(4, dtype=torch.float64), torch.tensor([0, 1, 2, 3]), [1.0, 2.0, 3.0, 4.0], None]
+
+    def loss(model, x):
+        return model(x).square().sum()
+
+    for weights in given:
+        eager = per_sample_grads(loss, model, batch, wanted, weights=weights)
+        traced = per_sample_grads(loss, model, batch, wanted, weights=weights, engine="traced")
+        assert_trees_close(traced, eager, 1e-6)
+        streams = (
+            ps.accumulate(loss, model, [batch, batch], wanted, weights=lambda _, w=weights: w, engine=engine)
+            for engine in ("traced", "eager")
+        )
+        assert_trees_close(*streams, 1e-6)
+        _, entered = functions_entered(per_sample_grads, loss, model, batch, wanted, weights=weights, engine="traced")
+        assert entered.total() < AT_ONCE
+    assert len(explain(loss, model, batch, wanted, engine="traced").compilations) == 4  # with weights and without
+    for weights, reason in (([0.0] * 4, "weights that sum to 0"), ([1.0] * 3, r"shape \[3\]"), ([NAN] * 4, "NaN")):
+        with pytest.raises(ArgumentError, match=reason):
+            per_sample_grads(loss, model, batch, wanted, weights=weights, engine="traced")
+        with pytest.raises(ArgumentError, match=reason):
+            ps.accumulate(loss, model, [batch], wanted, weights=lambda _, w=weights: w, engine="traced")
