@@ -455,7 +455,7 @@ def test_weights_of_a_repeated_call_are_its_own():
     """Calls alternate between weights of several dtypes, numbers, and none: each is answered with its own."""
     model, batch = nn.Linear(3, 1), torch.randn(4, 3)
     wanted = {"mean": ps.Mean(), "sum": ps.Sum(), "clipped": ps.ClippedMean(0.5), "variance": ps.Variance()}
-    given = [1 + torch.rand(4), 1 + torch.rand(4, dtype=torch.float64), torch.tensor([0, 1, 2, 3]), [1.0, 2.0, 3.0, 4.0], None]
+    given = [1 + torch.rand(4), 1 + torch.rand(4).double(), torch.tensor([0, 1, 2, 3]), [1.0, 2.0, 3.0, 4.0], None]
 
     def loss(model, x):
         return model(x).square().sum()
