@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from grid import REDUCTIONS
+from grid import REDUCTIONS, part
 from oracle import assert_trees_close, oracle
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -35,11 +35,11 @@ def leaves(tree):
 def test_equals_the_loop(workload):
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
-    wanted = {name: make(rows, torch.float64) for name, (make, _) in REDUCTIONS.items()}
+    wanted = {name: REDUCTIONS[name][0](rows, torch.float64) for name in part(workload, 3)}
     for _ in range(2):  # the second time the call is recalled
         results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="traced")
-        for name, (_, expected) in REDUCTIONS.items():
-            assert_trees_close(results[name], expected(rows), 1e-9)
+        for name in wanted:
+            assert_trees_close(results[name], REDUCTIONS[name][1](rows), 1e-9)
         assert not any(x.requires_grad for x in leaves(results))
         for x in leaves(results):
             x.fill_(NAN)  # results own their memory: the next one must not see it
