@@ -56,7 +56,7 @@ def test_equals_the_loop(workload, inductor, monkeypatch):
 def test_equals_the_loop_in_float32(workload):
     work = build(workload, torch.float32)
     rows = oracle(work.loss_fn, work.params, work.batch)
-    wanted = wanted_of(rows, torch.float32, part(workload, 3))
+    wanted = wanted_of(rows, torch.float32, part(workload, 6))
     results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled")
     assert_close(results, rows, RTOL[torch.float32])
     assert {leaf.dtype for leaf in torch.utils._pytree.tree_leaves(results)} == {torch.float32}
@@ -75,7 +75,7 @@ def test_chunks_equal_the_loop(workload, chunk_size, inductor, monkeypatch):
         without_compiling(monkeypatch)
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
-    wanted = wanted_of(rows, torch.float64, part(workload, 3))
+    wanted = wanted_of(rows, torch.float64, part(workload, 6))
     results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled", chunk_size=chunk_size)
     assert_close(results, rows, 1e-9)
 
@@ -125,7 +125,7 @@ def test_one_sample(inductor, monkeypatch):
     work = build("mlp_td")
     batch = tuple(x[:1] for x in work.batch)
     rows = oracle(work.loss_fn, work.params, batch)
-    names = {*(REDUCTIONS if inductor else part("mlp_td", 3))} - {
+    names = {*(REDUCTIONS if inductor else part("mlp_td", 6))} - {
         "Variance",
         "Variance-plain",
         "Variance-total",
