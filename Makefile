@@ -14,7 +14,8 @@ COMPILED ?= 0 300
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
 # One process with one thread per core. Files stay together: the tests of one file share compiled programs. Those with
-# the most tests start first; notebooks, a test each, fill up the end. Processes that tests start find the bytecode.
+# the most tests start first, and files of one test, notebooks before examples, fill up the end. Processes that tests
+# start find the bytecode.
 # A process that dies ends the run: pytest-xdist would wait for ever for the rest of its file.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 0 -p no:benchmark
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
@@ -59,7 +60,7 @@ test: $(INSTALLED) ## lint and strict docs, side by side, then all tests with wa
 site: $(INSTALLED) ## build the documentation; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
-slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random programs, 2,000 interrupts
+slow: $(INSTALLED) ## trainings, larger grids of programs, torch's operator database, random programs, 2,000 interrupts
 	$(PYTEST) -m slow
 
 cuda: $(INSTALLED) ## tests of a GPU, with a torch that sees one

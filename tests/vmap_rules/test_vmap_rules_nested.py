@@ -147,7 +147,7 @@ def test_in_a_program(case):
     assert_trees_close(per_sample_grads(loss, w, x, WANTED, engine="traced"), expected, 1e-9)
 
 
-EYE = 4 * torch.eye(3, dtype=torch.float64)
+EYE = 4 * torch.eye(3, dtype=torch.float64).roll(1, 0)  # whose factors are of rows in another order
 SQUARE = {
     "solve": torch.linalg.solve,
     "solve a column": lambda a, x: torch.linalg.solve(B=x[:, None], A=a),
