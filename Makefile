@@ -53,15 +53,15 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 quick: lint ## lint, then the tests of the core: a minute, while you write
 	$(PYTEST) --quiet $(wildcard $(QUICK:%=tests/*/test_%.py) $(QUICK:%=tests/*/*/test_%.py))
 
-test: $(INSTALLED) ## lint and strict docs, side by side, then all tests with warnings as errors, examples, notebooks
+test: $(INSTALLED) ## lint and strict docs, side by side, then all tests with warnings as errors, examples, most notebooks
 	$(MAKE) --jobs 2 lint site
 	$(PYTEST) --nbmake
 
 site: $(INSTALLED) ## build the documentation; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
-slow: $(INSTALLED) ## trainings, larger grids of programs, torch's operator database, random programs, 2,000 interrupts
-	$(PYTEST) -m slow
+slow: $(INSTALLED) ## trainings, long notebooks, larger grids of programs, torch's operator database, random programs, 2,000 interrupts
+	$(PYTEST) --nbmake -m slow
 
 cuda: $(INSTALLED) ## tests of a GPU, with a torch that sees one
 	$(PYTEST) -m cuda

@@ -8,7 +8,16 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 # Importing the first makes the device that they test, for the whole process; the last is only checked.
 collect_ignore = ["tests/standin.py", "tests/standin_calls.py", "tests/users_code.py"]
+# Notebooks whose trainings take nearly half of the time of all notebooks; `make slow` runs them.
+TRAININGS = {"04_reinforce.ipynb", "09_second_order.ipynb", "12_equation_and_wave_function.ipynb"}
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+
+
+def pytest_collection_modifyitems(items):
+    """Mark long notebooks."""
+    for item in items:
+        if item.path.name in TRAININGS:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish():
