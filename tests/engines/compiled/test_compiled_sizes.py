@@ -82,14 +82,14 @@ def test_one_program_where_torch_loops_over_samples(loss):
 def test_a_loop_over_samples_is_not_traced_for_a_thousand_of_them(monkeypatch):
     """Without a program for all sizes, each size has its own."""
     compared = graphs_compared(monkeypatch)
-    for size in (5, 3, 7, 9):  # odd, as above
+    for size in (5, 3):  # odd, as above
         agree(
             lambda w, x: nn.functional.multi_margin_loss(w * x, torch.tensor(2)).sin(),  # has no rule
             torch.tensor(0.7, dtype=F64),
             torch.randn(size, 6, dtype=F64),
             ps.Norm(),
         )
-    assert compilations() == 4
+    assert compilations() == 2
     assert not compared
 
 
@@ -103,7 +103,7 @@ def test_a_program_serves_sizes_whose_gradients_would_take_fresh_memory():
 
 @pytest.mark.filterwarnings("ignore:.*compiles the same loss_fn for the 8th time:RuntimeWarning")
 @pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_pairs_of_batch_size_and_episode_length(count, value):
     def loss(value, obs_t, return_t, mask_t):
         return (mask_t * (value(obs_t).squeeze(-1) - return_t) ** 2).sum() / mask_t.sum()
