@@ -54,7 +54,13 @@ def test_does_the_arithmetic_of_eager(workload):
     assert_trees_close(traced, eager, 1e-6)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+# Their operations depend on the batch size as those of the others do.
+ALIKE = {"tutorial_td", "tied_weights", "nested_params", "complex_params"}
+
+
+@pytest.mark.parametrize(
+    "workload", [pytest.param(x, marks=[pytest.mark.slow] if x in ALIKE else []) for x in WORKLOADS]
+)
 def test_one_trace_serves_other_batch_sizes(workload):
     work = build(workload)
     clear_cache()  # the losses of workloads are of one code
