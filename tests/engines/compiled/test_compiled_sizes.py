@@ -77,6 +77,7 @@ def test_one_program_where_torch_loops_over_samples(loss):
     assert compilations() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.usefixtures("_traced_only")
 def test_a_loop_over_samples_is_not_traced_for_a_thousand_of_them(monkeypatch):
