@@ -20,18 +20,11 @@ from persample.utils.trees import Leaf, Tree, TreeSpec, unflatten
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The structure, names, shapes and dtypes of the parameters, which results like the parameters share.
+    """The structure, names, shapes and dtypes of the parameters, which results like the parameters share."""
 
-    Args:
-        structure: the tree of the parameters (of a module: a dict by name).
-        paths: one readable name per parameter, such as ``params['fc.weight']``.
-        shapes: the shape of one sample's gradient for each parameter.
-        dtypes: the dtype of each parameter.
-    """
-
-    structure: TreeSpec
-    paths: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
+    structure: TreeSpec  # the tree of the parameters (of a module: a dict by name)
+    paths: tuple[str, ...]  # one readable name per parameter, such as ``params['fc.weight']``
+    shapes: tuple[torch.Size, ...]  # the shape of one sample's gradient for each parameter
     dtypes: tuple[torch.dtype, ...]
 
     def tree(self, values: Sequence[Leaf]) -> Tree:

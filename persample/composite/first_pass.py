@@ -89,17 +89,11 @@ def _named(z: object) -> list[tuple[str, Leaf]]:
 
 @dataclass(frozen=True)
 class FirstPass:
-    """z of all samples, with the random state and the statistics that the second pass needs to compute the same z.
+    """z of all samples, with the random state and the statistics that the second pass needs to compute the same z."""
 
-    Args:
-        z: a tree of detached tensors ``[n, ...]`` in memory of their own.
-        start: the states of the random streams before the pass.
-        statistics: the statistics that batch norms are given; None for those of each chunk.
-    """
-
-    z: Tree
-    start: rng.Streams
-    statistics: Sequence[Statistics] | None
+    z: Tree  # a tree of detached tensors ``[n, ...]`` in memory of their own
+    start: rng.Streams  # the states of the random streams before the pass
+    statistics: Sequence[Statistics] | None  # the statistics that batch norms are given; None for those of each chunk
 
 
 def encode(encoder: Encoder, recorder: BufferRecorder | None, processes: Processes) -> FirstPass:

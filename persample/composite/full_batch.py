@@ -27,21 +27,13 @@ from persample.vmap_rules.effects import guarded
 
 
 class Statistics(NamedTuple):
-    """The statistics that one batch norm normalizes with, and the derivatives of L with respect to them.
+    """The statistics that one batch norm normalizes with, and the derivatives of L with respect to them."""
 
-    Args:
-        mean: over all samples, ``[C]``.
-        variance: over all samples, ``[C]``, biased.
-        n: how many elements per channel were averaged, 0-d.
-        by_mean: dL/d mean, ``[C]``.
-        by_variance: dL/d variance, ``[C]``.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    n: Tensor
-    by_mean: Tensor
-    by_variance: Tensor
+    mean: Tensor  # over all samples, ``[C]``
+    variance: Tensor  # over all samples, ``[C]``, biased
+    n: Tensor  # how many elements per channel were averaged, 0-d
+    by_mean: Tensor  # dL/d mean, ``[C]``
+    by_variance: Tensor  # dL/d variance, ``[C]``
 
     @classmethod
     def of(cls, moments: Moments) -> Statistics:

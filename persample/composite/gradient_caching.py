@@ -28,17 +28,11 @@ from persample.vmap_rules.effects import guarded
 
 @dataclass(frozen=True)
 class LossHead:
-    """g with its own parameters.
+    """g with its own parameters."""
 
-    Args:
-        loss_fn: from (loss_params, z), or from z alone, to L.
-        params: the flattened parameters of g; None if it has none.
-        container: the structure of the encoders' container, which is that of their z, too.
-    """
-
-    loss_fn: Callable[..., Tree]
-    params: ParamTree | None
-    container: trees.TreeSpec
+    loss_fn: Callable[..., Tree]  # from (loss_params, z), or from z alone, to L
+    params: ParamTree | None  # the flattened parameters of g; None if it has none
+    container: trees.TreeSpec  # the structure of the encoders' container, which is that of their z, too
 
     def differentiate(self, z: Sequence[Leaf]) -> tuple[Tensor, Tree, list[list[Tensor | None]]]:
         """Compute L and its derivatives.

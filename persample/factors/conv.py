@@ -27,28 +27,19 @@ class Conv(Factor):
 
     A transposed convolution is the same with signals and inputs exchanged.
 
-    Args:
-        signals: back-propagated signals, ``[B, N, O, *out]``; of K outputs ``[B, K, N, O, *out]``.
-        inputs: ``[B, N, C, *in]``; of K outputs, which share them, ``[B, 1, N, C, *in]``.
-        kernel_shape: ``[O, C/groups, *k]``.
-        stride: one number per spatial axis.
-        padding: zeros on both sides, one number per spatial axis.
-        dilation: one number per spatial axis.
-        groups: the number of groups of channels.
-
     Examples:
         >>> signals, inputs = torch.ones(2, 1, 1, 3), torch.ones(2, 1, 1, 4)
         >>> Conv(signals, inputs, (1, 1, 2), (1,), (0,), (1,), 1).materialize()[0]
         tensor([[[3., 3.]]])
     """
 
-    signals: Tensor
-    inputs: Tensor
-    kernel_shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    signals: Tensor  # back-propagated signals, ``[B, N, O, *out]``; of K outputs ``[B, K, N, O, *out]``
+    inputs: Tensor  # ``[B, N, C, *in]``; of K outputs, which share them, ``[B, 1, N, C, *in]``
+    kernel_shape: tuple[int, ...]  # ``[O, C/groups, *k]``
+    stride: tuple[int, ...]  # one number per spatial axis
+    padding: tuple[int, ...]  # zeros on both sides, one number per spatial axis
+    dilation: tuple[int, ...]  # one number per spatial axis
+    groups: int  # the number of groups of channels
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -60,17 +60,11 @@ MOST_TERMS_IN_FLOAT32 = 50
 
 
 class Rates(NamedTuple):
-    """Seconds per elementary operation.
+    """Seconds per elementary operation."""
 
-    Args:
-        product: of a multiply-add in a matrix product in float32.
-        product64: the same in float64.
-        number: to read or write a number.
-    """
-
-    product: float
-    product64: float
-    number: float
+    product: float  # of a multiply-add in a matrix product in float32
+    product64: float  # the same in float64
+    number: float  # to read or write a number
 
 
 # Only ratios matter. CPU: least squares over 156 sizes, one core of an Intel Xeon (Sapphire Rapids), torch 2.13.
@@ -79,21 +73,13 @@ _CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2e-10), Rates(5e-14, 4.5e-14, 7e-13)
 
 
 class Work(NamedTuple):
-    """The work of one operation.
+    """The work of one operation."""
 
-    Args:
-        products: multiply-adds in units of T·E, in float32.
-        products64: the same in float64.
-        inner: inner products of all pairs of terms.
-        written: elements read or written, in units of E.
-        stored: the same, in units of S.
-    """
-
-    products: float = 0
-    products64: float = 0
-    inner: float = 0
-    written: float = 0
-    stored: float = 0
+    products: float = 0  # multiply-adds in units of T·E, in float32
+    products64: float = 0  # the same in float64
+    inner: float = 0  # inner products of all pairs of terms
+    written: float = 0  # elements read or written, in units of E
+    stored: float = 0  # the same, in units of S
 
 
 # The products of each number with the signs of some hundred projections, in passes over memory; of sketches a few.
@@ -130,23 +116,15 @@ _INNER_SLOWDOWN = 2
 
 
 class Size(NamedTuple):
-    """The size of the gradients of one parameter.
+    """The size of the gradients of one parameter."""
 
-    Args:
-        num_terms: T.
-        written: E, the number of elements in the written-out gradients of all samples.
-        stored: the number of elements in the factor of all samples.
-        device: the type of the device.
-        operands: S, the number of elements that products read, where these are not the stored ones.
-        inner: the multiply-adds of inner products of all pairs of terms, and the number of elements that they read,
-            where these are not T·S and S; they are in float64.
-    """
-
-    num_terms: int
-    written: float
-    stored: float
+    num_terms: int  # T
+    written: float  # E, the number of elements in the written-out gradients of all samples
+    stored: float  # the number of elements in the factor of all samples
     device: str = "cpu"
-    operands: float | None = None
+    operands: float | None = None  # S, the number of elements that products read, where these are not the stored ones
+    # the multiply-adds of inner products of all pairs of terms, and the number of elements that they read, where these
+    # are not T·S and S; they are in float64
     inner: tuple[float, float] | None = None
 
     def seconds(self, *works: Work) -> float:
@@ -183,12 +161,6 @@ class Estimate(NamedTuple):
 class Plan:
     """How the gradients of each parameter are stored for some operations.
 
-    Args:
-        required_ops: the operations of ``Factor`` that the reductions call.
-        allowance: written-out gradients may have this many times the elements of their factor.
-        in_fresh_memory: whether the memory of written-out gradients comes from the operating system each time.
-        kept: the number of elements in the gradients of one parameter above which it always does.
-
     Examples:
         >>> plan = Plan(frozenset({Op.squared_norms, Op.weighted_sum}))
         >>> size = Size(200, written=64 * 64, stored=200 * (64 + 64))
@@ -199,10 +171,11 @@ class Plan:
         2.0
     """
 
-    required_ops: frozenset[str]
-    allowance: float = 2.0
+    required_ops: frozenset[str]  # the operations of ``Factor`` that the reductions call
+    allowance: float = 2.0  # written-out gradients may have this many times the elements of their factor
+    # whether the memory of written-out gradients comes from the operating system each time
     in_fresh_memory: bool = False
-    kept: float = _KEPT
+    kept: float = _KEPT  # the number of elements in the gradients of one parameter above which it always does
 
     def estimate(self, size: Size) -> Estimate:
         """Return the estimated time of the operations on a sum of products, and on the written-out gradients."""
@@ -248,17 +221,11 @@ Memory: TypeAlias = int | Literal["low"] | None
 
 
 class Budget(NamedTuple):
-    """The memory for written-out gradients, as ``Plan`` takes it.
+    """The memory for written-out gradients, as ``Plan`` takes it."""
 
-    Args:
-        allowance: they may have this many times the elements of their factor.
-        in_fresh_memory: whether their memory comes from the operating system each time.
-        kept: the number of elements in the gradients of one parameter above which it always does.
-    """
-
-    allowance: float
-    in_fresh_memory: bool = False
-    kept: float = _KEPT
+    allowance: float  # they may have this many times the elements of their factor
+    in_fresh_memory: bool = False  # whether their memory comes from the operating system each time
+    kept: float = _KEPT  # the number of elements in the gradients of one parameter above which it always does
 
 
 def budget(memory: Memory, needed: float) -> Budget:

@@ -21,20 +21,15 @@ from persample.utils import numerics
 class Embedding(Factor):
     """Per-sample gradients of a table ``[V, *columns]`` that is looked up T times in each sample.
 
-    Args:
-        signals: the gradient of every looked-up row, ``[B, T, D]``; of K outputs ``[B, K, T, D]``.
-        index: the indices of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``.
-        table_shape: ``[V, *columns]``.
-
     Examples:
         >>> factor = Embedding(torch.ones(1, 2, 3), torch.tensor([[4, 4]]), (5, 3))
         >>> factor.squared_norms().round()  # one row looked up twice: 2² + 2² + 2²
         tensor([12.], dtype=torch.float64)
     """
 
-    signals: Tensor
-    index: Tensor
-    table_shape: tuple[int, ...]
+    signals: Tensor  # the gradient of every looked-up row, ``[B, T, D]``; of K outputs ``[B, K, T, D]``
+    index: Tensor  # the indices of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``
+    table_shape: tuple[int, ...]  # ``[V, *columns]``
 
     @property
     def shape(self) -> tuple[int, ...]:

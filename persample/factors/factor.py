@@ -393,15 +393,12 @@ def _total(blocks: Iterable[Tensor]) -> Tensor:
 class Dense(Factor):
     """Per-sample gradients stored as one tensor.
 
-    Args:
-        values: the gradients, real, ``[B, *shape]``, of K outputs ``[B, K, *shape]``.
-
     Examples:
         >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).squared_norms()
         tensor([25.,  1.], dtype=torch.float64)
     """
 
-    values: Tensor
+    values: Tensor  # the gradients, real, ``[B, *shape]``, of K outputs ``[B, K, *shape]``
 
     @classmethod
     def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
@@ -457,11 +454,7 @@ class Dense(Factor):
 
 @dataclass(frozen=True)
 class Mapped(Factor):
-    """Gradients that are a linear function of those of another factor, written out a few samples at a time.
-
-    Args:
-        factor: the factor of the gᵢ.
-    """
+    """Gradients that are a linear function of those of another factor, written out a few samples at a time."""
 
     factor: Factor
 

@@ -21,12 +21,6 @@ from persample.utils import numerics
 class Outer(Factor):
     """Per-sample gradients Σₜ lₜ rₜᵀ, G blocks of them, ``[G, o, i]`` in the shape of the parameter.
 
-    Args:
-        left: back-propagated signals l, ``[B, G, T, o]``; of K outputs ``[B, K, G, T, o]``.
-        right: inputs r, ``[B, G, T, i]``; of K outputs, which share them, ``[B, 1, G, T, i]``. Or the other way round.
-        param_shape: the shape of the parameter.
-        out_dtype: the dtype of the gradients; that of the operands may differ.
-
     Examples:
         >>> l, r = torch.tensor([[[[3.0]]]]), torch.tensor([[[[1.0, 2.0]]]])
         >>> factor = Outer(l, r, (1, 2), l.dtype)
@@ -34,10 +28,11 @@ class Outer(Factor):
         (tensor([[[3., 6.]]]), tensor([45.], dtype=torch.float64))
     """
 
-    left: Tensor
+    left: Tensor  # back-propagated signals l, ``[B, G, T, o]``; of K outputs ``[B, K, G, T, o]``
+    # inputs r, ``[B, G, T, i]``; of K outputs, which share them, ``[B, 1, G, T, i]``. Or the other way round.
     right: Tensor
     param_shape: tuple[int, ...]
-    out_dtype: torch.dtype
+    out_dtype: torch.dtype  # the dtype of the gradients; that of the operands may differ
 
     @property
     def dtype(self) -> torch.dtype:

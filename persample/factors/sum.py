@@ -24,16 +24,13 @@ class SumFactor(Factor):
     Linear operations add up the results of the parts. Norms, inner products and second moments write out where parts
     meet, as these may nearly cancel.
 
-    Args:
-        parts: the factors, no two of which ``add`` to one factor.
-
     Examples:
         >>> from persample.factors.factor import Dense
         >>> SumFactor((Dense(torch.ones(1, 2)), Dense(torch.ones(1, 2)))).materialize()
         tensor([[2., 2.]])
     """
 
-    parts: tuple[Factor, ...]
+    parts: tuple[Factor, ...]  # the factors, no two of which ``add`` to one factor
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:

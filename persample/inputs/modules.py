@@ -209,24 +209,15 @@ def _restore_container(container: Tree, held: Tree) -> None:
 
 @dataclass(frozen=True)
 class ParamTree:
-    """The user's ``params``, flattened.
+    """The user's ``params``, flattened."""
 
-    Args:
-        tensors: the tensors to differentiate, one per parameter.
-        result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
-        paths: one readable name per tensor.
-        leaves: the leaves of ``params``, modules among them.
-        structure: the structure of ``params``.
-        slots: the place of each tensor: an index into ``leaves``, or a name inside the modules.
-        inside: the modules in ``leaves``.
-    """
-
-    tensors: tuple[Leaf, ...]
+    tensors: tuple[Leaf, ...]  # the tensors to differentiate, one per parameter
+    # the structure of results: ``params`` with every module replaced by a dict of its parameters by name
     result: trees.TreeSpec
-    paths: tuple[str, ...]
-    leaves: tuple[Leaf, ...]
+    paths: tuple[str, ...]  # one readable name per tensor
+    leaves: tuple[Leaf, ...]  # the leaves of ``params``, modules among them
     structure: trees.TreeSpec
-    slots: tuple[int | str, ...]
+    slots: tuple[int | str, ...]  # the place of each tensor: an index into ``leaves``, or a name inside the modules
     inside: _Modules = field(default_factory=_Modules)
 
     @property

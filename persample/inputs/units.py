@@ -87,17 +87,11 @@ def one_size(sizes: Sequence[int]) -> int | tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which samples are computed, so that those of a unit are consecutive, and units sorted by size.
+    """The order in which samples are computed, so that those of a unit are consecutive, and units sorted by size."""
 
-    Args:
-        samples: the samples in this order, ``[B]``.
-        places: the place of each sample in it, ``[B]``.
-        units: the place of each unit in it, ``[U]``, in the order of their first samples in the batch.
-    """
-
-    samples: Tensor
-    places: Tensor
-    units: Tensor
+    samples: Tensor  # the samples in this order, ``[B]``
+    places: Tensor  # the place of each sample in it, ``[B]``
+    units: Tensor  # the place of each unit in it, ``[U]``, in the order of their first samples in the batch
 
 
 def units_of(unit: Leaf, size: int, *, keep_ids: bool) -> tuple[Units, Order | None]:

@@ -65,28 +65,16 @@ class RandomStream:
 
 @dataclass(frozen=True)
 class BatchLift:
-    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves, or merged into a total by a program.
+    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves, or merged into a total by a program."""
 
-    Args:
-        losses: the user's loss, or losses, by name.
-        params: the user's parameters.
-        wanted: the reductions.
-        options: ``in_dims``, ``keep_batch_dim``, ``randomness``, ``outputs`` and ``memory``.
-        chunk_size: the number of samples processed at a time, or None for a whole batch.
-        engine: the name of the engine.
-        random: the random numbers that the loss draws.
-        merges: whether programs merge the leaves into a total.
-        units: the units of the stream.
-    """
-
-    losses: Mapping[Any, Callable[..., Tree]]
+    losses: Mapping[Any, Callable[..., Tree]]  # the user's loss, or losses, by name
     params: Tree
     wanted: list[Reduction]
-    options: dict[str, Any]
-    chunk_size: int | None
+    options: dict[str, Any]  # ``in_dims``, ``keep_batch_dim``, ``randomness``, ``outputs`` and ``memory``
+    chunk_size: int | None  # the number of samples processed at a time, or None for a whole batch
     engine: str
-    random: RandomStream
-    merges: bool
+    random: RandomStream  # the random numbers that the loss draws
+    merges: bool  # whether programs merge the leaves into a total
     units: UnitStream
 
     def __call__(

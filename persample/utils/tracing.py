@@ -50,18 +50,14 @@ flags = _Flags()
 
 @dataclass(frozen=True)
 class Trace:
-    """The state of one trace; it is an attribute of the trace's fake tensor mode, which torch keeps on its own stack.
+    """The state of one trace, an attribute of the trace's fake tensor mode, which torch keeps on its own stack."""
 
-    Args:
-        any_size: whether the program will serve any number of samples, so that it cannot loop over blocks of samples.
-        compiles: whether the graph will be compiled; else it runs operation by operation, as eager code does.
-        exceptions: 0-d bool tensors; if one of them is true, the results of the program are invalid.
-        block_sizes: the numbers of gradient elements written out at a time where ``any_size`` forbade a loop.
-    """
-
+    # whether the program will serve any number of samples, so that it cannot loop over blocks of samples
     any_size: bool = False
-    compiles: bool = True
+    compiles: bool = True  # whether the graph will be compiled; else it runs operation by operation, as eager code does
+    # 0-d bool tensors; if one of them is true, the results of the program are invalid
     exceptions: list[Tensor] = field(default_factory=list)
+    # the numbers of gradient elements written out at a time where ``any_size`` forbade a loop
     block_sizes: list[int] = field(default_factory=list)
 
     def fake_tensors(self) -> FakeTensorMode:

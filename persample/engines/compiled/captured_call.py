@@ -28,22 +28,15 @@ class GraphFunction:
     """A captured function: which argument each input of its graph is, and what it returns.
 
     Equal objects compute the same, so they are part of the keys of programs.
-
-    Args:
-        capture: the graph, or None if the function computes nothing.
-        inputs: the origins of the inputs of the graph.
-        leaves: the origins of the leaves of what the function returns.
-        structure: the structure of what the function returns.
-        constants: the constants that the function returns, as text, which tells 1 from True.
-        copied: the arguments that the function gets copies of, so that its writes to them are discarded.
     """
 
-    capture: Capture | None
-    inputs: tuple[Origin, ...]
+    capture: Capture | None  # the graph, or None if the function computes nothing
+    inputs: tuple[Origin, ...]  # the origins of the inputs of the graph
+    # the origins of the leaves of what the function returns
     leaves: tuple[Origin, ...] = field(compare=False)  # the graph determines them
     structure: trees.TreeSpec
-    constants: str
-    copied: frozenset[int]
+    constants: str  # the constants that the function returns, as text, which tells 1 from True
+    copied: frozenset[int]  # the arguments that the function gets copies of, so that its writes to them are discarded
 
     def __call__(self, first: Sequence[Tensor], *rest: Leaf) -> object:
         """Return what the function returns for one sample; last come the tensors that the function closed over."""

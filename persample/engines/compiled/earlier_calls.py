@@ -48,17 +48,11 @@ class Guards(Protocol):
 
 
 class FlatParams(NamedTuple):
-    """The parameters of a call, flattened.
+    """The parameters of a call, flattened."""
 
-    Attributes:
-        names: the names of the parameters of a module.
-        tensors: the parameters.
-        structure: the structure of a tree of parameters; None for a module.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of the parameters of a module
     tensors: list[object]
-    structure: trees.TreeSpec | None
+    structure: trees.TreeSpec | None  # the structure of a tree of parameters; None for a module
 
     @classmethod
     def of(cls, params: object) -> FlatParams:
@@ -70,48 +64,30 @@ class FlatParams(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The arguments of a call, as the user passed them.
-
-    Attributes:
-        loss_fn: the loss.
-        params: the parameters.
-        batch: the batch.
-        wanted: the reductions.
-        container: the structure of the container of the reductions; None if their leaves are merged into a total.
-        out: a previous result, or None.
-        options: all other arguments.
-        total: the total of the batches before; None if there are none.
-        flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
-    """
+    """The arguments of a call, as the user passed them."""
 
     loss_fn: Callable[..., object]
     params: object
     batch: object
     wanted: Sequence[Reduction]
+    # the structure of the container of the reductions; None if their leaves are merged into a total
     container: trees.TreeSpec | None
     out: object
     options: tuple[object, ...]
-    total: Total | None = None
+    total: Total | None = None  # the total of the batches before; None if there are none
+    # those of a module, flattened once for all batches of a stream; None to flatten them now
     flat_params: FlatParams | None = None
 
 
 class Flat(NamedTuple):
-    """The arguments of a call, flattened.
-
-    Attributes:
-        params: the parameters.
-        batch: the leaves of the batch.
-        out: the tensors of ``out``.
-        structures: the structures of params, batch and out.
-        tensors: all tensors; or what else the user passed.
-        key: what must be equal in a call like this one, beside the formats of tensors. The options come last.
-    """
+    """The arguments of a call, flattened."""
 
     params: list[Leaf]
     batch: list[Leaf]
     out: list[Leaf]
     structures: tuple[trees.TreeSpec | None, trees.TreeSpec, trees.TreeSpec | None]
-    tensors: list[Leaf]
+    tensors: list[Leaf]  # all tensors; or what else the user passed
+    # what must be equal in a call like this one, beside the formats of tensors. The options come last.
     key: tuple[object, ...]
 
     @classmethod
@@ -128,36 +104,24 @@ class Flat(NamedTuple):
 
 @dataclass
 class EarlierCall:
-    """A call whose program later calls may run.
+    """A call whose program later calls may run."""
 
-    Args:
-        key: that of ``Flat``.
-        guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
-        rows: for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls:
-            captured losses read no values. None for a leaf that all samples share.
-        unpack: whether the batch is passed as positional arguments.
-        is_list: whether these are the leaves of the batch.
-        capture: the graph of the loss.
-        inputs: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
-            constant. Empty where all are tensors made for this call, which nothing else can be.
-        closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
-        live: the numbers and tensors of reductions that may change.
-        total: the formats of the total that the leaves are merged into, and where they belong.
-        size: the number of samples, or of units.
-        program: the program.
-    """
-
-    key: tuple[object, ...]
-    guards: Guards
+    key: tuple[object, ...]  # that of ``Flat``
+    guards: Guards  # torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides
+    # for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls: captured
+    # losses read no values. None for a leaf that all samples share.
     rows: list[Tensor | None]
-    unpack: bool
-    is_list: bool
+    unpack: bool  # whether the batch is passed as positional arguments
+    is_list: bool  # whether these are the leaves of the batch
     capture: Capture
+    # for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a constant.
+    # Empty where all are tensors made for this call, which nothing else can be.
     inputs: list[int | Origin]
-    closed_over: list[int]
-    live: Live
+    closed_over: list[int]  # for each tensor that the loss closed over, its place among the inputs of the graph
+    live: Live  # the numbers and tensors of reductions that may change
+    # the formats of the total that the leaves are merged into, and where they belong
     total: tuple[list[Format], Outline]
-    size: int
+    size: int  # the number of samples, or of units
     program: Program
 
     def matches(self, flat: Flat) -> bool:

@@ -29,31 +29,18 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class Compilation:
-    """How one program was made.
+    """How one program was made."""
 
-    Args:
-        engine: "traced" or "compiled".
-        reductions: the names of the reductions that the program computes.
-        batch_size: the number of samples, or None for any.
-        seconds: the time that it took.
-        reason: what had changed since the compilation before; empty for the first with these reductions.
-    """
-
-    engine: str
-    reductions: tuple[str, ...]
-    batch_size: int | None
+    engine: str  # "traced" or "compiled"
+    reductions: tuple[str, ...]  # the names of the reductions that the program computes
+    batch_size: int | None  # the number of samples, or None for any
     seconds: float
-    reason: str
+    reason: str  # what had changed since the compilation before; empty for the first with these reductions
 
 
 @dataclass
 class History:
-    """What happened to one loss.
-
-    Args:
-        batch_sizes: the sizes of its batches.
-        compilations: the compilations of its programs.
-    """
+    """What happened to one loss."""
 
     batch_sizes: set[int] = field(default_factory=set)
     compilations: list[Compilation] = field(default_factory=list)
@@ -174,33 +161,21 @@ class Marker(StandIn):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a graph computes.
+    """A tensor that a graph computes."""
 
-    Args:
-        index: its place among the outputs of the graph.
-    """
-
-    index: int
+    index: int  # its place among the outputs of the graph
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a captured function; after the arguments come the tensors that it closed over.
+    """An argument of a captured function; after the arguments come the tensors that it closed over."""
 
-    Args:
-        index: its place among them.
-    """
-
-    index: int
+    index: int  # its place among them
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that is the same in every call, such as a size.
-
-    Args:
-        value: the value.
-    """
+    """A value that is the same in every call, such as a size."""
 
     value: object
 
@@ -211,20 +186,13 @@ Origin: TypeAlias = Argument | Output | Constant
 
 @dataclass(frozen=True)
 class Captured:
-    """What one call of a captured function gives.
+    """What one call of a captured function gives."""
 
-    Args:
-        capture: the graph, or None if the function computes nothing from tensors.
-        inputs: the tensors (and sizes) that the graph takes.
-        leaves: the leaves of what the function returned: markers, arguments, other tensors, constants.
-        structure: their structure.
-        known: the outputs of the graph that depend on no argument; wherever the function keeps them, they are values.
-    """
-
-    capture: Capture | None
-    inputs: Sequence[Leaf]
-    leaves: list[Leaf]
+    capture: Capture | None  # the graph, or None if the function computes nothing from tensors
+    inputs: Sequence[Leaf]  # the tensors (and sizes) that the graph takes
+    leaves: list[Leaf]  # the leaves of what the function returned: markers, arguments, other tensors, constants
     structure: trees.TreeSpec
+    # the outputs of the graph that depend on no argument; wherever the function keeps them, they are values
     known: frozenset[int] = frozenset()
 
     @classmethod

@@ -23,21 +23,14 @@ CHANGES_A_NUMBER = "the function changes a number that its result depends on"
 
 
 class Split(NamedTuple):
-    """A graph of Dynamo without its numbers.
+    """A graph of Dynamo without its numbers."""
 
-    Attributes:
-        graph: the graph that is left, from tensors to tensors.
-        used: the places of its inputs among those of the whole graph.
-        outputs: for each tensor among the outputs of the whole graph, its place among those of the graph that is left.
-        kept: the outputs of the whole graph that ``compute`` returns.
-        compute: from the inputs of the whole graph to the outputs that need no argument.
-    """
-
-    graph: GraphModule
-    used: list[int]
+    graph: GraphModule  # the graph that is left, from tensors to tensors
+    used: list[int]  # the places of its inputs among those of the whole graph
+    # for each tensor among the outputs of the whole graph, its place among those of the graph that is left
     outputs: dict[int, int]
-    kept: list[int]
-    compute: Callable[..., list[object]]
+    kept: list[int]  # the outputs of the whole graph that ``compute`` returns
+    compute: Callable[..., list[object]]  # from the inputs of the whole graph to the outputs that need no argument
 
 
 def split_kept(module: GraphModule) -> Split | None:

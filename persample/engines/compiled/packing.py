@@ -16,26 +16,17 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class Made:
-    """A dataclass instance (a mergeable leaf or a factor) without its tensors.
-
-    Args:
-        kind: the class.
-        parts: the names and values of its fields.
-    """
+    """A dataclass instance (a mergeable leaf or a factor) without its tensors."""
 
     kind: type
-    parts: tuple[tuple[str, object], ...]
+    parts: tuple[tuple[str, object], ...]  # the names and values of its fields
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree without its tensors.
+    """A tree without its tensors."""
 
-    Args:
-        leaves: the leaves: dataclass instances without tensors, constants, and the class ``Tensor`` for each tensor.
-        structure: the structure of the tree.
-    """
-
+    # the leaves: dataclass instances without tensors, constants, and the class ``Tensor`` for each tensor
     leaves: tuple[object, ...]
     structure: trees.TreeSpec
 
@@ -88,15 +79,10 @@ def pack(tree: object) -> tuple[list[Tensor], Outline]:
 
 @dataclass(frozen=True)
 class Total:
-    """The moments and sums of the samples so far.
+    """The moments and sums of the samples so far."""
 
-    Args:
-        tensors: their numbers, in float64, in memory of their own.
-        outline: the tree of the leaves, with None in place of all others.
-    """
-
-    tensors: list[Tensor]
-    outline: Outline
+    tensors: list[Tensor]  # their numbers, in float64, in memory of their own
+    outline: Outline  # the tree of the leaves, with None in place of all others
 
     @classmethod
     def like(cls, lifted: object) -> Total:

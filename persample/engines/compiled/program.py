@@ -29,23 +29,14 @@ class DoubtfulError(ArithmeticError):
 
 @dataclass
 class Program:
-    """Code, compiled or not, with the conditions of its use.
-
-    Args:
-        run: the code.
-        constants: the tensors that tracing made, which are the last inputs of the code.
-        outline: the tree of the result.
-        noted: whether the last output is a flag that invalidates the others.
-        fits: from the formats of the inputs to whether the program serves their sizes.
-        batch_size: the number of samples, or None for any.
-    """
+    """Code, compiled or not, with the conditions of its use."""
 
     run: Run
-    constants: list[Tensor]
-    outline: Outline
-    noted: bool
-    fits: Callable[[Sequence[Format]], bool]
-    batch_size: int | None
+    constants: list[Tensor]  # the tensors that tracing made, which are the last inputs of the code
+    outline: Outline  # the tree of the result
+    noted: bool  # whether the last output is a flag that invalidates the others
+    fits: Callable[[Sequence[Format]], bool]  # from the formats of the inputs to whether the program serves their sizes
+    batch_size: int | None  # the number of samples, or None for any
     _shared: list[int] | None = field(default=None)
 
     def __call__(self, tensors: list[Tensor]) -> object:

@@ -31,20 +31,15 @@ class FaultError(Exception):
 
 @dataclass
 class Family:
-    """The programs of one kind of call, which differ in sizes.
+    """The programs of one kind of call, which differ in sizes."""
 
-    Args:
-        programs: the programs, the latest last.
-        seen: the formats of the inputs that each program was compiled for.
-        failure: the error that says why there is no program, or None.
-        faults: for inputs at which this library or Inductor failed, the error.
-        takes_any_size: whether one program may serve all batch sizes; False once tracing has shown that none does.
-    """
-
-    programs: list[Program] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)  # the programs, the latest last
+    # the formats of the inputs that each program was compiled for
     seen: list[list[Format]] = field(default_factory=list)
-    failure: TraceError | UnfinishedError | None = None
+    failure: TraceError | UnfinishedError | None = None  # the error that says why there is no program, or None
+    # for inputs at which this library or Inductor failed, the error
     faults: dict[tuple[Format, ...], str] = field(default_factory=dict)
+    # whether one program may serve all batch sizes; False once tracing has shown that none does
     takes_any_size: bool = True
 
 

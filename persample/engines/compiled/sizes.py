@@ -49,19 +49,12 @@ def axes_between(one: Sequence[Format], other: Sequence[Format]) -> Axes | None:
 
 @dataclass(frozen=True)
 class AnySize:
-    """A task as one graph for all batch sizes.
+    """A task as one graph for all batch sizes."""
 
-    Args:
-        axes: the axes of inputs that have the batch size.
-        formats: the formats of the inputs in one call.
-        traced: the trace at the last size.
-        graph: the graph for all sizes.
-    """
-
-    axes: Axes
-    formats: list[Format]
-    traced: Traced
-    graph: GraphModule
+    axes: Axes  # the axes of inputs that have the batch size
+    formats: list[Format]  # the formats of the inputs in one call
+    traced: Traced  # the trace at the last size
+    graph: GraphModule  # the graph for all sizes
 
     @classmethod
     def of(cls, task: Task, axes: Axes) -> AnySize | None:

@@ -45,26 +45,18 @@ class UnfinishedError(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """One chunk of one call.
-
-    Args:
-        reductions: the reductions of the call.
-        call: the chunk, not empty.
-        finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
-        engine: "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation.
-        container: the structure of the container that results are returned in.
-        out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        total: the total of the samples before, into which the leaves are merged; None for the leaves alone.
-        functions: for every reduction, its functions of a norm as graphs; with the tensors that they closed over.
-    """
+    """One chunk of one call."""
 
     reductions: Reductions
-    call: Call
-    finishes: bool
-    engine: str
+    call: Call  # the chunk, not empty
+    finishes: bool  # whether to compute the finished results, instead of the mergeable leaves of this chunk
+    engine: str  # "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation
+    # the structure of the container that results are returned in
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
-    out: object = None
+    out: object = None  # a previous result to write into, which shares no memory with the inputs; None for fresh memory
+    # the total of the samples before, into which the leaves are merged; None for the leaves alone
     total: Total | None = None
+    # for every reduction, its functions of a norm as graphs; with the tensors that they closed over
     functions: Sequence[_Functions] = ()
 
     def captured(self) -> Task:
@@ -198,16 +190,11 @@ def form_of(tensors: Sequence[Tensor], outline: Outline) -> tuple[list[Format], 
 
 
 class Live(NamedTuple):
-    """The numbers and tensors of reductions that may change between calls, as inputs of a program.
-
-    Attributes:
-        tensors: the inputs.
-        form: their formats, and where they belong.
-        text: the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1; None where there are tensors.
-    """
+    """The numbers and tensors of reductions that may change between calls, as inputs of a program."""
 
     tensors: list[Tensor]
-    form: tuple[list[Format], Outline]
+    form: tuple[list[Format], Outline]  # their formats, and where they belong
+    # the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1; None where there are tensors
     text: list[str] | None = None
 
 

@@ -35,14 +35,7 @@ Size: TypeAlias = int | torch.SymInt  # the latter where a program is made for a
 
 
 class Format(NamedTuple):
-    """The properties of an input tensor that a program depends on.
-
-    Attributes:
-        shape: the sizes.
-        stride: the strides.
-        dtype: the dtype.
-        device: the device.
-    """
+    """The properties of an input tensor that a program depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,22 +55,15 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """A function as a graph.
+    """A function as a graph."""
 
-    Args:
-        graph: from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that
-            invalidates the outputs.
-        captured: the tensors that tracing made, which are constants of the graph.
-        outline: the tree of the result.
-        noted: whether the last output is the flag.
-        written: the largest number of gradient elements written out at a time, for graphs of any batch size.
-    """
-
+    # from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that invalidates the
+    # outputs
     graph: GraphModule
-    captured: list[Tensor]
-    outline: Outline
-    noted: bool
-    written: int = 0
+    captured: list[Tensor]  # the tensors that tracing made, which are constants of the graph
+    outline: Outline  # the tree of the result
+    noted: bool  # whether the last output is the flag
+    written: int = 0  # the largest number of gradient elements written out at a time, for graphs of any batch size
 
 
 def trace(
