@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import transforms, version
-from persample.errors import (
-    SAY_RANDOMNESS,
-    STOP_STATISTICS,
-    ArgumentError,
-    LossError,
-    TorchVersionError,
-)
+from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, LossError, TorchVersionError
 from persample.inputs.call import Call, SampleLoss
 from persample.inputs.params import NORMS
 from persample.utils import rng, trees
@@ -139,19 +133,12 @@ class WritesError(LossError):
     """The loss writes what differs between samples into a tensor that all samples share, perhaps one that it made."""
 
 
-_KINDS = {
-    _DIFFERENTIATES: DifferentiatesError,
-    _CHECKPOINTS: CheckpointsError,
-    _WRITES: WritesError,
-}
+_KINDS = {_DIFFERENTIATES: DifferentiatesError, _CHECKPOINTS: CheckpointsError, _WRITES: WritesError}
 
 
 @contextmanager
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
-    """Explain torch's errors inside the loss: which line, what it did, what to do instead.
-
-    An error whose cause is not known passes.
-    """
+    """Explain torch's errors inside the loss, where the cause is known: which line, what it did, what to do instead."""
     handled = sys.exc_info()[1]
     try:
         yield

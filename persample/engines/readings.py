@@ -52,10 +52,7 @@ class Step(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A loss, its gradients as one vector, the steps on the way, and whether it draws random numbers, or drops some.
-
-    Of K outputs, the gradients are ``[K, P]``.
-    """
+    """A loss, its gradients (a vector, or ``[K, P]``), the steps, whether it draws random numbers, or drops some."""
 
     loss: Tensor
     grads: Tensor

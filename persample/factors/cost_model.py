@@ -50,7 +50,7 @@ _LARGE_BLOCK = 2**23
 # Blocks of copies in a trace.
 _MOST_BLOCKS = 4
 # A program for any number of samples writes out no more elements at once.
-_AT_ONCE = 2**24
+AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
 _KEPT = 2**23
 # So does that of all written-out gradients together, beyond these bytes: glibc keeps twice the largest of them.
@@ -185,13 +185,11 @@ class Plan:
         works = [_OF_FACTORS[op] for op in ops]
         if Op.squared_norms in ops and inner_products_are_faster(size):
             works[ops.index(Op.squared_norms)] = _INNER_PRODUCTS
-        writing = [_WRITING, _IN_FRESH_MEMORY] if self._is_fresh(size) else [_WRITING]
-        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *map(_OF_WRITTEN.__getitem__, ops)))
-
-    def _is_fresh(self, size: Size) -> bool:
         # Blocks of patches of convolutions take more time than is estimated, and more than fresh memory.
         has_patches = size.operands not in (None, size.stored)
-        return size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
+        is_fresh = size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
+        writing = [_WRITING, _IN_FRESH_MEMORY] if is_fresh else [_WRITING]
+        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *map(_OF_WRITTEN.__getitem__, ops)))
 
     def always_keeps(self, num_terms: int) -> bool:
         """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
@@ -229,12 +227,10 @@ class Budget(NamedTuple):
 
 
 def budget(memory: Memory, needed: float) -> Budget:
-    """Return the memory for written-out gradients.
+    """Return the memory for written-out gradients, which take ``needed`` bytes for all parameters.
 
-    Args:
-        memory: the bytes that they may take; "low" for none beyond the factors; None for 256 MiB, or else twice the
-            factors.
-        needed: the bytes that the written-out gradients of all parameters take.
+    ``memory`` is the bytes that they may take; "low" for none beyond the factors; None for 256 MiB, or else twice the
+    factors.
     """
     in_fresh_memory = needed > _KEPT_BYTES
     if memory != "low" and needed <= (_USUAL_BYTES if memory is None else memory):
@@ -257,10 +253,7 @@ def rows_per_block(count: int, each: int, device: torch.device, num_blocks: floa
 
 
 def rows_in_cache(count: int, each: int, device: torch.device) -> int:
-    """Return the number of rows whose copies in float64 stay in the cache of a CPU; all of them on other devices.
-
-    A trace has few blocks, since each is code of its own; a program for any number of samples has one.
-    """
+    """Return the number of rows whose float64 copies stay in a CPU's cache; few blocks in a trace, one on a GPU."""
     if device.type != "cpu" or is_for_any_size():
         return max(1, count)
     step = max(1, BLOCK // 2 // max(1, each))
@@ -271,8 +264,3 @@ def is_for_any_size() -> bool:
     """Return whether a program for any number of samples is being traced."""
     trace = current_trace()
     return trace is not None and trace.any_size
-
-
-def fits_at_once(written: float) -> bool:
-    """Return whether this number of elements may be written out at once."""
-    return written <= _AT_ONCE

@@ -3,21 +3,7 @@
 from persample.engines.compiled.earlier_calls import Asked, FlatParams, repeated
 from persample.engines.compiled.engine import compiled, lift_compiled, merge_compiled
 from persample.engines.compiled.graph import Compilation
-from persample.engines.compiled.packing import Total
 from persample.engines.compiled.programs import clear_cache, compilations_of
+from persample.engines.compiled.trace import Total
 
 PROGRAMS = ("traced", "compiled")  # the engines of captured losses
-
-__all__ = [
-    "PROGRAMS",
-    "Asked",
-    "Compilation",
-    "FlatParams",
-    "Total",
-    "clear_cache",
-    "compilations_of",
-    "compiled",
-    "lift_compiled",
-    "merge_compiled",
-    "repeated",
-]

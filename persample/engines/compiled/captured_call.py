@@ -25,10 +25,7 @@ _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
 @dataclass(frozen=True)
 class GraphFunction:
-    """A captured function: which argument each input of its graph is, and what it returns.
-
-    Equal objects compute the same, so they are part of the keys of programs.
-    """
+    """A captured function, by the origins of the inputs of its graph and its results; equal ones compute the same."""
 
     capture: Capture | None  # the graph, or None if the function computes nothing
     inputs: tuple[Origin, ...]  # the origins of the inputs of the graph
@@ -146,12 +143,8 @@ def _graph_function(
 ) -> tuple[GraphFunction, list[Tensor]]:
     """Return a captured function, and the tensors that it closed over.
 
-    Args:
-        captured: what the capture gave.
-        given: the arguments that the function was called with.
-        batched: for each argument, whether it has one row per sample.
-        buffers: the buffers of the modules among the parameters.
-        stored: the outputs that were found in these modules.
+    ``given`` are the arguments that it was called with, ``batched`` those with one row per sample; ``buffers`` are
+    those of the modules among the parameters, ``stored`` the outputs that were found in these modules.
     """
     if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")

@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,9 @@ from persample._torch import (
 from persample.engines.compiled.capture import Entry, NewError, entry_of, is_nested
 from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Argument, Capture, Constant, Marker, Origin, first_marker
-from persample.engines.compiled.packing import Outline, Total
-from persample.engines.compiled.program import DoubtfulError, Program
+from persample.engines.compiled.programs import DoubtfulError, Program
 from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, live_inputs
-from persample.engines.compiled.trace import Format
+from persample.engines.compiled.trace import Format, Outline, Total
 from persample.inputs import check_averages
 from persample.inputs.modules import trained_parameters
 from persample.inputs.params import are_hooked
@@ -38,13 +37,6 @@ from persample.utils import trees
 from persample.utils.trees import Leaf, Tree
 
 _MOST = 8
-
-
-class Guards(Protocol):
-    """Torch's comparison of tensors with those of an earlier call."""
-
-    def check(self, *tensors: object) -> bool:
-        """Return whether all have the dtypes, devices, shapes and strides of those."""
 
 
 class FlatParams(NamedTuple):
@@ -107,7 +99,7 @@ class EarlierCall:
     """A call whose program later calls may run."""
 
     key: tuple[object, ...]  # that of ``Flat``
-    guards: Guards  # torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides
+    alike: Callable[..., bool]  # torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides
     # for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls: captured
     # losses read no values. None for a leaf that all samples share.
     rows: list[Tensor | None]
@@ -129,7 +121,7 @@ class EarlierCall:
         return (
             self.key == flat.key
             and not any(map(is_nested, flat.tensors))
-            and self.guards.check(*flat.tensors)
+            and self.alike(*flat.tensors)
             and not are_hooked(flat.params)
         )
 
@@ -163,10 +155,7 @@ class EarlierCall:
     def taken(
         self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]
     ) -> tuple[list[Tensor], Total] | None:
-        """Return the inputs of the program, and the total among them; None if it is not that of the captured loss.
-
-        ``marker`` and ``given`` are what ``find`` returned.
-        """
+        """Return the inputs of the program, and the total among them, after ``find``; None if the loss is another."""
         if marker is None or marker.capture.twin is not self.capture:
             return None
         if self.inputs and _places(marker.inputs, given) != self.inputs:
@@ -206,7 +195,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
         (*flat.key[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
-        TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
+        TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         [row_like(x, call.loss.keep_batch_dim) if split else None for x, split in pairs],
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
@@ -249,16 +238,13 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
             found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
             if (ready := call.taken(asked, flat, *found)) is not None:
                 inputs, total = ready
-                return _answer(asked, total, call.program(inputs)), call.size
+                results = call.program(inputs)
+                if asked.container is None:
+                    return (total, results), call.size
+                return trees.unflatten(results, asked.container) if asked.out is None else asked.out, call.size
     except (DoubtfulError, NewError):
         pass
     finally:
         set_grad_enabled(recording)
         set_eval_frame(callback)
     return None
-
-
-def _answer(asked: Asked, total: Total, results: Tree) -> object:
-    if asked.container is None:
-        return total, results
-    return trees.unflatten(results, asked.container) if asked.out is None else asked.out

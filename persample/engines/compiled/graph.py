@@ -49,28 +49,20 @@ class History:
 class Capture:
     """The graph of a function, valid as long as Dynamo's guards hold.
 
-    Args:
-        graph: from the tensors that the function read to those that it computed.
-        reason: the guard that failed, so that the function was captured once more; empty for the first capture.
-
-    Attributes:
-        programs: what was compiled from the graph.
-        history: what happened to the function.
-        twin: the first capture with the same graph, whose programs serve this one, too.
-        refusal: why the function cannot be differentiated, or None.
-        constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
+    It goes from the tensors that the function read to those that it computed. ``reason`` is the guard that failed, so
+    that the function was captured once more; empty for the first capture.
     """
 
     def __init__(self, graph: GraphModule, reason: str) -> None:
         self.graph = graph
         self.reason = reason
-        self.programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self.programs: OrderedDict[Hashable, Any] = OrderedDict()  # what was compiled from the graph
         outputs: Tree = graph.graph.output_node().args[0]
         self.num_outputs = len(outputs)
         self.history = History()
-        self.constants: list[int] = []
-        self.refusal: str | None = None
-        self.twin = self
+        self.constants: list[int] = []  # inputs whose values programs contain, because an operation takes numbers only
+        self.refusal: str | None = None  # why the function cannot be differentiated
+        self.twin = self  # the first capture with the same graph, whose programs serve this one, too
         self._prepared = False
 
     @property
@@ -135,14 +127,7 @@ class _Naming(Interpreter):
 
 
 class Marker(StandIn):
-    """Stands for one tensor that a captured function returns.
-
-    Args:
-        capture: the graph.
-        index: the place among the graph's outputs.
-        inputs: the graph's inputs in this call.
-        known: the outputs that no marker stands for, with their places.
-    """
+    """Stands for one tensor that a captured function returns; ``known`` are the outputs that no marker stands for."""
 
     __slots__ = ("capture", "index", "inputs", "known")
 

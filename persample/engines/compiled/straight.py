@@ -57,7 +57,8 @@ def simplify(module: GraphModule) -> None:
         elif node.target in _RESHAPES and node.all_input_nodes[0].target in _RESHAPES:
             shape = node.args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
             node.target, node.args, node.kwargs = _aten.view.default, (_root(node), shape), {}
-    graph.eliminate_dead_code(_is_needed)
+    # A node is needed that draws random numbers, writes, or whose kernel may reject an index.
+    graph.eliminate_dead_code(lambda node: node.is_impure() or reads_an_index(node.target))
     module.recompile()
 
 
@@ -78,11 +79,6 @@ def _before_reshapes(node: Node) -> None:
             before = node.graph.node_copy(node, lambda x: _root(x) if x in operands else x)
         before.meta["val"] = result.view(shape)
         node.target, node.args, node.kwargs = _aten.view.default, (before, list(result.shape)), {}
-
-
-def _is_needed(node: Node) -> bool:
-    """Return whether a node has an effect: it draws random numbers, writes, or its kernel may reject an index."""
-    return node.is_impure() or reads_an_index(node.target)
 
 
 def straight(module: GraphModule) -> Run:

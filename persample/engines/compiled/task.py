@@ -14,8 +14,7 @@ from torch import Tensor
 from persample import pipeline
 from persample.clipping import Rule
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
-from persample.engines.compiled.packing import Outline, Total, pack
-from persample.engines.compiled.trace import Format
+from persample.engines.compiled.trace import Format, Outline, Total, pack
 from persample.engines.uncompiled import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
@@ -113,10 +112,6 @@ class Task:
         others = (*self._ids, *self._live[0], *self._total)
         return [*split, *weights, *(False for _ in others), *(True for _ in self.written)]
 
-    @property
-    def _graphs(self) -> Hashable:
-        return tuple((name, graph) for functions in self.functions for name, (graph, _) in functions.items())
-
     @cached_property
     def _live(self) -> tuple[list[Tensor], Outline]:
         kept = [{name: kept for name, (_, kept) in functions.items()} for functions in self.functions]
@@ -127,8 +122,9 @@ class Task:
     def structure(self) -> Hashable:
         """What the program depends on beside the formats of its tensors, as a key."""
         call, loss = self.call, self.call.loss
+        graphs = tuple((name, graph) for functions in self.functions for name, (graph, _) in functions.items())
         return (
-            (loss.fn, tuple(map(_key, self.reductions.reductions)), self._graphs),
+            (loss.fn, tuple(map(_key, self.reductions.reductions)), graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
             call.units and (call.units.sizes, call.units.scale, call.units.ids is None),
@@ -245,10 +241,7 @@ def _functions_of_a_norm(reduction: Reduction) -> dict[FunctionKey, Callable[[Te
 
 
 def _changed(
-    reduction: Reduction,
-    numbers: Mapping[str, Leaf],
-    kept: Mapping[FunctionKey, list[Tensor]],
-    functions: _Functions,
+    reduction: Reduction, numbers: Mapping[str, Leaf], kept: Mapping[FunctionKey, list[Tensor]], functions: _Functions
 ) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     fields = dict(numbers)

@@ -33,7 +33,7 @@ from torch import nn
 
 import persample as ps
 from persample import per_sample_grads
-from persample.engines.compiled import capture, clear_cache, graph, program
+from persample.engines.compiled import capture, clear_cache, graph, programs
 
 F64 = torch.float64
 
@@ -1040,7 +1040,7 @@ def test_losses_that_are_dropped_leave_nothing():
 
     def living():
         gc.collect()
-        kinds = (graph.Capture, capture.Entry, program.Program, torch.fx.Graph)
+        kinds = (graph.Capture, capture.Entry, programs.Program, torch.fx.Graph)
         counts = [sum(type(x) is kind for x in gc.get_objects()) for kind in kinds]
         return compilations(), len(capture._entries), *counts
 
