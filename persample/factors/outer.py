@@ -36,12 +36,10 @@ class Outer(Factor):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the gradients."""
         return self.out_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
         return (*self.outputs, *self.param_shape)
 
     @property
@@ -114,7 +112,6 @@ class Outer(Factor):
         return products.reshape((*lead, *self.shape))
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         signals, right = self._operands
         left = signals.mT
         in_order = not self.outputs or self._is_in_order
@@ -160,7 +157,6 @@ class Outer(Factor):
         return replace(self, left=signals, right=inputs, out_dtype=left.dtype)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:
             left, right = numerics.squared_norms_of_each([self.left, self.right], self.left.ndim - 2)
             return (left * right).sum(-1)
@@ -226,7 +222,6 @@ class Outer(Factor):
         return replace(self, left=(self.left * ratio).to(dtype), right=(self.right / ratio).to(dtype))
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
-        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
         if self.num_terms > 1 or (center is not None and dtype != torch.float64):
             return super().second_moment(weights, dtype, center)
         balanced = self.balanced(dtype)
@@ -238,7 +233,6 @@ class Outer(Factor):
         return moment.clamp_min(0)
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         other = self if other is None else other
         if not isinstance(other, Outer) or other.block != self.block:
             return super().gram(other, dtype)
@@ -289,7 +283,6 @@ class Outer(Factor):
         return replace(self, left=self.left.to(dtype), right=self.right.to(dtype), out_dtype=dtype)
 
     def some_rows(self, index: Tensor) -> Factor:
-        """Return the factor of some rows of the parameter."""
         if not self.has_rows:
             return super().some_rows(index)
         return replace(self, left=self.left[..., index], param_shape=(len(index), self.right.shape[-1]))

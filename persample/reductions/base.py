@@ -178,17 +178,12 @@ class Average(SumOverSamples):
 
 @dataclass(frozen=True)
 class Reductions:
-    """The reductions of one call.
-
-    Args:
-        reductions: the reductions.
-        keep_factored: whether engines keep factors even for reductions that return the gradients written out.
-        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``pipeline.write_into`` writes straight into
-            a previous result.
-    """
+    """The reductions of one call."""
 
     reductions: Sequence[Reduction]
+    # whether engines keep factors even for reductions that return the gradients written out
     keep_factored: bool = False
+    # whether ``finish`` leaves rows as ``Stacked``, which ``write_into`` writes straight into a previous result
     keep_stacked: bool = False
 
     @cached_property

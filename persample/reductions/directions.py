@@ -171,7 +171,6 @@ class Sketch(PerSample):
         check_positive("rank", self.rank, _HOW_MUCH)
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the sketches."""
         pairs = _with_signs(gradients, self._signs)
         parts = [factor.sketch(*signs).flatten(-2) / self.rank for factor, signs in pairs]
         if self.per_param:
