@@ -91,12 +91,7 @@ def _is_tensordict(node: object) -> bool:
 
 
 def batch_axes_first(
-    names: Sequence[str],
-    leaves: Sequence[Leaf],
-    dims: Sequence[int | None],
-    argument: str,
-    *,
-    keep_graph: bool = False,
+    names: Sequence[str], leaves: Sequence[Leaf], dims: Sequence[int | None], argument: str, *, keep_graph: bool = False
 ) -> tuple[tuple[Leaf, ...], tuple[bool, ...], int]:
     """Return the leaves with their batch axes first, for each whether it has one, and B."""
     values, batched = [], []

@@ -120,15 +120,10 @@ class BatchLift:
                 receive(computed(chunk), chunk)
 
     def repeated(self, batch: Batch, total: Total | None) -> tuple[Tree, int] | None:
-        """Merge a batch by the compiled program of an earlier one like it.
+        """Merge a batch into the total, None at first, by the compiled program of an earlier batch like it.
 
-        Args:
-            batch: the batch.
-            total: the total of the batches before, None of none.
-
-        Returns:
-            What ``receive`` is called with, which shares no memory with the batch, and the number of samples; None
-            where there is no such program.
+        Returns what ``receive`` is called with, which shares no memory with the batch, and the number of samples; None
+        where there is no such program.
         """
         if not self.merges or batch.weights is not None or batch.loss is not None or not self.units.is_whole(batch):
             return None

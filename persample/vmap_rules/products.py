@@ -251,6 +251,4 @@ RULES: Rules = {
 }
 
 
-FIRST_DERIVATIVE_RULES: Rules = {
-    torch.cdist: functools.partial(_cdist, _distances_by_kernel),
-}
+FIRST_DERIVATIVE_RULES: Rules = {torch.cdist: functools.partial(_cdist, _distances_by_kernel)}

@@ -114,8 +114,7 @@ def repeated(
 ) -> States:
     """Run a recurrence over the rows of sequences ``[T, ...]``, under any transforms.
 
-    Returns:
-        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
+    Returns the last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
     """
     rows = list(zip(*(x.unbind(0) for x in sequences), strict=True))
     kept = []
