@@ -270,11 +270,6 @@ class ParamTree:
         found = self.inside.parameters.values()
         return [x for x in found if not x.requires_grad and type(x) is nn.Parameter and x.layout == torch.strided]
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the content of the modules changed since ``unchanged`` began."""
-        return bool(self.inside.changed())
-
     def unchanged(self, body: Callable[[], T]) -> T:
         """Call a function, then undo its effects on the modules; swapped parameters stay in place until then.
 

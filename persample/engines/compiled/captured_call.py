@@ -67,7 +67,7 @@ def captured_call(call: Call) -> Call:
             return (
                 found,
                 _stored(tree.parts.values()) if len(found.returned) < found.num_outputs else set(),
-                tree.has_changed,
+                bool(tree.inside.changed()),  # since ``unchanged`` began
             )
 
         before = [(x, x.requires_grad, x.grad) for _, x in tree.owned]

@@ -78,7 +78,10 @@ class Capture:
             self.refusal = sets or refused_view(self.graph)
             make_batchable(self.graph)
             self.history = history
-            self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)
+            codes = [x.graph.python_code("self") for x in self.graph.modules() if isinstance(x, GraphModule)]
+            held = map(id, (*self.graph.parameters(), *self.graph.buffers()))
+            # What is the same for graphs that compute the same.
+            self.contents = get_function_mode_stack(), _settings(), [(x.src, x.globals) for x in codes], [*held]
             same = (x.twin for x in others if x.contents == self.contents)
             self.twin = next(same, self)
             self._prepared = True
@@ -91,12 +94,6 @@ class Capture:
         """Let programs contain the values that the function reads, and return whether they did not before."""
         before, self.constants = self.constants, read_inputs(self.graph.graph)
         return self.constants != before
-
-
-def _contents(graph: GraphModule) -> list[object]:
-    """Return what is the same for graphs that compute the same."""
-    codes = [part.graph.python_code("self") for part in graph.modules() if isinstance(part, GraphModule)]
-    return [*((code.src, code.globals) for code in codes), *map(id, (*graph.parameters(), *graph.buffers()))]
 
 
 def _settings() -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -246,16 +246,13 @@ def _changed(
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     fields = dict(numbers)
     for key, (graph, _) in functions.items():
-        one = _of_norm(graph, kept[key])
+        one = partial(_of_norm, graph, kept[key])
         fields[key.field] = one if key.group is None else {**fields.get(key.field, {}), key.group: one}
     for name, value in fields.items():
         object.__setattr__(changed, name, value)
     return changed
 
 
-def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], object]:
-    def of_norm(norm: Tensor) -> object:
-        with VmapRules():
-            return graph([norm], *closed_over)
-
-    return of_norm
+def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor], norm: Tensor) -> object:
+    with VmapRules():
+        return graph([norm], *closed_over)
