@@ -173,8 +173,7 @@ class Plan:
 
     required_ops: frozenset[str]  # the operations of ``Factor`` that the reductions call
     allowance: float = 2.0  # written-out gradients may have this many times the elements of their factor
-    # whether the memory of written-out gradients comes from the operating system each time
-    in_fresh_memory: bool = False
+    in_fresh_memory: bool = False  # whether written-out gradients always are in new memory of the system
     kept: float = _KEPT  # the number of elements in the gradients of one parameter above which it always does
 
     def estimate(self, size: Size) -> Estimate:

@@ -29,8 +29,7 @@ class Outer(Factor):
     """
 
     left: Tensor  # back-propagated signals l, ``[B, G, T, o]``; of K outputs ``[B, K, G, T, o]``
-    # inputs r, ``[B, G, T, i]``; of K outputs, which share them, ``[B, 1, G, T, i]``. Or the other way round.
-    right: Tensor
+    right: Tensor  # inputs r, ``[B, G, T, i]``; of K outputs, ``[B, 1, G, T, i]``. Or the other way round.
     param_shape: tuple[int, ...]
     out_dtype: torch.dtype  # the dtype of the gradients; that of the operands may differ
 

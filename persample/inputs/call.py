@@ -134,8 +134,7 @@ class Call:
     memory: cost_model.Memory = None  # the bytes that written-out gradients may take, "low" or None
     planned: cost_model.Budget | None = None  # the budget that a program was made with, in place of ``memory``, or None
     units: Units | None = None  # which consecutive samples are a unit; None if each sample is one
-    # how the samples were sorted to be those of units, one after the other; None if they were not
-    order: Order | None = None
+    order: Order | None = None  # how the samples were sorted, so that those of units are consecutive, or None
     unit_weights: Tensor | None = None  # ``[U]``, 0 for units that are left out, else 1; None for ones
 
     @property

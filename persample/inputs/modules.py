@@ -205,8 +205,7 @@ class ParamTree:
     """The user's ``params``, flattened."""
 
     tensors: tuple[Leaf, ...]  # the tensors to differentiate, one per parameter
-    # the structure of results: ``params`` with every module replaced by a dict of its parameters by name
-    result: trees.TreeSpec
+    result: trees.TreeSpec  # of results: ``params``, with a dict of parameters by name for every module
     paths: tuple[str, ...]  # one readable name per tensor
     leaves: tuple[Leaf, ...]  # the leaves of ``params``, modules among them
     structure: trees.TreeSpec

@@ -30,8 +30,7 @@ class Units:
     sizes: int | tuple[int, ...]  # the number of samples in each unit, one number where all have the same
     scale: float = 1.0  # what the gradients of all samples are multiplied with, beside their weights
     ids: Tensor | None = None  # the id of each unit, ``[U]``; None where no reduction returns them
-    # the number of samples that are processed at a time, which a single unit may exceed; None for all
-    most: int | None = None
+    most: int | None = None  # the samples processed at a time, which one unit may exceed; None for all
 
     def count(self, size: int) -> int:
         """Return U, the number of units of a number of samples."""

@@ -181,10 +181,8 @@ class Reductions:
     """The reductions of one call."""
 
     reductions: Sequence[Reduction]
-    # whether engines keep factors even for reductions that return the gradients written out
-    keep_factored: bool = False
-    # whether ``finish`` leaves rows as ``Stacked``, which ``write_into`` writes straight into a previous result
-    keep_stacked: bool = False
+    keep_factored: bool = False  # whether factors are kept even for reductions that return the gradients
+    keep_stacked: bool = False  # whether rows stay ``Stacked``, which ``write_into`` writes straight into ``out``
 
     @cached_property
     def required_ops(self) -> frozenset[Op]:

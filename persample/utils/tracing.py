@@ -52,13 +52,10 @@ flags = _Flags()
 class Trace:
     """The state of one trace, an attribute of the trace's fake tensor mode, which torch keeps on its own stack."""
 
-    # whether the program will serve any number of samples, so that it cannot loop over blocks of samples
-    any_size: bool = False
+    any_size: bool = False  # whether it serves any number of samples, and so cannot loop over blocks of them
     compiles: bool = True  # whether the graph will be compiled; else it runs operation by operation, as eager code does
-    # 0-d bool tensors; if one of them is true, the results of the program are invalid
-    exceptions: list[Tensor] = field(default_factory=list)
-    # the numbers of gradient elements written out at a time where ``any_size`` forbade a loop
-    block_sizes: list[int] = field(default_factory=list)
+    exceptions: list[Tensor] = field(default_factory=list)  # 0-d bool tensors: if one is true, the results are invalid
+    block_sizes: list[int] = field(default_factory=list)  # the most elements written out at a time
 
     def fake_tensors(self) -> FakeTensorMode:
         """Return the fake tensor mode to trace under, in which new tensors have shapes but no values."""

@@ -27,8 +27,7 @@ class Cell(NamedTuple):
     # (the own gradient of the h before a step, the gradients of the state after it, *its derivatives) → the signals at
     # the gates, those of a first; the gradients of the state before, without what a passes on to h
     back: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-    # all signals at the gates → those of x; None if x and a are only read as their sum
-    at_inputs: Callable[[Tensor], Tensor] | None = None
+    at_inputs: Callable[[Tensor], Tensor] | None = None  # all signals → those of x; None if only x + a is read
 
 
 def one_step(cell: Cell, x: Tensor, a: Tensor, *state: Tensor) -> tuple[Tensor, ...]:

@@ -221,8 +221,7 @@ class Split(NamedTuple):
 
     graph: GraphModule  # the graph that is left, from tensors to tensors
     used: list[int]  # the places of its inputs among those of the whole graph
-    # for each tensor among the outputs of the whole graph, its place among those of the graph that is left
-    outputs: dict[int, int]
+    outputs: dict[int, int]  # the tensors among the outputs of the whole graph: their places among those left
     kept: list[int]  # the outputs of the whole graph that ``compute`` returns
     compute: Callable[..., list[object]]  # from the inputs of the whole graph to the outputs that need no argument
 

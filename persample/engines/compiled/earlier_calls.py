@@ -62,13 +62,11 @@ class Asked(NamedTuple):
     params: object
     batch: object
     wanted: Sequence[Reduction]
-    # the structure of the container of the reductions; None if their leaves are merged into a total
-    container: trees.TreeSpec | None
+    container: trees.TreeSpec | None  # that of the reductions; None if their leaves are merged into a total
     out: object
     options: tuple[object, ...]
     total: Total | None = None  # the total of the batches before; None if there are none
-    # those of a module, flattened once for all batches of a stream; None to flatten them now
-    flat_params: FlatParams | None = None
+    flat_params: FlatParams | None = None  # of a module, flattened once for a stream; None to flatten them now
 
 
 class Flat(NamedTuple):
@@ -79,8 +77,7 @@ class Flat(NamedTuple):
     out: list[Leaf]
     structures: tuple[trees.TreeSpec | None, trees.TreeSpec, trees.TreeSpec | None]
     tensors: list[Leaf]  # all tensors; or what else the user passed
-    # what must be equal in a call like this one, beside the formats of tensors. The options come last.
-    key: tuple[object, ...]
+    key: tuple[object, ...]  # what must be equal in a call like this one, beside tensors' formats; options last
 
     @classmethod
     def of(cls, asked: Asked) -> Flat:
@@ -111,8 +108,7 @@ class EarlierCall:
     inputs: list[int | Origin]
     closed_over: list[int]  # for each tensor that the loss closed over, its place among the inputs of the graph
     live: Live  # the numbers and tensors of reductions that may change
-    # the formats of the total that the leaves are merged into, and where they belong
-    total: tuple[list[Format], Outline]
+    total: tuple[list[Format], Outline]  # the formats of the total, and where its tensors belong
     size: int  # the number of samples, or of units
     program: Program
 

@@ -174,8 +174,7 @@ class Captured:
     inputs: Sequence[Leaf]  # the tensors (and sizes) that the graph takes
     leaves: list[Leaf]  # the leaves of what the function returned: markers, arguments, other tensors, constants
     structure: trees.TreeSpec
-    # the outputs of the graph that depend on no argument; wherever the function keeps them, they are values
-    known: frozenset[int] = frozenset()
+    known: frozenset[int] = frozenset()  # the outputs of the graph that depend on no argument: always values
 
     @classmethod
     def of(cls, returned: object) -> Captured:

@@ -164,13 +164,10 @@ class Family:
     """The programs of one kind of call, which differ in sizes."""
 
     programs: list[Program] = field(default_factory=list)  # the programs, the latest last
-    # the formats of the inputs that each program was compiled for
-    seen: list[list[Format]] = field(default_factory=list)
+    seen: list[list[Format]] = field(default_factory=list)  # the formats of the inputs of each program
     failure: TraceError | UnfinishedError | None = None  # the error that says why there is no program, or None
-    # for inputs at which this library or Inductor failed, the error
-    faults: dict[tuple[Format, ...], str] = field(default_factory=dict)
-    # whether one program may serve all batch sizes; False once tracing has shown that none does
-    takes_any_size: bool = True
+    faults: dict[tuple[Format, ...], str] = field(default_factory=dict)  # for inputs that fail, the error
+    takes_any_size: bool = True  # False once tracing has shown that no program serves all batch sizes
 
 
 def clear_cache() -> None:

@@ -50,13 +50,10 @@ class Task:
     call: Call  # the chunk, not empty
     finishes: bool  # whether to compute the finished results, instead of the mergeable leaves of this chunk
     engine: str  # "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation
-    # the structure of the container that results are returned in
-    container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
+    container: trees.TreeSpec = field(default_factory=trees.leaf_structure)  # of the results
     out: object = None  # a previous result to write into, which shares no memory with the inputs; None for fresh memory
-    # the total of the samples before, into which the leaves are merged; None for the leaves alone
-    total: Total | None = None
-    # for every reduction, its functions of a norm as graphs; with the tensors that they closed over
-    functions: Sequence[_Functions] = ()
+    total: Total | None = None  # that of the samples before, into which the leaves are merged, or None
+    functions: Sequence[_Functions] = ()  # for every reduction, those of a norm as graphs, with closed-over tensors
 
     def captured(self) -> Task:
         """Return the same task with the loss, and the functions of reductions, captured as graphs."""
@@ -190,8 +187,7 @@ class Live(NamedTuple):
 
     tensors: list[Tensor]
     form: tuple[list[Format], Outline]  # their formats, and where they belong
-    # the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1; None where there are tensors
-    text: list[str] | None = None
+    text: list[str] | None = None  # the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1, or None
 
 
 def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: Live | None = None) -> Live:

@@ -36,8 +36,7 @@ class Made:
 class Outline:
     """A tree without its tensors."""
 
-    # the leaves: dataclass instances without tensors, constants, and the class ``Tensor`` for each tensor
-    leaves: tuple[object, ...]
+    leaves: tuple[object, ...]  # dataclass instances without tensors, constants, and the class ``Tensor`` for a tensor
     structure: trees.TreeSpec
 
     def filled(self, tensors: Sequence[Tensor]) -> Tree:
@@ -149,9 +148,7 @@ class Format(NamedTuple):
 class Traced:
     """A function as a graph."""
 
-    # from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that invalidates the
-    # outputs
-    graph: GraphModule
+    graph: GraphModule  # from inputs and captured tensors to the results, and perhaps a flag that invalidates these
     captured: list[Tensor]  # the tensors that tracing made, which are constants of the graph
     outline: Outline  # the tree of the result
     noted: bool  # whether the last output is the flag

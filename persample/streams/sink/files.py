@@ -214,8 +214,7 @@ class Index:
     last_batch: str = ""  # a checksum of the last of them, with its weights
     # for each tensor with rows of samples, its file, dtype, shape of a row, number of rows and checksum
     rows: dict[str, Record] = field(default_factory=dict)
-    # the same for each tensor that is one result for all samples
-    values: dict[str, Record] = field(default_factory=dict)
+    values: dict[str, Record] = field(default_factory=dict)  # the same for each result for all samples
     checkpoint: Record | None = None  # the file with the sums so far and its checksum; None when all is done
     finished: bool = False
     format: str = _FORMAT
