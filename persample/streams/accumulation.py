@@ -164,9 +164,9 @@ def accumulate(
             fix = "Pass how many consecutive samples are a unit, or ids."
             raise ArgumentError.about("unit", expected="a positive int", received=repr(unit), fix=fix)
         # A folder takes rows, and the numbers of its sums, by batch; rows of units by ids are sorted by batch.
-        merges = engine in PROGRAMS and sink is None and not has_ids(unit)
+        repeats = engine in PROGRAMS and sink is None and not has_ids(unit)
         units = UnitStream(unit_reduce, wanted, waits=sink is None)
-        lift = BatchLift(losses, params, wanted, options, chunk_size, engine, RandomStream(randomness), merges, units)
+        lift = BatchLift(losses, params, wanted, options, chunk_size, engine, RandomStream(randomness), repeats, units)
         processes = Processes(group, lift.device, "accumulate")
         if unit is not None and group is not None and order == "interleaved" and any(r.rows_of_samples for r in wanted):
             expected = "'contiguous' for rows of samples (Aux) beside units"

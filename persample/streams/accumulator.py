@@ -5,14 +5,13 @@ The totals of all processes are merged into one, with their rows in the order of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from persample.engines.compiled import Total
 from persample.errors import ArgumentError, LossError
 from persample.factors import Factor
 from persample.factors.factor import tensor_fields
@@ -48,29 +47,18 @@ class Accumulator:
         self.structure: trees.TreeSpec | None = None
         self.leaves: list[Leaf] = []
         self.samples, self.weight = 0, TotalWeight()
-        self.total: Total | None = None
         self._later_rows: list[list[Tensor | Factor]] = []
 
     def add(self, partial: object, inputs: list[Tensor]) -> None:
         """Merge the leaves of one part. Rows that share memory with ``inputs``, which may change later, are copied."""
         leaves, structure = trees.flatten(partial)
-        self._merge_all(enumerate(leaves), structure, inputs)
-
-    def take(self, merged: tuple[Total, list[Leaf]], inputs: list[Tensor]) -> None:
-        """Adopt the total into which a program has merged a part."""
-        self.total, others = merged
-        places = [place for place, leaf in enumerate(self.total.outline.leaves) if leaf is None]
-        self._merge_all(zip(places, others, strict=True), self.total.outline.structure, inputs)
-
-    def _merge_all(self, pairs: Iterable[tuple[int, Leaf]], structure: trees.TreeSpec, inputs: list[Tensor]) -> None:
-        """Merge leaves at their places; the structure of the first part is that of all."""
         if self.structure is None:
             self.structure = structure
             self.leaves = [None] * structure.num_leaves
             self._later_rows = [[] for _ in self.leaves]
         check_alike(self.structure, structure)
         taken = {memory(x) for x in inputs}
-        for place, leaf in pairs:
+        for place, leaf in enumerate(leaves):
             self._merge(place, _own_rows(leaf, taken))
 
     def _merge(self, place: int, leaf: object) -> None:
@@ -112,9 +100,6 @@ class Accumulator:
         """Return the merged result so far."""
         if self.structure is None:
             return Partial(None, 0, self.weight)
-        if self.total is not None:
-            pairs = zip(self.leaves, self.total.leaves, strict=True)
-            self.leaves = [old if new is None else new for old, new in pairs]
         pairs = zip(self.leaves, self._later_rows, strict=True)
         leaves = [Stacked(x.rows, x.dtype, tuple(rows)) if isinstance(x, Stacked) else x for x, rows in pairs]
         return Partial(trees.unflatten(leaves, self.structure), self.samples, self.weight)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from persample import inputs, pipeline
-from persample.engines.compiled import PROGRAMS, Asked, FlatParams, Total, lift_compiled, merge_compiled, repeated
+from persample.engines.compiled import PROGRAMS, Asked, FlatParams, lift_compiled, repeated
 from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES, empty
@@ -26,7 +26,7 @@ from persample.streams.unit_stream import UnitStream
 from persample.unit_gradients import in_first_order
 from persample.utils import rng
 from persample.utils.isolation import isolated
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Tree
 
 
 class RandomStream:
@@ -65,7 +65,7 @@ class RandomStream:
 
 @dataclass(frozen=True)
 class BatchLift:
-    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves, or merged into a total by a program."""
+    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves."""
 
     losses: Mapping[Any, Callable[..., Tree]]  # the user's loss, or losses, by name
     params: Tree
@@ -74,22 +74,19 @@ class BatchLift:
     chunk_size: int | None  # the number of samples processed at a time, or None for a whole batch
     engine: str
     random: RandomStream  # the random numbers that the loss draws
-    merges: bool  # whether programs merge the leaves into a total
+    repeats: bool  # whether programs of earlier batches may answer
     units: UnitStream
 
-    def __call__(
-        self, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
-    ) -> list[Call]:
+    def __call__(self, batch: Batch, receive: Callable[[Tree, Call], object]) -> list[Call]:
         """Compute one batch, and return what was computed: it, or samples that have waited and it.
 
-        ``receive`` gets the leaves of each chunk, and the chunk; if ``merges``, the total, and the leaves that are not
-        part of it.
+        ``receive`` gets the leaves of each chunk, and the chunk.
         """
 
         def compute() -> list[Call]:
             calls = self._normalized(batch)
             for call in calls:
-                self._compute(call, batch, total, receive)
+                self._compute(call, batch, receive)
             return calls
 
         with InBatch(batch.name):
@@ -100,15 +97,13 @@ class BatchLift:
         call = self.units.rest()
         if call is not None:
             with InBatch(batch.name):
-                isolated(self.params, lambda: self._compute(call, batch, lambda: None, receive))
+                isolated(self.params, lambda: self._compute(call, batch, receive))
         return call
 
-    def _compute(
-        self, call: Call, batch: Batch, total: Callable[[], Total | None], receive: Callable[[Tree, Call], object]
-    ) -> None:
+    def _compute(self, call: Call, batch: Batch, receive: Callable[[Tree, Call], object]) -> None:
         def computed(chunk: Call) -> Tree:
             with self.random.drawing():
-                return self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
+                return self._lifted(chunk, self._asked(batch) if self.repeats else None)
 
         chunks = call.chunks(self.chunk_size)
         with unwritten(call):
@@ -119,21 +114,20 @@ class BatchLift:
             for chunk in chunks:
                 receive(computed(chunk), chunk)
 
-    def repeated(self, batch: Batch, total: Total | None) -> tuple[Tree, int] | None:
-        """Merge a batch into the total, None at first, by the compiled program of an earlier batch like it.
+    def repeated(self, batch: Batch) -> tuple[Tree, int] | None:
+        """Return the leaves of a batch by the program of an earlier one like it, and the number of samples.
 
-        Returns what ``receive`` is called with, which shares no memory with the batch, and the number of samples; None
-        where there is no such program.
+        They share no memory with the batch. None where there is no such program.
         """
-        if not self.merges or batch.weights is not None or batch.loss is not None or not self.units.is_whole(batch):
+        if not self.repeats or batch.weights is not None or batch.loss is not None or not self.units.is_whole(batch):
             return None
         with InBatch(batch.name), self.random.drawing():
-            found = repeated(self._asked(batch, total))
+            found = repeated(self._asked(batch))
         if found is None:
             vars(self).pop("_flat_params")  # a parameter may have been replaced
         return found
 
-    def _asked(self, batch: Batch, total: Total | None) -> Asked:
+    def _asked(self, batch: Batch) -> Asked:
         return Asked(
             self.losses[batch.loss],
             self.params,
@@ -142,7 +136,6 @@ class BatchLift:
             container=None,
             out=None,
             options=(self.engine, *self.options.values(), self.chunk_size, batch.unit, self.units.reduce),
-            total=total,
             flat_params=self._flat_params,
         )
 
@@ -182,7 +175,7 @@ class BatchLift:
         """Return the leaves of an empty batch, which have the form of any batch's leaves."""
         return isolated(self.params, lambda: self._lifted(call.none()))
 
-    def _lifted(self, chunk: Call) -> Tree:
+    def _lifted(self, chunk: Call, asked: Asked | None = None) -> Tree:
         reductions = Reductions(self.wanted)
 
         def by(way: pipeline.Engine) -> Tree:
@@ -190,33 +183,10 @@ class BatchLift:
 
         def first() -> Tree:
             if self.engine in PROGRAMS:
-                return lift_compiled(chunk, reductions, engine=self.engine)
+                return lift_compiled(chunk, reductions, asked, engine=self.engine)
             return by(ENGINES[self.engine])
 
         if chunk.size:
             return answered(chunk, self.engine, first, by)
         leaves, _ = by(empty)
         return leaves, AnyOf(False)  # a loss that is not called is not known to depend on anything
-
-    def _merged(self, chunk: Call, batch: Batch, total: Total | None) -> tuple[Total, list[Leaf]]:
-        reductions = Reductions(self.wanted)
-        if total is None:
-            try:
-                total = Total.like(self._lifted(chunk.none()))
-            except Exception:  # noqa: BLE001 (whatever the loss raises for a made-up sample)
-                lifted = self._lifted(chunk)
-                total = Total.like(lifted)
-                return total, total.absorb(lifted)
-
-        def by(way: pipeline.Engine) -> tuple[Total, list[Leaf]]:
-            own = total.copied()
-            return own, own.absorb(pipeline.lift_by(way, reductions)(chunk))
-
-        def first() -> tuple[Total, list[Leaf]]:
-            own = total.copied()  # if a program fails after it has written, another way begins with the old total
-            asked = self._asked(batch, own)
-            return own, merge_compiled(chunk, reductions, asked, own, engine=self.engine)
-
-        if chunk.size:
-            return answered(chunk, self.engine, first, by)
-        return total, total.absorb(self._lifted(chunk))

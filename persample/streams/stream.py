@@ -75,15 +75,15 @@ class Stream:
         if self.run is not None and batch.number < self.run.done:
             self.run.skip(batch, self.accumulator)
             return
-        repeated = self.lift.repeated(batch, self.accumulator.total)
+        repeated = self.lift.repeated(batch)
         if repeated is not None:
-            merged, size = repeated
-            self.accumulator.take(merged, [])
+            lifted, size = repeated
+            self.accumulator.add(lifted, [])
             self.accumulator.count(size, None)
             return
         if batch.number == 0:  # here, where errors do not name the batch
             check_params(self.lift.params)
-        calls = self.lift(batch, lambda: self.accumulator.total, self._receive)
+        calls = self.lift(batch, self._receive)
         for call in calls:
             self.accumulator.count(*call.counted)
         if self.run is not None:
@@ -91,9 +91,6 @@ class Stream:
 
     def _receive(self, lifted: Tree, chunk: Call) -> None:
         given = chunk.tensors if chunk.weights is None else [*chunk.tensors, chunk.weights]
-        if self.lift.merges:
-            self.accumulator.take(lifted, given)
-            return
         if self.run is not None:
             lifted = self.run.receive(lifted, chunk)
         self.accumulator.add(lifted, given)

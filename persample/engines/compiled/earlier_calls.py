@@ -26,8 +26,8 @@ from persample.engines.compiled.capture import Entry, NewError, entry_of, is_nes
 from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Argument, Capture, Constant, Marker, Origin, first_marker
 from persample.engines.compiled.programs import DoubtfulError, Program
-from persample.engines.compiled.task import Live, Task, fixed_fields, form_of, live_inputs
-from persample.engines.compiled.trace import Format, Outline, Total
+from persample.engines.compiled.task import Live, Task, fixed_fields, live_inputs
+from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages
 from persample.inputs.modules import trained_parameters
 from persample.inputs.params import are_hooked
@@ -62,10 +62,9 @@ class Asked(NamedTuple):
     params: object
     batch: object
     wanted: Sequence[Reduction]
-    container: trees.TreeSpec | None  # that of the reductions; None if their leaves are merged into a total
+    container: trees.TreeSpec | None  # that of the reductions; None for their leaves
     out: object
     options: tuple[object, ...]
-    total: Total | None = None  # the total of the batches before; None if there are none
     flat_params: FlatParams | None = None  # of a module, flattened once for a stream; None to flatten them now
 
 
@@ -108,7 +107,6 @@ class EarlierCall:
     inputs: list[int | Origin]
     closed_over: list[int]  # for each tensor that the loss closed over, its place among the inputs of the graph
     live: Live  # the numbers and tensors of reductions that may change
-    total: tuple[list[Format], Outline]  # the formats of the total, and where its tensors belong
     size: int  # the number of samples, or of units
     program: Program
 
@@ -120,14 +118,6 @@ class EarlierCall:
             and self.alike(*flat.tensors)
             and not are_hooked(flat.params)
         )
-
-    def before(self, asked: Asked) -> Total | None:
-        """Return the total that the leaves of a call are merged into, or None if it is unlike that of this call."""
-        formats, outline = self.total
-        if asked.total is None:
-            return Total([f.empty().zero_() for f in formats], outline)
-        is_own = asked.total.outline is outline  # made for the program of this call
-        return asked.total if is_own or self.total == form_of(asked.total.tensors, asked.total.outline) else None
 
     def find(self, asked: Asked, flat: Flat, entry: Entry) -> tuple[Marker | None, list[Leaf]]:
         """Run the captured loss for a call that matches this one; all calls that match it would run it alike.
@@ -148,10 +138,8 @@ class EarlierCall:
             set_grad_enabled(False)
         return first_marker(returned), [*params, *rows]
 
-    def taken(
-        self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]
-    ) -> tuple[list[Tensor], Total] | None:
-        """Return the inputs of the program, and the total among them, after ``find``; None if the loss is another."""
+    def taken(self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]) -> list[Tensor] | None:
+        """Return the inputs of the program, from what ``find`` returned; None if the captured loss is another."""
         if marker is None or marker.capture.twin is not self.capture:
             return None
         if self.inputs and _places(marker.inputs, given) != self.inputs:
@@ -159,14 +147,13 @@ class EarlierCall:
         live = live_inputs(asked.wanted, flat.params[0].device, self.live)
         if live is not self.live and asked.container is not None:  # else they are checked over all batches
             check_averages(asked.wanted, None, self.size)
-        total = self.before(asked)
-        if total is None or live.form != self.live.form:
+        if live.form != self.live.form:
             return None
         own = [x.clone() for x in live.tensors]  # a reduction may write into its numbers
-        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own, *total.tensors]
+        read = [*flat.params, *flat.batch, *[marker.inputs[place] for place in self.closed_over], *own]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
-        return [*read, *flat.out], total
+        return [*read, *flat.out]
 
 
 def _places(inputs: Sequence[Leaf], given: Sequence[Tensor]) -> list[int | Origin]:
@@ -178,7 +165,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     """Let later calls run the program of this one, if they are told by comparing tensors."""
     call, fn = task.call, task.loss
     flat, entry = Flat.of(asked), entry_of(asked.loss_fn)
-    used, total = [*call.params, *call.leaves[: len(flat.batch)], *task.written], task.total or Total.like([])
+    used = [*call.params, *call.leaves[: len(flat.batch)], *task.written]
     if len(used) != len(flat.tensors) or not all(map(_is_same, used, flat.tensors)) or not _is_plain():
         return
     count = len(flat.params) + len(flat.batch)
@@ -199,7 +186,6 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
         [] if are_own else inputs,
         [inputs.index(place) for place in sorted(kept)],
         live_inputs(asked.wanted, flat.params[0].device),
-        form_of(total.tensors, total.outline),
         call.count,
         program,
     )
@@ -220,7 +206,7 @@ def _is_plain() -> bool:
 def repeated(asked: Asked) -> tuple[Tree, int] | None:
     """Return the result of a call by the program of an earlier one like it, and the number of its samples.
 
-    None if there is no such program. Where leaves are merged, the result is the total and the other leaves.
+    None if there is no such program.
     """
     entry = entry_of(asked.loss_fn)
     if not entry.calls or entry.changes_modules or not _is_plain():
@@ -232,12 +218,11 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
         found = None
         for call in filter(lambda call: call.matches(flat), entry.calls):
             found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
-            if (ready := call.taken(asked, flat, *found)) is not None:
-                inputs, total = ready
+            if (inputs := call.taken(asked, flat, *found)) is not None:
                 results = call.program(inputs)
-                if asked.container is None:
-                    return (total, results), call.size
-                return trees.unflatten(results, asked.container) if asked.out is None else asked.out, call.size
+                if asked.container is not None:
+                    results = trees.unflatten(results, asked.container) if asked.out is None else asked.out
+                return results, call.size
     except (DoubtfulError, NewError):
         pass
     finally:

@@ -12,7 +12,7 @@ from persample.engines.compiled.capture import LimitError, UncapturableError
 from persample.engines.compiled.earlier_calls import Asked, remember
 from persample.engines.compiled.programs import DoubtfulError, Program, program_of
 from persample.engines.compiled.task import Task, UnfinishedError
-from persample.engines.compiled.trace import Total, TraceError
+from persample.engines.compiled.trace import TraceError
 from persample.engines.uncompiled import eager
 from persample.errors import LossError
 from persample.inputs.call import Call
@@ -39,17 +39,12 @@ def compiled(
     return results if results is not None else trees.leaves_like(out, container) or []
 
 
-def lift_compiled(call: Call, reductions: Reductions, *, engine: str) -> object:
+def lift_compiled(call: Call, reductions: Reductions, asked: Asked | None = None, *, engine: str) -> object:
     """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines."""
     units = call.units  # of unequal sizes, or larger than a chunk: each such call would be a program of its own
     if units is not None and (not isinstance(units.sizes, int) or units.sizes > (units.most or units.sizes)):
         return pipeline.lift_by(eager, reductions)(call)
-    return _computed(Task(reductions, call, finishes=False, engine=engine))
-
-
-def merge_compiled(call: Call, reductions: Reductions, asked: Asked, total: Total, *, engine: str) -> list[object]:
-    """Merge the leaves of one chunk into a total by a program, and return what ``Total.absorb`` returns."""
-    return cast("list[object]", _computed(Task(reductions, call, finishes=False, engine=engine, total=total), asked))
+    return _computed(Task(reductions, call, finishes=False, engine=engine), asked)
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Tree:
@@ -61,7 +56,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Tree:
     except LimitError:
         return _eagerly(task)
     except UnfinishedError:
-        return task.last_step(_computed(replace(task, finishes=False, total=None, out=None)))
+        return task.last_step(_computed(replace(task, finishes=False, out=None)))
     except (UncapturableError, TraceError) as error:
         if captured is not None and captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)

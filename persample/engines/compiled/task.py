@@ -14,7 +14,7 @@ from torch import Tensor
 from persample import pipeline
 from persample.clipping import Rule
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
-from persample.engines.compiled.trace import Format, Outline, Total, pack
+from persample.engines.compiled.trace import Format, Outline, pack
 from persample.engines.uncompiled import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
@@ -52,7 +52,6 @@ class Task:
     engine: str  # "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation
     container: trees.TreeSpec = field(default_factory=trees.leaf_structure)  # of the results
     out: object = None  # a previous result to write into, which shares no memory with the inputs; None for fresh memory
-    total: Total | None = None  # that of the samples before, into which the leaves are merged, or None
     functions: Sequence[_Functions] = ()  # for every reduction, those of a norm as graphs, with closed-over tensors
 
     def captured(self) -> Task:
@@ -79,16 +78,12 @@ class Task:
         """The tensors that the program reads."""
         leaves = [x for x in self.call.leaves if isinstance(x, Tensor)]
         weights = [] if self.call.weights is None else [self.call.weights]
-        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._ids, *self._live[0], *self._total]
+        return [*map(plain, [*self.call.params, *leaves, *weights]), *self._ids, *self._live[0]]
 
     @property
     def _ids(self) -> list[Tensor]:
         units = self.call.units
         return [] if units is None or units.ids is None else [units.ids]
-
-    @property
-    def _total(self) -> list[Tensor]:
-        return [] if self.total is None else self.total.tensors
 
     @property
     def written(self) -> list[Tensor]:
@@ -106,7 +101,7 @@ class Task:
         leaves = zip(self.call.leaves, self.call.leaves_batched, strict=True)
         split = [*self.call.params_batched, *(batched for x, batched in leaves if isinstance(x, Tensor))]
         weights = [] if self.call.weights is None else [True]
-        others = (*self._ids, *self._live[0], *self._total)
+        others = (*self._ids, *self._live[0])
         return [*split, *weights, *(False for _ in others), *(True for _ in self.written)]
 
     @cached_property
@@ -126,7 +121,7 @@ class Task:
             (call.params_batched, call.leaves_batched, call.weights is None),
             call.units and (call.units.sizes, call.units.scale, call.units.ids is None),
             (call.randomness, call.budget.allowance, self.finishes, self.engine, self._live[1]),
-            (self.container, self.out is None or trees.structure(self.out), self.total and self.total.outline),
+            (self.container, self.out is None or trees.structure(self.out)),
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> object:
@@ -137,7 +132,6 @@ class Task:
         weights = None if self.call.weights is None else next(given)
         units = self.call.units and replace(self.call.units, ids=next(given) if self._ids else None)
         fields = outline.filled([next(given) for _ in live])
-        total = self.total and replace(self.total, tensors=[next(given) for _ in self._total])
         new = zip(self.reductions.reductions, *fields, self.functions, strict=True)
         reductions = Reductions([_changed(*parts) for parts in new], keep_factored=True)
         split = [*self.call.params_batched, *self.call.leaves_batched]
@@ -149,7 +143,7 @@ class Task:
         call = replace(self.call, size=size, params=params, leaves=leaves, weights=weights, planned=budget, units=units)
         lifted = pipeline.lift_chunks([call], eager, reductions)
         try:
-            results = replace(self, call=call, reductions=reductions, total=total).last_step(lifted)
+            results = replace(self, call=call, reductions=reductions).last_step(lifted)
         except RuntimeError as error:  # what a trace refuses
             raise UnfinishedError(str(error)) from error
         if self.out is None:
@@ -159,10 +153,8 @@ class Task:
         return None
 
     def last_step(self, lifted: object) -> Tree:
-        """Return the results if ``finishes``; else the leaves, those that are not merged into a ``total``."""
-        if self.finishes:
-            return pipeline.finish(self.call, lifted, self.reductions)
-        return lifted if self.total is None else self.total.absorb(lifted)
+        """Return the results if ``finishes``, else the leaves."""
+        return pipeline.finish(self.call, lifted, self.reductions) if self.finishes else lifted
 
 
 def _as_inputs(fields: Tree, device: torch.device) -> tuple[list[Tensor], Outline]:

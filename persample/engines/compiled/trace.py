@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -16,12 +16,11 @@ from persample._torch import OpOverload, force_original_view_tracking, schema
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.straight import simplify, writes
 from persample.errors import TorchVersionError
-from persample.merge import Moments, Summed, check_alike
 from persample.utils import trees
 from persample.utils.numerics import is_folded
 from persample.utils.origin import is_users
 from persample.utils.tracing import Trace, any_exception, without_warnings
-from persample.utils.trees import Leaf, Tree
+from persample.utils.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -41,77 +40,35 @@ class Outline:
 
     def filled(self, tensors: Sequence[Tensor]) -> Tree:
         """Return the tree with tensors in their places, in the order of ``pack``."""
-        return trees.unflatten(self.filled_leaves(tensors), self.structure)
-
-    def filled_leaves(self, tensors: Sequence[Tensor]) -> list[object]:
-        """Return the leaves of the tree with tensors in their places."""
         rest = iter(tensors)
+        return trees.unflatten([_filled(x, rest) for x in self.leaves], self.structure)
 
-        def put(x: object) -> object:
-            if x is Tensor:
-                return next(rest)
-            if isinstance(x, Made):
-                return x.kind(**{name: put(part) for name, part in x.parts})
-            return tuple(map(put, x)) if type(x) is tuple else x
 
-        return list(map(put, self.leaves))
+# A nested function that calls itself would keep the tensors in a cycle, until Python collects garbage.
+def _filled(x: object, rest: Iterator[Tensor]) -> object:
+    if x is Tensor:
+        return next(rest)
+    if isinstance(x, Made):
+        return x.kind(**{name: _filled(part, rest) for name, part in x.parts})
+    return tuple(_filled(part, rest) for part in x) if type(x) is tuple else x
 
 
 def pack(tree: object) -> tuple[list[Tensor], Outline]:
     """Split a pytree of tensors, and of dataclasses that hold tensors, into its tensors and its outline."""
     tensors: list[Tensor] = []
-
-    def taken(x: object) -> object:
-        if isinstance(x, Tensor):
-            tensors.append(x)
-            return Tensor
-        if type(x) is tuple:
-            return tuple(map(taken, x))
-        if is_dataclass(x) and not isinstance(x, type):
-            return Made(type(x), tuple((field.name, taken(getattr(x, field.name))) for field in fields(x)))
-        return x
-
     leaves, structure = trees.flatten(tree)
-    return tensors, Outline(tuple(map(taken, leaves)), structure)
+    return tensors, Outline(tuple(_taken(x, tensors) for x in leaves), structure)
 
 
-@dataclass(frozen=True)
-class Total:
-    """The moments and sums of the samples so far."""
-
-    tensors: list[Tensor]  # their numbers, in float64, in memory of their own
-    outline: Outline  # the tree of the leaves, with None in place of all others
-
-    @classmethod
-    def like(cls, lifted: object) -> Total:
-        """Return the total of no samples."""
-        tensors, outline = pack(
-            trees.tree_map(lambda x: x.widened() if isinstance(x, Moments | Summed) else None, lifted)
-        )
-        return cls(list(map(torch.zeros_like, tensors)), outline)
-
-    def copied(self) -> Total:
-        """Return the same total in other memory."""
-        return Total([x.clone() for x in self.tensors], self.outline)
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """The leaves of the tree."""
-        return self.outline.filled_leaves(self.tensors)
-
-    def absorb(self, lifted: Tree) -> list[Leaf]:
-        """Merge a chunk into the total, in its memory; in a trace, only if its results are valid.
-
-        Returns the leaves that are not part of the total.
-        """
-        leaves, structure = trees.flatten(lifted)
-        check_alike(self.outline.structure, structure)
-        pairs = list(zip(self.leaves, leaves, strict=True))
-        merged, _ = pack([one.merge(other) for one, other in pairs if one is not None])
-        invalid = any_exception()
-        for old, new in zip(self.tensors, merged, strict=True):
-            old.copy_(new if invalid is None else torch.where(invalid.to(old.device), old, new))
-        return [other for one, other in pairs if one is None]
+def _taken(x: object, tensors: list[Tensor]) -> object:
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return Tensor
+    if type(x) is tuple:
+        return tuple(_taken(part, tensors) for part in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        return Made(type(x), tuple((field.name, _taken(getattr(x, field.name), tensors)) for field in fields(x)))
+    return x
 
 
 class TraceError(Exception):

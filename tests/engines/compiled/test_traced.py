@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -409,3 +410,26 @@ def test_tensors_are_deleted_after_their_last_use():
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
     straight(graph)([torch.ones(3)])
     assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["call", "stream"])
+def test_results_are_freed_with_the_last_reference_to_them(stream):
+    """No cycle holds them until Python collects garbage: a loop of steps would keep several gradients."""
+    model, batch = nn.Linear(3, 2), torch.randn(4, 3)
+
+    def call():
+        one = {"engine": "traced", "reduce": {"update": ps.ClippedMean(1.0), "rows": ps.Stack()}}
+        if stream:
+            return ps.accumulate(lambda m, x: m(x).sum(), model, [batch, batch], **one)
+        return per_sample_grads(lambda m, x: m(x).sum(), model, batch, **one)
+
+    call()
+    gc.disable()
+    try:
+        results = call()
+        seen = [weakref.ref(x) for x in leaves(results)]
+        del results
+        assert seen
+        assert not [x for x in seen if x() is not None]
+    finally:
+        gc.enable()
