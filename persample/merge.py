@@ -204,8 +204,8 @@ def _check_shapes(one: Sequence[int], other: Sequence[int]) -> None:
     if tuple(one) != tuple(other):
         raise LossError(
             f"loss_fn: expected results of one shape for all samples, received shapes {list(one)} and {list(other)}. "
-            "Return as many outputs (outputs='rows'), and aux of the same shapes, from every sample, and use layers "
-            "as often (TermNorm())."
+            "For every sample return the same number of outputs (outputs='rows') and aux of the same shapes, and use "
+            "layers as often (TermNorm())."
         )
 
 

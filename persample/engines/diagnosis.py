@@ -232,10 +232,9 @@ def _runs_with_axis(call: Call, index: int) -> bool:
 
 def _tree(call: Call, said: str) -> str:
     """Return that params or batch is a tree, where a loss took it for a module or for one tensor."""
-    if (
-        re.fullmatch(r"'(list|tuple|dict|collections\.OrderedDict)' object is not callable", said)
-        and not call.loss.params.parts
-    ):
+    if re.fullmatch(r"'(Tensor|list|tuple|dict|collections\.OrderedDict)' object is not callable", said):
+        if call.loss.params.parts:
+            return "\nparams come first in the call of a loss, as in loss_fn(model, x, y)."
         fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
         return f"\nparams is a tree of tensors, not a module. {fix}"
     found = re.fullmatch(r"'dict' object has no attribute '(\w+)'", said)

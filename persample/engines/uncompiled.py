@@ -265,8 +265,8 @@ def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
     sizes = sorted({len(loss) for loss in losses if loss.ndim})
     if len(sizes) > 1:
         raise LossError(
-            f"loss_fn: expected as many outputs from every sample (outputs='rows'), received {sizes}. Return vectors "
-            "of one length, padded with zeros."
+            f"loss_fn: expected the same number of outputs for every sample (outputs='rows'), received {sizes}. Return "
+            "vectors of one length, padded with zeros."
         )
     return torch.stack(list(losses))
 

@@ -172,7 +172,7 @@ def _common_size(rows: Mapping[str, Tensor], argument: str) -> int:
         raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
         rest = f" and {len(sizes) - _SHOWN} more" if len(sizes) > _SHOWN else ""
-        fix = f"Give all the same number of rows, or mark what all samples share with None in in_dims. {_OTHER_LOSS}"
+        fix = f"Give all the same number of rows, or set in_dims: an axis, or None for what all share. {_OTHER_LOSS}"
         if _are_samples(rows, argument):
             fix = f"{_PAD} {_OTHER_LOSS}" if rest else f"{fix} {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in [*sizes.items()][:_SHOWN]) + rest

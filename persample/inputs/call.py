@@ -88,7 +88,7 @@ def _check_loss(loss: object, returned: object, outputs: Outputs) -> None:
         received = f"shape {list(loss.shape)}"
         fix = "loss_fn sees one sample: reduce what is left, for example with .sum(), .mean() or .squeeze()."
         if loss.ndim == 1:
-            fix += " Or pass outputs='rows' for the gradient of each number."
+            fix += " Or pass outputs='rows': then each element has a gradient of its own."
     else:
         return
     raise LossError(f"loss_fn: expected to return {expected}, received {received}. {fix}")
@@ -320,11 +320,9 @@ def _check_signature(called: str, loss_fn: Tree, params: Tree, sample: Sequence[
     try:
         signature.bind(params, *sample)
     except TypeError as error:
-        fix = (
-            "The batch is passed as one argument; a plain tuple is unpacked into several: pass tuple(batch) of a "
-            "NamedTuple, tuple(batch.values()) of a dict. "
-            "`accumulate` takes an iterable of batches: pass [batch] for one."
-        )
+        fix = "A NamedTuple or dict is one argument: pass tuple(batch) or tuple(batch.values()) for several."
+        if isinstance(sample[0], Tensor):
+            fix = "A tensor is one argument, a plain tuple several. `accumulate` takes batches: pass [batch] for one."
         if unpacked:
             fix = (
                 f"A plain {type(sample).__name__} is unpacked into positional arguments: let the loss take them; to "

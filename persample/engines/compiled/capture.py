@@ -40,7 +40,15 @@ from persample._torch import (
     tensors_read,
 )
 from persample.engines.compiled.batchable import CHANGES_A_NUMBER, UNREAD, split_kept
-from persample.engines.compiled.graph import Capture, Captured, History, Marker, failed_guard, refusal
+from persample.engines.compiled.graph import (
+    Capture,
+    Captured,
+    History,
+    Marker,
+    UncapturableError,
+    failed_guard,
+    refusal,
+)
 from persample.errors import CompileLimitWarning
 from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
@@ -57,10 +65,6 @@ _MOST_VAIN = 6
 
 
 is_nested = operator.attrgetter("is_nested")  # then there are no strides, and comparing them ends the process
-
-
-class UncapturableError(Exception):
-    """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
 
 
 class LimitError(Exception):

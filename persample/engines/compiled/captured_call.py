@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import buffer_slots
-from persample.engines.compiled.capture import UncapturableError, entry_of
-from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output
+from persample.engines.compiled.capture import entry_of
+from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output, UncapturableError
 from persample.engines.compiled.trace import Format
 from persample.inputs.batch import check_kind
 from persample.inputs.call import Call

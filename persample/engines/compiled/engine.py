@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import cast
 
 from persample import pipeline
-from persample.engines.compiled.capture import LimitError, UncapturableError
+from persample.engines.compiled.capture import LimitError
 from persample.engines.compiled.earlier_calls import Asked, remember
+from persample.engines.compiled.graph import UncapturableError
 from persample.engines.compiled.programs import DoubtfulError, Program, program_of
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError

@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -123,6 +123,10 @@ class _Naming(Interpreter):
             raise
 
 
+class UncapturableError(Exception):
+    """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
+
+
 class Marker(StandIn):
     """Stands for one tensor that a captured function returns; ``known`` are the outputs that no marker stands for."""
 
@@ -135,6 +139,10 @@ class Marker(StandIn):
         self.index = index
         self.inputs = inputs
         self.known = known
+
+    def item(self) -> NoReturn:
+        """Refuse to be read by code such as ``losses.append(loss.item())``, which Dynamo runs after the graph."""
+        raise UncapturableError("it keeps a number that it reads: return the tensor in aux instead")
 
     def standing_for(self, x: object) -> object:
         """Return a marker of the same call for a known output, and anything else as it is."""
