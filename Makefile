@@ -13,13 +13,15 @@ TRACED ?= 0 2000
 COMPILED ?= 0 300
 # The run that `make bench-summary` reads.
 RUN ?= benchmarks/results/cpu.json
-# One process with one thread per core. Files stay together: the tests of one file share compiled programs.
+# One process with one thread per core. Files stay together: the tests of one file share compiled programs. Those with
+# the most tests start first, and files of one test, notebooks before examples, fill up the end. Processes that tests
+# start find the bytecode.
 # A process that dies ends the run: pytest-xdist would wait for ever for the rest of its file.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 0 -p no:benchmark
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 0 -p no:benchmark
 PEERS := .venv-peers/.installed .venv-jax/.installed .venv-mindspore/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test slow cuda fuzz neighbours lint bench bench-peers bench-report bench-summary docs
+.PHONY: help demo quick test site slow cuda fuzz neighbours lint bench bench-peers bench-report bench-summary docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -51,13 +53,15 @@ lint: $(INSTALLED) ## style, docstrings against signatures, types
 quick: lint ## lint, then the tests of the core: a minute, while you write
 	$(PYTEST) --quiet $(wildcard $(QUICK:%=tests/*/test_%.py) $(QUICK:%=tests/*/*/test_%.py))
 
-test: lint ## lint, then all tests with warnings as errors, examples, notebooks, strict docs
-	$(PYTEST)
-	$(PYTEST) --nbmake notebooks
+test: $(INSTALLED) ## lint and strict docs, side by side, then all tests with warnings as errors, examples, most notebooks
+	$(MAKE) --jobs 2 lint site
+	$(PYTEST) --nbmake
+
+site: $(INSTALLED) ## build the documentation; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
-slow: $(INSTALLED) ## trainings of five seeds, torch's operator database, random programs, 2,000 interrupts
-	$(PYTEST) -m slow
+slow: $(INSTALLED) ## trainings, long notebooks, larger grids of programs, torch's operator database, random programs, 2,000 interrupts
+	$(PYTEST) --nbmake -m slow
 
 cuda: $(INSTALLED) ## tests of a GPU, with a torch that sees one
 	$(PYTEST) -m cuda

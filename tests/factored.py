@@ -18,7 +18,7 @@ B = 5
 F64 = torch.float64
 # One reduction that wants the gradients written out switches factoring off for the whole call.
 TOGETHER = tuple(name for name in REDUCTIONS if name not in {"none", "Stack", "NaturalGradient-qr"})
-ALONE = ("Sum", "Mean", "Norm", "ClippedMean", "Gram", "Dot", "Variance", "Project")
+ALONE = ("Sum", "Norm", "ClippedMean", "Gram", "Variance")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from oracle import Rows, reals
+from workloads import WORKLOADS
 
 import persample as ps
 from persample.factors import Dense
@@ -289,3 +290,8 @@ REDUCTIONS = {
     ),
     "Loss": (lambda r, d: ps.Loss(), lambda r: r.losses),
 }
+
+
+def part(workload: str, parts: int):
+    """Return one of the parts of the reductions, another for the next model: a program of all takes long to capture."""
+    return [*REDUCTIONS][[*WORKLOADS].index(workload) % parts :: parts]

@@ -147,6 +147,7 @@ def test_methods_of_one_workload_share_a_process_in_a_sweep(shared, monkeypatch)
     assert not any(process.is_alive for process in started)
 
 
+@pytest.mark.slow
 def test_a_smoke_run_of_the_sweep(tmp_path):
     path = tmp_path / "sweep.json"
     command = [sys.executable, "-m", "benchmarks.run", "--sweep", "--quick", "--only", EAGER, "--results", str(path)]

@@ -223,7 +223,7 @@ def interrupted_at(package, line=0):
         sys.settrace(before)
 
 
-@pytest.mark.parametrize(("package", "count"), [(persample, 15), (torch._dynamo, 10)], ids=["persample", "dynamo"])
+@pytest.mark.parametrize(("package", "count"), [(persample, 8), (torch._dynamo, 5)], ids=["persample", "dynamo"])
 def test_interrupts_of_a_first_call_leave_everything_whole(package, count):
     model, xs = Layers(), torch.randn(6, 5)
 
@@ -285,7 +285,7 @@ def test_an_interrupt_at_any_moment_leaves_everything_whole(options):
     expected, whole, before = [*call().values()], state(), slots(model)
     with interrupted_at_moment() as moments:
         call()
-    for moment in range(1, len(moments), 7):
+    for moment in range(1, len(moments), 11):
         with pytest.raises(Interrupted), interrupted_at_moment(moment):
             call()
         assert state() == whole, moment
@@ -321,7 +321,7 @@ def test_an_interrupt_in_a_context_of_the_loss_leaves_nothing_open(loss, differe
     expected, whole, hits = call(), (state(), torch.is_autocast_enabled("cpu")), 0
     with interrupted_at_moment() as moments:
         call()
-    for moment in range(1, len(moments), 2):
+    for moment in range(1, len(moments), 5):
         try:
             with interrupted_at_moment(moment):
                 call()
@@ -329,7 +329,7 @@ def test_an_interrupt_in_a_context_of_the_loss_leaves_nothing_open(loss, differe
             hits += 1
         assert (state(), torch.is_autocast_enabled("cpu")) == whole, moment
         assert torch.equal(call(), expected), moment
-    assert hits > 0.45 * len(moments)  # of half of them: Python prints the errors of callbacks
+    assert hits > 0.9 * len(range(1, len(moments), 5))  # of most of them: Python prints the errors of callbacks
 
 
 @pytest.mark.slow
@@ -418,8 +418,8 @@ print(call()[0].tolist())
 @pytest.mark.parametrize(
     ("engine", "module"),
     [
-        ("compiled", "torch._dynamo.symbolic_convert"),
         ("compiled", "torch._inductor.codecache"),
+        pytest.param("compiled", "torch._dynamo.symbolic_convert", marks=pytest.mark.slow),
         pytest.param("auto", "sympy.printing", marks=pytest.mark.slow),
         pytest.param("traced", "torch._dynamo.symbolic_convert", marks=pytest.mark.slow),
         pytest.param("compiled", "sympy.printing", marks=pytest.mark.slow),
@@ -493,7 +493,7 @@ def test_an_interrupted_capture_is_completed():
         expected = call()
     torch.testing.assert_close(expected, per_sample_grads(loss, w, (x,), engine="loop"))
     hits = 0
-    for line in random.Random(0).sample(range(1, len(lines)), 12):
+    for line in random.Random(0).sample(range(1, len(lines)), 6):
         clear_cache()
         try:
             with interrupted_at(batchable, line):
@@ -501,7 +501,7 @@ def test_an_interrupted_capture_is_completed():
         except Interrupted:
             hits += 1
         assert torch.equal(call(), expected), lines[line - 1]
-    assert hits > 8  # the others came within Dynamo
+    assert hits > 3  # the others came within Dynamo
 
 
 @pytest.mark.parametrize("engine", ["loop", "eager"])

@@ -29,7 +29,7 @@ def assert_nothing_is_found(engine, start, stop):
     assert counts["agrees"] >= 0.8 * len(found), counts
 
 
-@pytest.mark.parametrize(("engine", "start", "stop"), [("eager", 0, 200), ("traced", 0, 10), ("compiled", 0, 1)])
+@pytest.mark.parametrize(("engine", "start", "stop"), [("eager", 0, 100), ("traced", 0, 3)])
 def test_programs(engine, start, stop):
     assert_nothing_is_found(engine, start, stop)
 

@@ -1427,7 +1427,7 @@ def test_cell(row, engine):
         with pytest.raises(refusal.error, match=refusal.message):
             computed(row, engine, params)
         return
-    for _ in range(2):  # the second call runs the program of the first
+    for _ in range(2 if engine in {"traced", "compiled"} else 1):  # the second call runs the program of the first
         torch.manual_seed(0)
         result = computed(row, engine, params)
         grads, aux = result if row.replay else (result, None)

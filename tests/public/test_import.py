@@ -105,9 +105,14 @@ def test_a_second_import():
 
 
 def test_the_core_imports_neither_extras_nor_what_needs_them():
-    extras = ("gymnasium", "typer", "rich", "matplotlib", "PIL", "persample.rl", "persample.cli")
-    found = printed(
-        "import json, sys, persample",
-        "print(json.dumps(sorted(sys.modules)))",
+    extras = ("gymnasium", "typer", "rich", "matplotlib", "PIL", "persample.rl", "persample.cli", "tensordict")
+    extras += ("pytest", "hypothesis", "torch._dynamo")
+    found, compiler = printed(
+        "import json, sys, torch, persample",
+        "found = sorted(sys.modules)",
+        "persample.per_sample_grads(lambda w, x: (w @ x) ** 2, torch.ones(3), torch.ones(2, 3), engine='traced')",
+        "print(json.dumps([found, 'torch._inductor.compile_fx' in sys.modules]))",
     )
+    assert "torch" in found
     assert not [name for name in found if f"{name}.".startswith(tuple(f"{extra}." for extra in extras))]
+    assert not compiler  # the traced engine needs none

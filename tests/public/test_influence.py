@@ -91,7 +91,7 @@ def sample_loss(model, x, y):
     return F.cross_entropy(model(x), y, reduction="sum")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "transformer"])
 def test_ekfac_has_the_scores_of_kronfluence(name):
     """Equal where a bias is a column of its weight; apart, it has eigenvectors and damping of its own."""
     model, train, test = made(name)

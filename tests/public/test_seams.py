@@ -24,8 +24,9 @@ def internals(tree):
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.asname for alias in node.names if alias.asname and alias.name.startswith("persample.")}
-        elif isinstance(node, ast.Assign) and "import_module('persample." in ast.unparse(node.value):
-            found |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call):
+            imports = "import_module('persample." in ast.unparse(call)
+            found |= {ast.unparse(target) for target in node.targets if imports}
     return found
 
 
@@ -37,7 +38,7 @@ def replaced(source):
         if isinstance(node, ast.Assign):
             found += [target.value for target in node.targets if isinstance(target, ast.Attribute)]
         elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called in {"setattr", "setitem", "delattr", "delitem", "object", "patch", "dict"}:
                 found.append(node.args[0])
     names = map(ast.unparse, found)

@@ -170,7 +170,7 @@ def test_models_take_masks_adapters_and_half_precision(name, variant):
 
 SLOW = pytest.mark.slow
 COMPILED = [pytest.param(name, "compiled", marks=SLOW) for name in MODELS if name != "experts by batched products"]
-TRACED = [pytest.param(name, "traced", marks=() if name in {"Llama", "BERT"} else SLOW) for name in MODELS]
+TRACED = [pytest.param(name, "traced", marks=() if name == "Llama" else SLOW) for name in MODELS]
 
 
 @pytest.mark.parametrize(("name", "engine"), [*TRACED, *COMPILED])

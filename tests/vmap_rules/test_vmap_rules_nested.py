@@ -147,7 +147,7 @@ def test_in_a_program(case):
     assert_trees_close(per_sample_grads(loss, w, x, WANTED, engine="traced"), expected, 1e-9)
 
 
-EYE = 4 * torch.eye(3, dtype=torch.float64)
+EYE = 4 * torch.eye(3, dtype=torch.float64).roll(1, 0)  # whose factors are of rows in another order
 SQUARE = {
     "solve": torch.linalg.solve,
     "solve a column": lambda a, x: torch.linalg.solve(B=x[:, None], A=a),
@@ -186,7 +186,7 @@ def test_derivatives_of_linear_systems_and_determinants(function, inner):
     found = functools.partial(loss, transform, SQUARE[function])
     expected = functools.partial(loss, reverse, SAME.get(function, SQUARE[function]))
     expected = per_sample_grads(expected, w, x, WANTED, engine="loop")
-    for engine in ("eager", "traced") if function in {"solve", "slogdet"} else ("eager",):
+    for engine in ("eager", "traced") if function == "solve" and inner == "jacfwd" else ("eager",):
         assert_trees_close(per_sample_grads(found, w, x, WANTED, engine=engine), expected, 1e-9)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -286,14 +285,14 @@ PROGRAM = """
     torch.manual_seed(0)
     w, x = torch.randn(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     loss = lambda w, x: torch.tanh(w @ x)
-    wanted = (ps.ClippedMean(0.5), ps.Norm())
+    wanted = (ps.ClippedMean(0.5), ps.Norm(), ps.NaturalGradient(0.5))
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter(FILTER)
         for _ in range(2):
             results = ps.per_sample_grads(loss, w, x, wanted, engine="compiled")
         results = [*results, ps.per_sample_grads(loss, w, x, ps.Mean(), engine="compiled")]
     expected = [*ps.per_sample_grads(loss, w, x, wanted), ps.per_sample_grads(loss, w, x, ps.Mean())]
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(results, expected)), (results, expected)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=0) for a, b in zip(results, expected)), (results, expected)
     ours = [str(w.message) for w in shown if "engine=" in str(w.message)]
     print(len(ours), len(shown), *ours)
 """
@@ -404,18 +403,5 @@ def test_without_a_compiler(tmp_path):
 
 
 def test_warnings_of_torch_do_not_matter_where_they_are_errors(tmp_path):
+    """Nor is anything logged: Inductor would say of factorizations that it has no C++ of its own for them."""
     assert run(tmp_path, PROGRAM.replace("FILTER", "'error'")).split() == ["0", "0"]
-
-
-def test_factorizations_log_nothing(tmp_path):
-    """Inductor has no C++ of its own for them, and would say so to the user where the program is not cached."""
-    program = """
-        import torch
-        from persample import NaturalGradient, per_sample_grads
-
-        if __name__ == "__main__":
-            w, x = torch.ones(2), torch.rand(3, 2)
-            print(per_sample_grads(lambda w, x: (w @ x) ** 2, w, x, NaturalGradient(0.5), engine="compiled"))
-        """
-    printed = run(tmp_path, program)
-    assert re.fullmatch(r"tensor\(\[.*\]\)\n", printed), printed

@@ -1,11 +1,14 @@
-"""The compiled engine over the oracle grid: all reductions of a model in one program."""
+"""The compiled engine over the oracle grid: several reductions of a model in one program.
+
+What Inductor is given is the traced graph, functional and decomposed: each reduction once, each model once.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from compiler import without_compiling
-from grid import REDUCTIONS, RTOL
+from grid import REDUCTIONS, RTOL, part
 from oracle import Rows, assert_trees_close, oracle
 from workloads import WORKLOADS, build
 
@@ -15,17 +18,16 @@ from persample import per_sample_grads
 NAN = float("nan")
 
 
-def wanted_of(rows, dtype):
-    return {name: make(rows, dtype) for name, (make, _) in REDUCTIONS.items()}
+def wanted_of(rows, dtype, names=REDUCTIONS):
+    return {name: REDUCTIONS[name][0](rows, dtype) for name in names}
 
 
-def assert_all_close(results, rows, rtol):
-    assert results.keys() == REDUCTIONS.keys()
-    for name, (_, expected) in REDUCTIONS.items():
-        assert_trees_close(results[name], expected(rows), rtol)
+def assert_close(results, rows, rtol):
+    for name, result in results.items():
+        assert_trees_close(result, REDUCTIONS[name][1](rows), rtol)
 
 
-# What Inductor compiles in seconds; the other programs run as traced here, and compiled in the slow tests.
+# What Inductor compiles in seconds, with all reductions; the other models are compiled in the slow tests.
 QUICK = {"tutorial_td"}
 # Traced elsewhere: loops in test_compiled_recurrent.py, episodes in chunks below, nested trees in test_traced.py.
 ELSEWHERE = {"gru_cell_loop", "reinforce_episodes", "nested_params"}
@@ -39,10 +41,11 @@ def test_equals_the_loop(workload, inductor, monkeypatch):
         without_compiling(monkeypatch)
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
-    wanted = wanted_of(rows, torch.float64)
+    wanted = wanted_of(rows, torch.float64, REDUCTIONS if inductor else part(workload, 6))
     for _ in range(2):  # the second time the call is recalled
         results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled")
-        assert_all_close(results, rows, 1e-9)
+        assert results.keys() == wanted.keys()
+        assert_close(results, rows, 1e-9)
         leaves = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
         assert not any(leaf.requires_grad for leaf in leaves)
         for leaf in leaves:
@@ -53,10 +56,10 @@ def test_equals_the_loop(workload, inductor, monkeypatch):
 def test_equals_the_loop_in_float32(workload):
     work = build(workload, torch.float32)
     rows = oracle(work.loss_fn, work.params, work.batch)
-    wanted = wanted_of(rows, torch.float32)
+    wanted = wanted_of(rows, torch.float32, part(workload, 6))
     results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled")
-    assert_all_close(results, rows, RTOL[torch.float32])
-    assert {leaf.dtype for leaf in torch.utils._pytree.tree_leaves(results["Stack"])} == {torch.float32}
+    assert_close(results, rows, RTOL[torch.float32])
+    assert {leaf.dtype for leaf in torch.utils._pytree.tree_leaves(results)} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -72,9 +75,9 @@ def test_chunks_equal_the_loop(workload, chunk_size, inductor, monkeypatch):
         without_compiling(monkeypatch)
     work = build(workload)
     rows = oracle(work.loss_fn, work.params, work.batch)
-    wanted = wanted_of(rows, torch.float64)
+    wanted = wanted_of(rows, torch.float64, part(workload, 6))
     results = per_sample_grads(work.loss_fn, work.params, work.batch, wanted, engine="compiled", chunk_size=chunk_size)
-    assert_all_close(results, rows, 1e-9)
+    assert_close(results, rows, 1e-9)
 
 
 OVER_SAMPLES = {
@@ -122,11 +125,16 @@ def test_one_sample(inductor, monkeypatch):
     work = build("mlp_td")
     batch = tuple(x[:1] for x in work.batch)
     rows = oracle(work.loss_fn, work.params, batch)
-    names = [name for name in REDUCTIONS if name not in {"Variance", "Variance-plain", "Variance-total", "NoiseScale"}]
-    wanted = {name: REDUCTIONS[name][0](rows, torch.float64) for name in names}
-    results = per_sample_grads(work.loss_fn, work.params, batch, wanted, engine="compiled")
-    for name in names:
-        assert_trees_close(results[name], REDUCTIONS[name][1](rows), 1e-9)
+    names = {*(REDUCTIONS if inductor else part("mlp_td", 6))} - {
+        "Variance",
+        "Variance-plain",
+        "Variance-total",
+        "NoiseScale",
+    }
+    results = per_sample_grads(
+        work.loss_fn, work.params, batch, wanted_of(rows, torch.float64, sorted(names)), engine="compiled"
+    )
+    assert_close(results, rows, 1e-9)
     # Of one sample it is 0, but for the rounding of a difference.
     for x in torch.utils._pytree.tree_leaves(
         per_sample_grads(work.loss_fn, work.params, batch, ps.Variance(correction=0), engine="compiled")

@@ -145,8 +145,9 @@ def test_two_threads_raise_and_do_not_stop_the_process():
 
 
 @pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("classes", [V, 400 * V])
-@pytest.mark.parametrize("ignored", [-100, -1, 3, V, 10**9])
+@pytest.mark.parametrize(
+    ("ignored", "classes"), [*((ignored, V) for ignored in (-100, -1, 3, V, 10**9)), (-100, 400 * V)]
+)
 def test_ignore_index_is_no_index(ignored, classes):
     def loss(p, x, i):
         return F.cross_entropy((p @ x).repeat(T, classes // V), i, ignore_index=ignored, reduction="sum")
@@ -173,8 +174,8 @@ def test_indices_that_all_samples_share():
 
     for each in (loss, images):
         labels[:] = torch.tensor([1, -100, 3])
-        expected = per_sample_grads(each, P, X, WANTED, engine="loop")
-        assert_trees_close(per_sample_grads(each, P, X, WANTED, engine="compiled"), expected, 1e-9)
+        expected = per_sample_grads(each, P, X, ps.Norm(), engine="loop")
+        assert_trees_close(per_sample_grads(each, P, X, ps.Norm(), engine="compiled"), expected, 1e-9)
         labels[0] = V
         for engine in ("eager", "compiled"):
             with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
@@ -195,15 +196,14 @@ def test_masks_and_numbers_are_left_alone():
 @pytest.mark.parametrize(
     ("name", "chunk_size"),
     [
-        *((x, None) for x in ("embedding", "p[i]", "gather", "scatter_add", "cross_entropy")),
-        ("embedding", 4),
+        *((x, None) for x in ("embedding", "scatter_add", "cross_entropy")),
         ("p[i]", 4),
     ],
 )
 def test_sizes_share_a_program(name, chunk_size):
     loss, _, high = LOSSES[name]
     generator = torch.Generator().manual_seed(3)
-    for size in (4, 9, 17, 33, 6):
+    for size in (4, 9, 6):
         x = torch.randn(size, D, dtype=F64, generator=generator)
         index = torch.randint(0, V, (size, T), generator=generator)
         for last in (index[-1, -1].item(), high):

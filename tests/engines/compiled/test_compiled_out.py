@@ -62,8 +62,7 @@ def test_out_that_does_not_fit():
         per_sample_grads(lambda w, x: w @ x, torch.ones(4), X.float(), ps.Sum(), engine="compiled", out=torch.zeros(3))
 
 
-@pytest.mark.parametrize("reuses", [False, True])
-@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize(("module", "reuses"), [(False, False), (True, True)])
 def test_a_call_like_one_before_is_answered_at_once(module, reuses):
     clear_cache()
     params = MODEL if module else dict(MODEL.named_parameters())

@@ -195,7 +195,7 @@ def drawn(seed):
 
 def test_random_programs():
     count = 0
-    for seed in range(80):
+    for seed in range(30):
         x = torch.randn(3, 3)
         try:
             expected = make_fx(drawn(seed))(x)(x)
@@ -204,7 +204,7 @@ def test_random_programs():
         graph, flat = traced(drawn(seed), x)
         count += any(map(writes, graph.graph.nodes))
         torch.testing.assert_close(flat(x), expected, equal_nan=True)
-    assert count > 20
+    assert count > 8
 
 
 def test_a_write_through_a_view_is_never_lost():

@@ -1,4 +1,4 @@
-"""More losses for ``check``: it is silent about the right ones, and finds the wrong ones with their line."""
+"""Losses for ``check``: it is silent about the right ones, and finds the wrong ones with their line."""
 
 from __future__ import annotations
 
